@@ -107,6 +107,10 @@ class Options:
     verify: bool = True
     """Verify every byte that is read against the checksum of the save. With False, damaged bytes load without an
     error."""
+    allow_lossy_casts: bool = False
+    """If True, a load casts as torch's ``copy_`` does, also values that the dtype of the target cannot hold, such as
+    2.5 as an integer. If False, it raises `StateDictMismatchError` for these, and rounds floats to another precision
+    with a warning. Set it to drop imaginary parts or fractions on purpose."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     async_in_flight: Literal["wait", "raise"] = "wait"
@@ -199,7 +203,7 @@ _TYPES: tuple[_Rule, ...] = (
     ("timeout_s", _is_a(numbers.Real), "a number of seconds"),
     *((name, _is_a(numbers.Integral), "a whole number") for name in ("retries", "staging_bytes", "read_bytes")),
     ("connections", lambda value: value is None or _is_a(numbers.Integral)(value), "a whole number or None"),
-    *((name, _is_a(bool), "True or False") for name in ("verify", "async_overlap", "resume")),
+    *((name, _is_a(bool), "True or False") for name in ("verify", "allow_lossy_casts", "async_overlap", "resume")),
     ("metadata", _is_a(Mapping), "a mapping"),
     ("extensions", _are_extensions, "a list of StreamTransformExtension objects"),
     ("on_event", _is_callable_or_none, "callable or None"),

@@ -228,7 +228,15 @@ def filled_in_place(state_dict: dict[str, torch.Tensor], tensors: dict[str, Stor
     planner = ExplainingLoadPlanner("here")
     planner.set_up_planner(state_dict, metadata)
     items = planner.create_local_plan().items
-    consumers = consumers_of(items, planner, manifest, metadata.storage_data, tensors_of=planner.tensors_of, uri="here")
+    consumers = consumers_of(
+        items,
+        planner,
+        manifest,
+        metadata.storage_data,
+        tensors_of=planner.tensors_of,
+        allows_lossy_casts=False,
+        uri="here",
+    )
     assert consumers.wants(max_gap_bytes=0)
     copied = (one for one in consumers.others if one.target.is_copied or isinstance(one.target, BytesTarget))
     return set(state_dict) - {consumer.item.storage_index.fqn for consumer in copied}

@@ -910,5 +910,40 @@ MUTANTS = {
         new="if not compared.setdefault(chunk, checksum):",
         tests=("tests/e2e/test_wrappers.py::test_a_scale_of_each_rank_is_refused",),
     ),
+    "cast-without-a-look": Mutant(
+        breaks="G11: a load drops fractions, imaginary parts and high bits, and reports success.",
+        file="tensors/load_targets.py",
+        old="block.copy_(source if self.cast is None else self.cast.check(source))",
+        new="block.copy_(source)",
+        tests=("tests/e2e/test_casts.py::test_a_value_that_does_not_fit_is_refused_by_name",),
+    ),
+    "cast-of-unpacked-bytes-without-a-look": Mutant(
+        breaks="G11: a load of compressed tensors drops fractions, and reports success.",
+        file="pipeline/consumers.py",
+        old="tensor.copy_(wanted if consumer.cast is None else consumer.cast.check(wanted))",
+        new="tensor.copy_(wanted)",
+        tests=("tests/e2e/test_casts.py::test_a_value_that_does_not_fit_is_refused_by_name",),
+    ),
+    "integers-as-large-as-the-largest-float-fit": Mutant(
+        breaks="G11: 2 ** 24 + 1 is loaded as the float32 beside it, without a word.",
+        file="tensors/casts.py",
+        old="    lost: Any = (odd >= np.uint64(most)) & (odd > np.uint64(1))\n",
+        new="    lost: Any = odd < np.uint64(0)\n",
+        tests=("tests/tensors/test_casts.py",),
+    ),
+    "infinity-fits-everywhere": Mutant(
+        breaks="G11: an infinity is loaded as NaN, or as the largest number of an 8-bit float.",
+        file="tensors/casts.py",
+        old="    return _has_infinity(stored) and not _has_infinity(wanted)\n",
+        new="    return False\n",
+        tests=("tests/tensors/test_casts.py",),
+    ),
+    "only-the-first-slice-is-looked-at": Mutant(
+        breaks="G11: a fraction in a large tensor is dropped without a word.",
+        file="tensors/casts.py",
+        old="in elements.reshape(-1).split(_SLICE_ELEMENTS):",
+        new="in elements.reshape(-1).split(_SLICE_ELEMENTS)[:1]:",
+        tests=("tests/tensors/test_casts.py::test_every_element_is_looked_at",),
+    ),
 }
 """Each defect by its name."""

@@ -403,7 +403,13 @@ class ObjectStoreReader(StorageReader):
         context.emit("load.planned")
         self._recorder.span("plan", int(self._started_s * 1e9))
         if self._torch_reader is not None:
-            report = self._torch_reader.load(plan, planner, rank=context.rank)
+            report = self._torch_reader.load(
+                plan,
+                planner,
+                self._metadata,
+                rank=context.rank,
+                allows_lossy_casts=self._options.allow_lossy_casts,
+            )
         else:
             report = self._new_job(context, plan, planner).run(plan, planner)
         self.report = dataclasses.replace(report, plan_s=begun_s - self._started_s, manifest_s=self._manifest_s)

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from cloudckpt._torch_compat import ExtensionRegistry
 from cloudckpt.errors import (
@@ -31,6 +32,7 @@ from cloudckpt.io.retry import Retrier
 from cloudckpt.options import MIB
 from cloudckpt.report import LoadReport
 from cloudckpt.stores.base import Store
+from cloudckpt.tensors.casts import log_precision, new_cast
 
 _BUFFER_BYTES = 4 * MIB
 _METADATA_KEY = ".metadata"
@@ -48,10 +50,15 @@ class TorchCheckpointReader(FileSystemReader):
         self.fs = self._files  # type: ignore[assignment]  # torch's own subclasses do the same
         self.path = ""
 
-    def load(self, plan: LoadPlan, planner: LoadPlanner, *, rank: int) -> LoadReport:
+    def load(
+        self, plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, *, rank: int, allows_lossy_casts: bool
+    ) -> LoadReport:
         """Fill what the plan asks for."""
         begun_s = time.monotonic()
-        self.read_data(plan, planner).wait()
+        checking = _CheckingPlanner(planner, metadata, allows_lossy_casts=allows_lossy_casts, uri=self._uri)
+        self.read_data(plan, checking).wait()
+        if rank == 0:  # one rank says it for all
+            log_precision(checking.casts, uri=self._uri)
         return LoadReport(
             uri=self._uri,
             attempt="",
@@ -105,6 +112,36 @@ def _is_cut(store: Store, retrier: Retrier) -> bool:
         size_bytes = file.seek(0, io.SEEK_END)
         file.seek(max(size_bytes - len(_END), 0))
         return file.read(len(_END)) != _END
+
+
+class _CheckingPlanner(DefaultLoadPlanner):
+    """The planner of a load, with a check of what torch's reader would cast in silence."""
+
+    def __init__(self, planner: LoadPlanner, metadata: Metadata, *, allows_lossy_casts: bool, uri: str) -> None:
+        super().__init__()
+        self.casts: list[tuple[str, torch.dtype, torch.dtype]] = []
+        self._planner, self._saved = planner, metadata.state_dict_metadata
+        self._allows_lossy_casts, self._uri = allows_lossy_casts, uri
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self._planner.load_bytes(read_item, value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor, entry = self._planner.resolve_tensor(read_item).detach(), self._saved.get(read_item.storage_index.fqn)
+        stored = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else tensor.dtype
+        if stored is tensor.dtype:
+            return tensor
+        self.casts.append((read_item.storage_index.fqn, stored, tensor.dtype))
+        return torch.empty(tensor.size(), dtype=stored, device="cpu")  # torch's reader fills it
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        target = self._planner.resolve_tensor(read_item).detach()
+        if target.dtype is not tensor.dtype:
+            cast = None
+            if not self._allows_lossy_casts:
+                cast = new_cast(read_item.storage_index.fqn, tensor.dtype, target, uri=self._uri)
+            target.copy_(tensor if cast is None else cast.check(tensor))
+        self._planner.commit_tensor(read_item, target)
 
 
 class _StoreFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,10 +15,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from cloudckpt.errors import CheckpointError, CloudckptError, CorruptCheckpointError, UnsupportedValueError
 from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
+from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.io.addresses import find_overlapping
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.pipeline.context import Context
+from cloudckpt.tensors.casts import Cast, new_cast
 from cloudckpt.tensors.extensions import ReadTransforms, decoded_chunk
 from cloudckpt.tensors.load_targets import (
     BytesTarget,
@@ -96,6 +99,7 @@ class Consumer(NamedTuple):
     location: ItemLocation
     target: Target
     tensor: torch.Tensor | None
+    cast: Cast | None = None
 
 
 class Consumers:
@@ -121,6 +125,14 @@ class Consumers:
     def num_bytes(self) -> int:
         """The number of bytes that are wanted."""
         return sum(target.num_bytes for target in self.targets)
+
+    def casts(self) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+        """Yield each tensor's name, the dtype that is stored, and another one that it is loaded as."""
+        for consumer in self.others:
+            if consumer.tensor is not None and consumer.location.dtype is not None:
+                stored = dtype_of(consumer.location.dtype)
+                if consumer.tensor.dtype is not stored:
+                    yield consumer.item.storage_index.fqn, stored, consumer.tensor.dtype
 
     def names_in(self, request: RangeRead, begin: int, end: int) -> str:
         """Return the names, for a message, that bytes ``[begin, end)`` of the request's object belong to."""
@@ -154,6 +166,7 @@ def consumers_of(
     storage_data: Mapping[MetadataIndex, ItemLocation],
     *,
     tensors_of: Callable[[Sequence[str]], list[torch.Tensor]] | None,
+    allows_lossy_casts: bool,
     uri: str,
 ) -> Consumers:
     """Return what the items fill. The planner gives the tensors; `tensors_of`, if given, those of whole tensors.
@@ -172,7 +185,8 @@ def consumers_of(
     addresses = list(map(find_whole_address, tensors, stored))
     left = {number: items[number] for number, address in enumerate(addresses) if not address}
     left.update(enumerate(rest, len(fqns)))
-    consumers = {number: _consumer_of(item, planner, storage_data, uri=uri) for number, item in left.items()}
+    make = functools.partial(_consumer_of, planner, storage_data, allows_lossy_casts=allows_lossy_casts, uri=uri)
+    consumers = {number: make(item) for number, item in left.items()}
     ends = [address + chunk.end - chunk.begin for address, chunk in zip(addresses, chunks, strict=True)]
     begins, ends = [*addresses, *(0 for _ in rest)], [*ends, *(0 for _ in rest)]
     for number, consumer in consumers.items():
@@ -181,7 +195,7 @@ def consumers_of(
     shared = sorted(find_overlapping(begins, ends))
     for number in shared:
         if number not in consumers:
-            consumers[number] = _consumer_of(items[number], planner, storage_data, uri=uri)
+            consumers[number] = make(items[number])
     _keep_apart(consumers[number] for number in shared)
     whole = [number for number in range(len(fqns)) if number not in consumers]
     return Consumers(
@@ -208,7 +222,12 @@ def _keep_apart(consumers: Iterable[Consumer]) -> None:
 
 
 def _consumer_of(
-    item: ReadItem, planner: LoadPlanner, storage_data: Mapping[MetadataIndex, ItemLocation], *, uri: str
+    planner: LoadPlanner,
+    storage_data: Mapping[MetadataIndex, ItemLocation],
+    item: ReadItem,
+    *,
+    allows_lossy_casts: bool,
+    uri: str,
 ) -> Consumer:
     index = item.storage_index
     location = storage_data.get(index)
@@ -231,10 +250,12 @@ def _consumer_of(
         raise CloudckptError(
             f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
         )
-    target: Target = (
-        BytesTarget(location) if location.transforms else new_block_target(location, Box(offsets, lengths), tensor)
-    )
-    return Consumer(item, location, target, tensor)
+    cast = None
+    if location.dtype is not None and not allows_lossy_casts:
+        cast = new_cast(index.fqn, dtype_of(location.dtype), tensor, uri=uri)
+    if location.transforms:
+        return Consumer(item, location, BytesTarget(location), tensor, cast)
+    return Consumer(item, location, new_block_target(location, Box(offsets, lengths), tensor, cast=cast), tensor, cast)
 
 
 class Finisher:
@@ -297,7 +318,8 @@ class Finisher:
                 planner.load_bytes(item, self._value(item, content))
                 return
             chunk = decoded_chunk(content, location.dtype, location.lengths)
-            tensor.copy_(chunk[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices])
+            wanted = chunk[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices]
+            tensor.copy_(wanted if consumer.cast is None else consumer.cast.check(wanted))
         if tensor is not None:
             planner.commit_tensor(item, tensor)
 

@@ -41,6 +41,7 @@ from cloudckpt.pipeline.consumers import Consumers, Finisher, LoadItems, consume
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import LoadReport
 from cloudckpt.stores.base import Views
+from cloudckpt.tensors.casts import log_precision
 from cloudckpt.tensors.extensions import ReadTransforms
 from cloudckpt.tensors.host_memory import Arena, new_arena
 from cloudckpt.tensors.load_targets import BytesTarget, open_request
@@ -90,8 +91,11 @@ class LoadJob:
                     self._manifest,
                     self._storage_data,
                     tensors_of=self._tensors_of,
+                    allows_lossy_casts=context.options.allow_lossy_casts,
                     uri=context.uri,
                 )
+                if context.rank == 0:  # one rank says it for all
+                    log_precision(consumers.casts(), uri=context.uri)
                 self._finisher.check(consumers)
                 shares, requests = self._plan_requests(consumers)
             self._check_claims([*requests, *shares.to_receive], consumers)

@@ -20,6 +20,7 @@ from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.io.boxes import Box, compute_strides, find_runs, intersect, split_into_boxes
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.stores.base import copy_into
+from cloudckpt.tensors.casts import Cast
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import (
     address_range,
@@ -124,6 +125,8 @@ class TensorTarget(msgspec.Struct, gc=False):
     """The begin of each wanted range of a block that has an address."""
     is_copied: bool = False
     """True if the bytes come by way of a buffer. Known once `wants` was called."""
+    cast: Cast | None = None
+    """The check of the elements that a tensor of another dtype takes."""
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:
         """Return the ranges to fetch."""
@@ -162,7 +165,8 @@ class TensorTarget(msgspec.Struct, gc=False):
                 continue
             start = sum(o * s for o, s in zip(common.offsets, strides, strict=True)) - first
             block = target[common.relative_to(self.box.offsets).slices]
-            block.copy_(elements.as_strided(common.lengths, strides, elements.storage_offset() + start))
+            source = elements.as_strided(common.lengths, strides, elements.storage_offset() + start)
+            block.copy_(source if self.cast is None else self.cast.check(source))
 
     def _memory(self, begin: int, end: int) -> memoryview:
         """Return the memory at `address` that bytes ``[begin, end)`` of the object belong in."""
@@ -178,11 +182,13 @@ Target: TypeAlias = BytesTarget | RunTarget | TensorTarget
 """Receives the bytes of one read item, or of a run of them. Ranges are those of the object's bytes."""
 
 
-def new_block_target(location: ItemLocation, box: Box, tensor: torch.Tensor) -> TensorTarget:
+def new_block_target(
+    location: ItemLocation, box: Box, tensor: torch.Tensor, *, cast: Cast | None = None
+) -> TensorTarget:
     """Return the target of a tensor that gets the elements of a stored chunk in `box`."""
     assert location.dtype is not None  # noqa: S101  # a tensor's
     dtype = dtype_of(location.dtype)
-    return TensorTarget(location, dtype, tensor, math.prod(box.lengths) * dtype.itemsize, box)
+    return TensorTarget(location, dtype, tensor, math.prod(box.lengths) * dtype.itemsize, box, cast=cast)
 
 
 def find_whole_address(tensor: torch.Tensor, stored: StoredTensor) -> int:

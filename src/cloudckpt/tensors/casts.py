@@ -1,0 +1,189 @@
+"""Casts of a load, where the tensor that takes a stored one has another dtype: none may change a value in silence."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
+
+_log = logging.getLogger("cloudckpt")
+
+_INTEGERS = frozenset(
+    {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+_FLOATS = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+)
+_COMPLEX = frozenset({torch.complex128, torch.complex64, torch.complex32})
+_KNOWN = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
+_SLICE_ELEMENTS = 1 << 18  # what a check takes beside the tensors stays in the cache of a core
+
+ALLOW_LOSSY_CASTS_HINT = Hint(
+    advice="To cast as torch's copy_() does, pass {option}.", option="Options.allow_lossy_casts", value="True"
+)
+
+
+class Cast:
+    """Refuses values of one stored tensor that the dtype of its target cannot hold. Rounding of floats is allowed."""
+
+    __slots__ = ("_fqn", "_stored", "_uri", "_wanted")
+
+    def __init__(self, fqn: str, stored: torch.dtype, wanted: torch.dtype, *, uri: str) -> None:
+        self._fqn, self._stored, self._wanted, self._uri = fqn, stored, wanted, uri
+
+    def check(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return what the target copies. Raise `StateDictMismatchError` if a value is not kept.
+
+        `elements` are in memory of the CPU.
+        """
+        for piece in elements.reshape(-1).split(_SLICE_ELEMENTS):
+            lost = _find_lost(piece, self._wanted)
+            if lost is not None and bool(lost.any()):
+                value = piece[lost][0]
+                raise self.make_error(f", such as {value.item()}")
+        # torch warns of each copy of complex numbers to real ones.
+        return elements.real if elements.is_complex() and not self._wanted.is_complex else elements
+
+    def make_error(self, example: str = "") -> StateDictMismatchError:
+        """Return the error for a tensor that does not fit."""
+        return StateDictMismatchError(
+            f"{self._fqn!r} of {self._uri} was saved as {self._stored}, and a tensor of {self._wanted} is to take it, "
+            f"which cannot hold its values{example}. Load it into a tensor of the dtype that was saved",
+            uri=self._uri,
+            hint=ALLOW_LOSSY_CASTS_HINT,
+        )
+
+
+def new_cast(fqn: str, stored: torch.dtype, tensor: torch.Tensor, *, uri: str) -> Cast | None:
+    """Return the check of what `tensor` takes; None if its dtype holds every value of the stored one.
+
+    Raises `StateDictMismatchError` for a dtype whose values cannot be told.
+    """
+    wanted = tensor.dtype
+    if wanted is stored:
+        return None
+    cast = Cast(fqn, stored, wanted, uri=uri)
+    if not {stored, wanted} <= _KNOWN:
+        raise cast.make_error()
+    return cast if _can_lose(stored, wanted) else None
+
+
+def log_precision(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str) -> None:
+    """Log once that floats are loaded in another precision. `casts` are names, stored dtypes, and those wanted."""
+    names = {
+        f"{fqn} ({stored} as {wanted})": _exact_integers(wanted) < _exact_integers(stored)
+        for fqn, stored, wanted in casts
+        if stored in _FLOATS | _COMPLEX and wanted in _FLOATS | _COMPLEX
+    }
+    if names:
+        level = logging.WARNING if any(names.values()) else logging.INFO
+        _log.log(level, "%s is loaded in another precision than it was saved in: %s", uri, quote_names(list(names)))
+
+
+@functools.cache
+def _can_lose(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    if stored is torch.bool:
+        return False
+    if stored in _INTEGERS:
+        info = torch.iinfo(stored)
+        if wanted in _INTEGERS or wanted is torch.bool:
+            low, high = _bounds(wanted)
+            return info.min < low or info.max > high
+        return info.max > _exact_integers(wanted) or torch.finfo(wanted).min > 0
+    if wanted in _INTEGERS or wanted is torch.bool or (stored.is_complex and not wanted.is_complex):
+        return True
+    stored, wanted = stored.to_real(), wanted.to_real()
+    if torch.finfo(wanted).max < torch.finfo(stored).max or torch.finfo(wanted).min > 0:
+        return True
+    return _has_infinity(stored) and not _has_infinity(wanted)
+
+
+def _find_lost(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
+    """Return which values are lost; None if none is."""
+    if values.is_complex():
+        parts = torch.view_as_real(values.resolve_conj())
+        if wanted.is_complex:
+            lost = _find_lost(parts.reshape(-1), wanted.to_real())
+            return None if lost is None else lost.view(-1, 2).any(dim=1)
+        lost = _find_lost(parts[:, 0], wanted)
+        has_imaginary = parts[:, 1] != 0
+        return has_imaginary if lost is None else lost | has_imaginary
+    is_float = values.dtype.is_floating_point
+    if wanted in _INTEGERS or wanted is torch.bool:
+        return _find_lost_fractions(values, wanted) if is_float else _find_out_of_range(values, wanted)
+    wanted = wanted.to_real() if wanted.is_complex else wanted
+    return _find_overflows(values, wanted) if is_float else _find_rounded(values, wanted)
+
+
+def _find_lost_fractions(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+    low, high = _bounds(wanted)
+    wide = values.double()
+    return ~((wide == wide.trunc()) & (wide >= float(low)) & (wide < float(high + 1)))
+
+
+def _find_out_of_range(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
+    info, (low, high) = torch.iinfo(values.dtype), _bounds(wanted)
+    array = values.numpy()
+    if low <= int(array.min()) and int(array.max()) <= high:
+        return None
+    return torch.from_numpy((array < max(low, info.min)) | (array > min(high, info.max)))
+
+
+def _find_overflows(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
+    bound, is_signed = _overflow_of(wanted), torch.finfo(wanted).min < 0
+    wide = values.float() if values.dtype.itemsize == 1 else values  # torch calculates with few types of 8 bits
+    smallest, largest = map(float, torch.aminmax(wide))
+    if (-bound < smallest if is_signed else smallest >= 0) and largest < bound:
+        return None
+    is_held = (wide.abs() < bound) | wide.isnan()
+    if _has_infinity(wanted):
+        is_held |= wide.isinf()
+    return ~is_held if is_signed else ~is_held | (wide < 0)
+
+
+def _find_rounded(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
+    """Return which integers have more binary digits, apart from zeros at the end, than the float has."""
+    most, array = _exact_integers(wanted), values.numpy()
+    is_signed = torch.finfo(wanted).min < 0
+    if (-most if is_signed else 0) <= int(array.min()) and int(array.max()) <= most:
+        return None
+    absolute = array.astype(np.uint64)
+    absolute = np.where(array < 0, ~absolute + np.uint64(1), absolute)
+    odd = absolute // np.maximum(absolute & (~absolute + np.uint64(1)), np.uint64(1))
+    lost: Any = (odd >= np.uint64(most)) & (odd > np.uint64(1))
+    lost |= absolute > np.uint64(min(int(torch.finfo(wanted).max), 2**64 - 1))
+    return torch.from_numpy(lost if is_signed else lost | (array < 0))
+
+
+def _bounds(dtype: torch.dtype) -> tuple[int, int]:
+    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
+@functools.cache
+def _exact_integers(dtype: torch.dtype) -> int:
+    """Return the power of two up to which a float holds every integer."""
+    dtype = dtype.to_real()
+    number = 2  # not from finfo, whose eps is wrong for float8_e5m2fnuz
+    while torch.tensor(number + 1, dtype=torch.float64).to(dtype).double().item() == number + 1:
+        number *= 2
+    return number
+
+
+@functools.cache
+def _overflow_of(dtype: torch.dtype) -> float:
+    """Return the smallest number that is not rounded to a finite one of the type."""
+    largest = torch.finfo(dtype).max
+    return float(largest + math.ldexp(1.0, math.frexp(largest)[1] - 1) / _exact_integers(dtype))
+
+
+@functools.cache
+def _has_infinity(dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(math.inf).to(dtype).float().isinf().item())

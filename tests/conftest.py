@@ -57,6 +57,14 @@ def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _clocks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has seen of clocks would order the next test's commits, and hide its warnings."""
+    monkeypatch.setattr("cloudckpt.commit.commit_time._newest_ns", 0)
+    monkeypatch.setattr("cloudckpt.stores.clock._warned", set())
+    monkeypatch.setattr("cloudckpt.stores.clock._ahead_s", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     """A command that a test calls sets handlers, for a process of its own: the second Ctrl-C would end this one."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

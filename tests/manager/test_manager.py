@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -703,19 +704,81 @@ def test_what_was_just_committed_stays_whatever_the_clock_says(memory: Memory, m
     """If this fails, a job on a machine whose clock is behind another's loses its new step as soon as it is there."""
     now_ns = 1_900_000_000 * 10**9
 
-    def begin_process(*, minutes_ahead: int) -> CheckpointManager:
+    def go_to_machine(*, minutes_ahead: int) -> None:
         monkeypatch.setattr(commit_time, "_newest_ns", 0)
         monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns + minutes_ahead * 60 * 10**9)
-        return CheckpointManager(memory.root, keep_last=1)
 
-    save_all(begin_process(minutes_ahead=10), 100)
-    manager = begin_process(minutes_ahead=0)
+    go_to_machine(minutes_ahead=0)
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 1)
+    go_to_machine(minutes_ahead=10)
+    save_all(CheckpointManager(memory.root, keep_last=1), 100)
+    go_to_machine(minutes_ahead=0)
     save_all(manager, 5)
     assert numbers(manager) == [5, 100], "besides the one that another machine says is newer"
     save_all(manager, 4)
     assert numbers(manager) == [4], "it has seen the other by now, and is later"
-    save_all(begin_process(minutes_ahead=-20), 300)
-    assert numbers(manager) == [4, 300]
+
+
+@pytest.mark.parametrize("keep_last", [None, 2])
+@pytest.mark.parametrize("days_ahead", [-700, -2, 2, 700])
+@pytest.mark.parametrize("restores", ["newest", "oldest", "none"])
+def test_a_clock_that_is_years_off_changes_no_order(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, *, restores: str, days_ahead: int, keep_last: int | None
+) -> None:
+    """If this fails, a job goes back to an older step after a restart, or retention removes the newer ones."""
+    begin_ns = 1_795_403_713 * 10**9
+    done: list[int] = []
+
+    def run_on_machine(days_ahead: int, *steps: int) -> None:
+        monkeypatch.setattr(commit_time, "_newest_ns", 0)
+        monkeypatch.setattr(commit_time, "_now_ns", lambda: begin_ns + days_ahead * 86_400 * 10**9)
+        manager = CheckpointManager(memory.root, keep_last=keep_last, async_=False)
+        if restores != "none":
+            restored = manager.restore(state_of(), step=done[-2] if restores == "oldest" and done else None)
+            assert restored is None or restored.step in done[-2:]
+        save_all(manager, *steps)
+        done.extend(steps)
+        in_order = [info.step for info in sorted(manager.steps(), key=lambda info: info.committed_at)]
+        assert in_order == done[-keep_last if keep_last else 0 :]
+
+    run_on_machine(0, 9, 8)
+    run_on_machine(days_ahead, 7, 6)
+    run_on_machine(0, 5)
+    run_on_machine(-days_ahead, 4, 3)
+
+
+def test_after_the_last_time_of_the_format_steps_are_ordered_by_number(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a clock or a manifest of the year 2300 makes manifests that no reader takes."""
+    monkeypatch.setattr(commit_time, "_now_ns", lambda: 10**19)
+    save_all(CheckpointManager(memory.root, async_=False), 8, 9)
+    monkeypatch.setattr(commit_time, "_newest_ns", 0)
+    monkeypatch.setattr(commit_time, "_now_ns", time.time_ns)
+    manager = CheckpointManager(memory.root, async_=False, keep_last=2)
+    save_all(manager, 10, 11)
+    assert numbers(manager) == [10, 11]
+    restored = CheckpointManager(memory.root).restore(state_of())
+    assert restored is not None
+    assert restored.step == 11
+
+
+def test_a_clock_that_is_behind_a_commit_is_named_once(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, nobody learns that one of the machines writes wrong times."""
+    real_ns = time.time_ns
+    for hours_behind, num_warnings in ((0.9, 0), (1.1, 1), (50, 1)):
+        monkeypatch.setattr(commit_time, "_newest_ns", 0)
+        monkeypatch.setattr(commit_time, "_now_ns", real_ns)
+        save_all(CheckpointManager(memory.root, async_=False), int(hours_behind * 10))
+        monkeypatch.setattr(commit_time, "_now_ns", lambda hours=hours_behind: real_ns() - int(hours * 3600e9))
+        CheckpointManager(memory.root).restore(state_of())
+        found = [one.getMessage() for one in caplog.records if "clock" in one.getMessage()]
+        assert len(found) == num_warnings, hours_behind
+    assert "1.1 hours behind" in found[0]
+    assert memory.root in found[0]
 
 
 def test_what_is_half_removed_goes_a_day_later(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -805,6 +805,27 @@ MUTANTS = {
         new="sort_newest_first(steps)",
         tests=("tests/manager/test_retention_policy.py",),
     ),
+    "trust-the-own-clock-over-manifests": Mutant(
+        breaks="G10: a machine whose clock is years behind commits steps that a restart passes over.",
+        file="commit/commit_time.py",
+        old="    if seen_ns is None:\n",
+        new="    if seen_ns is None or seen_ns > _now_ns() + 86_400 * 10**9:\n",
+        tests=("tests/manager/test_manager.py::test_a_clock_that_is_years_off_changes_no_order",),
+    ),
+    "save-without-a-look-at-the-steps": Mutant(
+        breaks="G10: a manager that restores an older step, or none, on a slow clock commits before the newest.",
+        file="manager/checkpoint_manager.py",
+        old="            self._steps.read_times()\n",
+        new="            pass\n",
+        tests=("tests/manager/test_manager.py::test_a_clock_that_is_years_off_changes_no_order",),
+    ),
+    "gc-goes-by-a-clock-that-is-ahead": Mutant(
+        breaks="G7: gc on a machine whose clock is ahead removes the data of saves that run.",
+        file="stores/clock.py",
+        old="_own_s() - _ahead_s",
+        new="_own_s()",
+        tests=("tests/stores/s3/test_contract.py",),
+    ),
     "remove-what-was-just-committed": Mutant(
         breaks="G1: retention removes the checkpoint that this job committed last, because a clock went back.",
         file="manager/retention_policy.py",

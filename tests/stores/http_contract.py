@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
 from tests.stores.wire_contract import WireContract
 from tests.wire import Reply, Wire, WireRule
+
+from cloudckpt.stores import clock
 
 
 class HTTPStoreContract(WireContract):
@@ -45,3 +49,20 @@ class HTTPStoreContract(WireContract):
 
     def denied(self, store: Any) -> Any:
         return self.at(store, self.refusing_wire.url, timeout_s=60)
+
+    @pytest.mark.parametrize("hours_ahead", [-30, 0.5, 30])
+    def test_a_clock_that_is_an_hour_off_is_named(
+        self, store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hours_ahead: float
+    ) -> None:
+        """If this fails, nobody learns of a wrong clock; or gc, on a machine that is ahead, takes running saves for
+        dead.
+        """
+        monkeypatch.setattr(clock, "_own_s", lambda: time.time() + hours_ahead * 3600)
+        new_client = self.at(store, self.endpoint_url(store), timeout_s=60 + hours_ahead)
+        for _ in range(2):
+            list(new_client.list())
+        found = [one.getMessage() for one in caplog.records if "clock" in one.getMessage()]
+        assert len(found) == (abs(hours_ahead) > 1), found
+        assert all(f"30.0 hours {'ahead of' if hours_ahead > 0 else 'behind'} that of" in text for text in found)
+        error_s = (clock.now() - datetime.now(timezone.utc)).total_seconds()
+        assert error_s == pytest.approx(0 if hours_ahead > 1 else hours_ahead * 3600, abs=5)

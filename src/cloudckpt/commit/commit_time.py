@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from cloudckpt.commit.fences import MAX_FENCE_BYTES, is_fence
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
+from cloudckpt.stores.clock import warn_of_clock
 
 if TYPE_CHECKING:
     from cloudckpt.commit.manifest_log import Entry  # which imports this module
@@ -27,8 +28,8 @@ _HEAD = re.compile(
 )
 _BEGINNING = b'{"format":"cloudckpt",'
 _TICK_NS = 1000  # of a `datetime`, which shows the order to users
-_MOST_AHEAD_NS = 86_400 * 10**9
-"""A time that is further ahead of this process's clock orders nothing: one wrong clock would hide all later commits."""
+_LATEST_NS = (2**63 - 1) // _TICK_NS * _TICK_NS
+"""The latest time that a manifest can hold, in the year 2262. After it, the names of checkpoints decide."""
 _MOST_VANISHED = 2
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _DIGITS = re.compile(r"([0-9]+)")
@@ -38,28 +39,31 @@ _newest_ns = 0
 
 
 def draw_commit_time_ns() -> int:
-    """Return the time of a commit that begins now, later than every one that this process has drawn or seen."""
+    """Return the time of a commit that begins now, later than every one that this process has drawn or seen.
+
+    A hybrid logical clock (Kulkarni et al., 2014): no clock is trusted to say that a time which was seen is wrong,
+    because it may be the wrong one itself.
+    """
     global _newest_ns  # noqa: PLW0603  # one clock for each process
     with _lock:
-        _newest_ns = max(_now_ns(), _newest_ns + _TICK_NS) // _TICK_NS * _TICK_NS
+        _newest_ns = min(max(_now_ns(), _newest_ns + _TICK_NS), _LATEST_NS) // _TICK_NS * _TICK_NS
         return _newest_ns
 
 
-def note_commit_time_ns(seen_ns: int | None) -> None:
-    """Let every later `draw_commit_time_ns` return more than `seen_ns`."""
+def note_commit_time_ns(seen_ns: int | None, *, url: str = "") -> None:
+    """Let every later `draw_commit_time_ns` return more than `seen_ns`, which the manifest at `url` holds."""
     global _newest_ns  # noqa: PLW0603  # the clock of this process
-    if seen_ns is not None and _is_plausible(seen_ns):
-        with _lock:
-            _newest_ns = max(_newest_ns, seen_ns)
+    if seen_ns is None:
+        return
+    with _lock:
+        _newest_ns = max(_newest_ns, seen_ns)
+    if url:
+        warn_of_clock(min(0.0, (_now_ns() - seen_ns) / 1e9), f"the time of commit that {url} has", whose="machine")
 
 
 def newest_commit_time_ns() -> int:
     """Return the latest time that this process has drawn or seen, to hand it on to another process."""
     return _newest_ns
-
-
-def _is_plausible(committed_at_ns: int) -> bool:
-    return committed_at_ns < _now_ns() + _MOST_AHEAD_NS
 
 
 def _now_ns() -> int:
@@ -92,9 +96,9 @@ class CommitTimes:
     def read(self, store: Store, key: str, entry: Entry, retrier: Retrier) -> datetime | None:
         """Return when the manifest at `key` was committed; None where it has vanished, so that the caller looks again.
 
-        One small read. The store's own time stands in for a manifest without a time or with one that is far ahead, for
-        one whose head is damaged, and for one that is listed twice and not found. A fence that a listing gave a wrong
-        size is no manifest: None. Raises `StoreError` where the store refuses the read.
+        One small read. The store's own time stands in for a manifest without a time, for one whose head is damaged, and
+        for one that is listed twice and not found. A fence that a listing gave a wrong size is no manifest: None.
+        Raises `StoreError` where the store refuses the read.
         """
         url = store.url(key)
         place = (url, entry.modified_at, entry.size_bytes)
@@ -117,10 +121,9 @@ class CommitTimes:
             head = None
         match = None if head is None else _HEAD.match(head)
         committed_at = entry.modified_at
-        said_ns = ns_of(committed_at) if match is None else int(match[1])
-        if match is not None and _is_plausible(said_ns):
-            committed_at = datetime_of(said_ns)
-        note_commit_time_ns(ns_of(committed_at))
+        if match is not None and int(match[1]) <= _LATEST_NS:
+            committed_at = datetime_of(int(match[1]))
+        note_commit_time_ns(ns_of(committed_at), url=url)
         if head is not None:
             self._known[place] = committed_at
         return committed_at

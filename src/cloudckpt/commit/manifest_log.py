@@ -275,7 +275,7 @@ def _read_once(store: Store, number: int, retrier: Retrier, prefix: str) -> Mani
     if is_fence(document):
         return decode_fence(document, number=number, uri=uri)
     manifest = decode(document, uri=uri)
-    note_commit_time_ns(manifest.committed_at_ns)
+    note_commit_time_ns(manifest.committed_at_ns, url=uri)
     return manifest
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 
 from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, judge, walk, walk_checkpoint
 from cloudckpt.commit.garbage import Inventory, RemovalPlan
@@ -27,6 +27,7 @@ from cloudckpt.events import Event, EventName
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import GIB, KIB, MIB, Options
 from cloudckpt.pipeline.context import tell
+from cloudckpt.stores import clock
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
@@ -76,11 +77,11 @@ def gc(
 
     """
     options = options or Options()
-    before = _parse_older_than(older_than)
+    _parse_older_than(older_than)
     if not isinstance(dry_run, bool):
         raise InvalidOptionError(f"dry_run must be True or False, not {dry_run!r}")
     location = parse_location(root)
-    report = _Collection(location, options, before=before, dry_run=dry_run).report()
+    report = _Collection(location, options, older_than=older_than, dry_run=dry_run).report()
     if dry_run and not quiet:
         print(report)  # noqa: T201  # what a dry run is for
     if report.failed:
@@ -158,10 +159,10 @@ def _delete(location: Location, options: Options) -> None:
 class _Collection:
     """One call of `gc`."""
 
-    def __init__(self, location: Location, options: Options, *, before: datetime, dry_run: bool) -> None:
+    def __init__(self, location: Location, options: Options, *, older_than: timedelta | float, dry_run: bool) -> None:
         self._location = location
         self._options = options
-        self._before = before
+        self._older_than = older_than
         self._dry_run = dry_run
         self._is_conditional = options.commit == "conditional"
         self._store, self._retrier = open_store(location, options), _retrier(location.uri, options)
@@ -183,6 +184,7 @@ class _Collection:
             )
             if inventory.locations:
                 break
+        self._before = _parse_older_than(self._older_than)  # by now the store has shown its clock
         for prefix in inventory.locations:
             self._collect(prefix, inventory)
         return GarbageReport(
@@ -239,7 +241,7 @@ def _parse_older_than(older_than: timedelta | float) -> datetime:
             f"older_than must be a timedelta or a number of seconds, finite and not negative, not {older_than!r}"
         )
     try:
-        return datetime.now(timezone.utc) - timedelta(seconds=seconds)
+        return clock.now() - timedelta(seconds=seconds)
     except OverflowError:
         raise InvalidOptionError(f"older_than must be a time since there are calendars, not {older_than!r}") from None
 

@@ -311,6 +311,8 @@ class CheckpointManager:
         if is_coordinator and random_state and not self._has_checked_loaders:
             self._has_checked_loaders = True
             warn_of_shared_generator(dataloader)
+        if is_coordinator:
+            self._steps.read_times()
         try:
             result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
         except (CheckpointException, SaveInFlightError) as error:

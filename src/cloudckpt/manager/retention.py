@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 
 from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
@@ -19,6 +19,7 @@ from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_s
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
+from cloudckpt.stores import clock
 from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")
@@ -193,19 +194,19 @@ class Retention:
         """Remove a checkpoint. Returns the reason if it stays. Raises `StoreError`."""
         with lock_root(self._steps.root.uri):
             try:
-                reason = remove_step(info.uri, self._options, alive_since=datetime.now(timezone.utc) - _ALIVE)
+                reason = remove_step(info.uri, self._options, alive_since=clock.now() - _ALIVE)
             except CheckpointError as error:
                 return str(error)
         if reason is None:
             with self._changed:
-                self._fenced_at[info.uri] = datetime.now(timezone.utc)
+                self._fenced_at[info.uri] = clock.now()
             words = f"removed the superseded checkpoint {info.uri}"
             tell(Event(name="retention.removed", uri=info.uri, rank=0), self._options, words=words)
         return reason
 
     def _remove_fences(self) -> None:
         """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""
-        before = datetime.now(timezone.utc) - _ALIVE
+        before = clock.now() - _ALIVE
         with self._changed:
             old = [uri for uri, since in self._fenced_at.items() if since < before]
         for uri in old[:_MAX_FENCES]:

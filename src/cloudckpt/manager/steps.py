@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -19,7 +20,13 @@ from cloudckpt.commit.manifest_log import (
     parse_ranks,
     read_log,
 )
-from cloudckpt.errors import AccessDeniedError, CheckpointChangedError, CheckpointError, InvalidOptionError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointChangedError,
+    CheckpointError,
+    CloudckptError,
+    InvalidOptionError,
+)
 from cloudckpt.inspect.catalog import look_at_folders
 from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import StepInfo, sort_newest_first
@@ -27,6 +34,8 @@ from cloudckpt.options import Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location
+
+_log = logging.getLogger("cloudckpt")
 
 STEP_KEY = "step"
 METRICS_KEY = "metrics"
@@ -141,6 +150,7 @@ class Steps:
     def __init__(self, root: Location, options: Options, *, get_num_ranks: Callable[[], int] | None) -> None:
         self.root = root
         self._times = CommitTimes()
+        self._have_times = False
         self._options = options
         self._get_num_ranks = get_num_ranks
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
@@ -229,7 +239,23 @@ class Steps:
                 folder = StepFolder(uri=self._uri_of_folder(name), denied=error)
             return folder, folder if folder.is_missing else None
 
-        return list(self._look_at_folders(list_names, look, retrier).values())
+        found = list(self._look_at_folders(list_names, look, retrier).values())
+        self._have_times |= step is None
+        return found
+
+    def read_times(self) -> None:
+        """Read the times of all commits, unless this was done, so that the next one is later. Never raises."""
+        if self._have_times:
+            return
+        try:
+            self.list_folders()
+        except CloudckptError as error:
+            _log.warning(
+                "could not look at the steps under %s, so the time of the next commit comes from this machine's clock "
+                "alone: %s",
+                self.root.uri,
+                error,
+            )
 
     def _find_foreign(self, look: Callable[[str, Retrier], _T | None]) -> dict[int, _T]:
         """Return the non-None results of `look` by step, once two looks at all folders agree."""

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
+from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
@@ -201,7 +202,9 @@ class _FollowedConnection:
     """A mixin for urllib3's connections."""
 
     sock: Any
+    host: str
     response_class = WholeHeadResponse
+    _is_clock_compared = False
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]  # of the class that it is mixed into
@@ -212,6 +215,13 @@ class _FollowedConnection:
         if isinstance(body, ViewsBody):
             body = [body.take_rest()]  # urllib3 2 gives each item to `send`, and urllib3 1 the list
         return super().request(method, url, body, *args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+
+    def getresponse(self, *args: Any, **kwargs: Any) -> Any:
+        response = super().getresponse(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        if not self._is_clock_compared:
+            self._is_clock_compared = True
+            compare_with_store(response.headers.get("Date"), self.host)
+        return response
 
     def send(self, data: Any) -> None:
         """Send the views of a body by `send_all`, and everything else as urllib3 does."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from tests.e2e.models import Parallelism, Training, assert_same, build, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 import cloudckpt
 from cloudckpt.errors import InvalidOptionError, RankLostError, StateDictMismatchError
@@ -53,14 +57,33 @@ class Factored(torch.optim.Optimizer):
             param.sub_(self.param_groups[0]["lr"] * param.grad / (state["row"] * state["column"]).sqrt())
 
 
+class Nested(torch.optim.Optimizer):
+    """Keeps its moments in lists and dicts, as LBFGS and Shampoo do. The list grows after the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            past = [*state.get("past", []), param.grad.clone()][-3:]
+            block = state.get("block", {"mean": [{"m": torch.zeros_like(param)}], "count": 0, "name": "mean"})
+            block["mean"][0]["m"].lerp_(past[0], 0.1)
+            state.update(past=past, block={**block, "count": block["count"] + 1})
+            param.sub_(sum(past) + block["mean"][0]["m"], alpha=0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, amsgrad=True, foreach=False),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, dampening=0.5),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
     "factored": Factored,
+    "nested": Nested,
 }
 CASES = [*((parallelism, "adamw") for parallelism in NUM_RANKS), ("none", "momentum"), ("none", "adafactor")]
-CASES += [("fsdp2", "momentum"), ("fsdp2", "factored"), ("fsdp1", "momentum")]
+CASES += [("fsdp2", "momentum"), ("fsdp2", "factored"), ("fsdp1", "momentum"), ("none", "nested"), ("fsdp2", "nested")]
 
 
 class Run:
@@ -95,7 +118,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         params = {name: local(param).detach().clone() for name, param in self.model.named_parameters()}
         state = [
-            {key: local(value) for key, value in self.optimizer.state[param].items()}
+            copy.deepcopy(tree_map_only(DTensor, local, self.optimizer.state[param]))
             for param in self.model.parameters()
             if param in self.optimizer.state
         ]
@@ -207,6 +230,15 @@ def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
         cloudckpt.save(uri, model=model, optimizer=optimizers)
 
 
+def refuse_containers_of_fsdp1(uri: str) -> None:
+    model = build("fsdp1", seed=1).model
+    optimizer = torch.optim.SGD(model.parameters())
+    param = next(model.parameters())
+    optimizer.state[param].update(past=[torch.zeros_like(param)], block={"m": torch.zeros(1)})
+    with pytest.raises(InvalidOptionError, match=r"tensors within 'block', 'past', which torch's first FSDP cannot"):
+        cloudckpt.save(uri, model=model, optimizer=optimizer)
+
+
 def load_groups_of_stages(uri: str) -> None:
     rank = dist.get_rank()
     model = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2, bias=rank == 0)})
@@ -236,14 +268,15 @@ def refuse_an_optimizer_of_one_rank(uri: str) -> None:
     [
         load_scalar_moments,
         refuse_a_part_of_an_fsdp1_module,
+        refuse_containers_of_fsdp1,
         load_groups_of_stages,
         refuse_an_optimizer_of_one_rank,
     ],
 )
 def test_layouts_that_torch_does_not_tell(check: Callable[[str], None], tmp_path: Path) -> None:
-    """If this fails, a scalar DTensor gets plain moments; or two optimizers of one FSDP1 module fail in torch; or a
-    stage of a pipeline that has another number of parameter groups keeps its first learning rate; or an optimizer that
-    one rank alone passes leaves those of the other ranks fresh.
+    """If this fails, a scalar DTensor gets plain moments; or two optimizers of one FSDP1 module fail in torch; or the
+    ranks of FSDP1 save a list of one of them; or a stage of a pipeline that has another number of parameter groups
+    keeps its first learning rate; or an optimizer that one rank alone passes leaves those of the other ranks fresh.
     """
     run_ranks(check, str(tmp_path / "a"), world_size=2)
 
@@ -285,15 +318,25 @@ def test_a_save_or_load_leaves_no_trace_in_a_fresh_optimizer(tmp_path: Path) -> 
     assert_same(model.weight.detach(), before)
 
 
-def test_moments_keep_the_precision_that_they_were_saved_with(tmp_path: Path) -> None:
-    """If this fails, the moments of a model in bfloat16 are rounded to its dtype by a restore."""
+def test_state_keeps_its_dtypes_and_types_at_every_depth(tmp_path: Path) -> None:
+    """If this fails, statistics of a model in bfloat16 are rounded to its dtype by a restore, or text is no text."""
     model = nn.Linear(3, 2, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.rand(4, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    exact = torch.rand(2, 3)
-    optimizer.state[model.weight]["exp_avg"] = exact
-    cloudckpt.save(str(tmp_path / "a"), model=model, optimizer=optimizer, no_dist=True)
-    fresh = torch.optim.AdamW(model.parameters())
-    cloudckpt.load(str(tmp_path / "a"), model=model, optimizer=fresh, no_dist=True)
-    assert_same(fresh.state[model.weight]["exp_avg"], exact)
+    state = {
+        "exp_avg": torch.rand(2, 3),
+        "block": {"factor": torch.rand(3), "index": torch.tensor([70001]), 7: {"count": torch.tensor(3)}},
+        "history": [torch.rand(2, 3), [torch.rand(1, dtype=torch.float64)], {"m": torch.rand(2)}],
+        "pair": (1.5, "text"),
+        "queue": deque([1, 2], maxlen=2),
+        "array": np.arange(3),
+        "name": "text",
+        "nothing": [],
+    }
+    saved, fresh = (torch.optim.SGD(model.parameters()) for _ in range(2))
+    saved.state[model.weight] = state
+    cloudckpt.save(str(tmp_path / "a"), model=model, optimizer=saved, no_dist=True)
+    for _ in ("fresh", "with state"):
+        cloudckpt.load(str(tmp_path / "a"), model=model, optimizer=fresh, no_dist=True)
+        loaded = dict(fresh.state[model.weight])
+        assert loaded["queue"].maxlen == 2
+        assert loaded.pop("array").tolist() == [0, 1, 2]
+        assert_same(loaded, {name: value for name, value in state.items() if name != "array"})

@@ -426,6 +426,20 @@ MUTANTS = {
         new="if True:",
         tests=("tests/integrity/test_malicious.py",),
     ),
+    "cast-nested-state-to-the-parameter": Mutant(
+        breaks="G11: float32 statistics within a list of an optimizer's state come back as bfloat16.",
+        file="dcp/live_optimizers.py",
+        old="values = [_restored(*pair) for pair in zip(loaded, cast, strict=True)]",
+        new="values = cast",
+        tests=("tests/e2e/test_live_objects.py::test_state_keeps_its_dtypes_and_types_at_every_depth",),
+    ),
+    "fill-one-tensor-for-a-whole-list": Mutant(
+        breaks="G11: an optimizer with a shorter list gets one moment for several.",
+        file="dcp/live_optimizers.py",
+        old="is_within = isinstance(held, (list, tuple)) and type(key) is int and 0 <= key < len(held)",
+        new="is_within, key = isinstance(held, (list, tuple)) and len(held) > 0, 0",
+        tests=("tests/e2e/test_live_objects.py::test_state_keeps_its_dtypes_and_types_at_every_depth",),
+    ),
     "shards-within-values-are-stored": Mutant(
         breaks="G11: a dataclass with a sharded tensor is stored by one rank, and the other shards are lost.",
         file="tensors/values.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -134,6 +134,7 @@ class OptimizerEntry(LiveEntry):
         others = _others_of(held)
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
+            _refuse_containers(optimizer)
             with _sharded_fsdp1(module):
                 held = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)
             return {
@@ -178,7 +179,7 @@ class OptimizerEntry(LiveEntry):
                 flat = FullyShardedDataParallel.optim_state_dict_to_load(
                     module, optimizer, {_STATE: state, _GROUPS: groups}
                 )
-                optimizer.load_state_dict({**others, **flat})
+                _load_state(optimizer, {**others, **flat}, where=where)
             return
         indices = {name: index for index, name in self._names_of(optimizer).items()}
         names_of_groups = [[self._names[param] for param in group[_PARAMS]] for group in optimizer.param_groups]
@@ -186,9 +187,7 @@ class OptimizerEntry(LiveEntry):
         for group, names_of_group in zip(groups, names_of_groups, strict=True):
             group[_PARAMS] = [indices[name] for name in names_of_group]
         state = {indices[name]: value for name, value in loaded.items() if name in indices}
-        load_object(optimizer, {**others, _STATE: state, _GROUPS: groups}, where=where)
-        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-            _keep_dtypes(optimizer, state)
+        _load_state(optimizer, {**others, _STATE: state, _GROUPS: groups}, where=where)
 
     def _match_groups(
         self,
@@ -338,10 +337,11 @@ class _Layout:
         self._param = param
         self._stepped: dict[str, Any] | None = None
 
-    def make(self, name: str, entry: TensorStorageMetadata) -> torch.Tensor:
+    def make(self, path: Sequence[Any], entry: TensorStorageMetadata) -> torch.Tensor:
+        """Return an empty tensor for what is stored at `path` of the parameter's state."""
         dtype = entry.properties.dtype
         if holds_wrapper(self._like) and entry.size:  # its moments may be plain
-            return torch.empty_like(self._find_stepped(name), dtype=dtype)
+            return torch.empty_like(self._find_stepped(path), dtype=dtype)
         if entry.size and entry.size == self._like.size():
             return torch.empty_like(self._like, dtype=dtype, requires_grad=False)
         # Moments of a parameter without dimensions look like a counter. Only a step tells how a DTensor's are held.
@@ -349,19 +349,25 @@ class _Layout:
             return torch.empty((), dtype=dtype, device="cpu")  # a counter, which optimizers hold on the CPU
         if isinstance(self._like, DTensor):
             # Of another shape: the planner names it, after the model's.
-            return torch.empty_like(self._find_stepped(name), dtype=dtype)
+            return torch.empty_like(self._find_stepped(path), dtype=dtype)
         if type(self._like) not in (torch.Tensor, nn.Parameter):
             raise NotImplementedError
         return torch.empty(entry.size, dtype=dtype, device=self._like.device)
 
-    def make_wrapper(self, name: str, entry: SavedWrapper) -> torch.Tensor:
+    def make_wrapper(self, path: Sequence[Any], entry: SavedWrapper) -> torch.Tensor:
         if not isinstance(self._like, DTensor):
             made: torch.Tensor = make_empty(entry)
             return made
-        return self._find_stepped(name)
+        return self._find_stepped(path)
 
-    def _find_stepped(self, name: str) -> torch.Tensor:
-        stepped = self._step().get(name)
+    def _find_stepped(self, path: Sequence[Any]) -> torch.Tensor:
+        try:
+            stepped: Any = self._step()
+        except Exception as error:  # such as the closure that LBFGS asks for
+            raise NotImplementedError from error
+        for key in path:  # a list can have become longer since the first step
+            is_beyond = isinstance(stepped, (list, tuple)) and type(key) is int and key >= len(stepped)
+            stepped = _part(stepped, len(stepped) - 1 if is_beyond else key)
         if not isinstance(stepped, torch.Tensor):
             raise NotImplementedError
         return stepped
@@ -383,34 +389,62 @@ class _Layout:
         return self._stepped
 
 
-def _plan_state(saved: Any, held: Any, layout: _Layout) -> Any:
+def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = ()) -> Any:
     """Return what a load fills for one parameter's state: the tensors that the optimizer holds, where they fit."""
-    if not isinstance(saved, Mapping):
+    if isinstance(saved, SavedWrapper):
+        return held if isinstance(held, torch.Tensor) else layout.make_wrapper(path, saved)
+    if isinstance(saved, Mapping):
+        return {key: _plan_state(one, _part(held, key), layout, (*path, key)) for key, one in saved.items()}
+    if isinstance(saved, list):
+        return [_plan_state(one, _part(held, at), layout, (*path, at)) for at, one in enumerate(saved)]
+    if not isinstance(saved, TensorStorageMetadata):
         return make_empty(saved)
-    planned: dict[Any, Any] = {}
-    for name, entry in saved.items():
-        value = held.get(name) if isinstance(held, Mapping) else None
-        if isinstance(entry, Mapping):
-            planned[name] = _plan_state(entry, value, layout)
-        elif isinstance(entry, SavedWrapper):
-            planned[name] = value if isinstance(value, torch.Tensor) else layout.make_wrapper(name, entry)
-        elif not isinstance(entry, TensorStorageMetadata):
-            planned[name] = make_empty(entry)
-        elif isinstance(value, torch.Tensor) and value.size() == entry.size and value.dtype is entry.properties.dtype:
-            planned[name] = value
-        else:
-            planned[name] = layout.make(name, entry)
-    return planned
+    if isinstance(held, torch.Tensor) and held.size() == saved.size and held.dtype is saved.properties.dtype:
+        return held
+    return layout.make(path, saved)
 
 
-def _keep_dtypes(optimizer: Optimizer, state: Mapping[int, Any]) -> None:
-    """Give the state the dtypes that were saved: ``Optimizer.load_state_dict`` casts it to those of the parameters."""
+def _part(held: Any, key: Any) -> Any:
+    """Return the value at `key` of a state; None if there is none."""
+    if isinstance(held, Mapping):
+        return held.get(key)
+    is_within = isinstance(held, (list, tuple)) and type(key) is int and 0 <= key < len(held)
+    return held[key] if is_within else None
+
+
+def _load_state(optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> None:
+    """Give the optimizer what was loaded. What its class copies keeps its values, dtypes and types."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        load_object(optimizer, saved, where=where)
+        return
+    load_object(optimizer, {**saved, _STATE: _for_torch(saved[_STATE])}, where=where)
     params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
-    for index, values in state.items():
-        held = optimizer.state[params[index]]
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and held[name].dtype is not value.dtype:
-                held[name] = value.to(held[name].device)
+    for index, loaded in saved[_STATE].items():
+        optimizer.state[params[index]] = _restored(loaded, optimizer.state[params[index]])
+
+
+def _for_torch(value: Any) -> Any:
+    """Return `value` as a tree that ``Optimizer.load_state_dict`` can copy: it fails at named tuples and arrays."""
+    if isinstance(value, dict):
+        return {key: _for_torch(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_torch(one) for one in value]
+    return None if isinstance(value, Iterable) and not isinstance(value, (torch.Tensor, str)) else value
+
+
+def _restored(loaded: Any, cast: Any) -> Any:
+    """Return what was loaded, on the devices that ``Optimizer.load_state_dict`` has chosen.
+
+    It casts tensors at any depth to the parameter's dtype, and makes other values of texts and queues.
+    """
+    if isinstance(loaded, torch.Tensor):
+        return loaded.to(cast.device) if isinstance(cast, torch.Tensor) and cast.dtype is not loaded.dtype else cast
+    if isinstance(loaded, dict) and isinstance(cast, dict):
+        return {**cast, **{key: _restored(value, cast[key]) for key, value in loaded.items() if key in cast}}
+    if isinstance(loaded, (list, tuple)) and isinstance(cast, list) and len(cast) == len(loaded):
+        values = [_restored(*pair) for pair in zip(loaded, cast, strict=True)]
+        return values if isinstance(loaded, list) else tuple.__new__(type(loaded), values)
+    return loaded if isinstance(loaded, Iterable) else cast
 
 
 def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, updated: Collection[int]) -> None:
@@ -425,6 +459,21 @@ def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, u
             f"{quote_names(left)}, and torch cannot save their states apart. Wrap the parameters of each optimizer in "
             "modules of their own, use one optimizer with several groups, or use fully_shard"
         )
+
+
+def _refuse_containers(optimizer: Optimizer) -> None:
+    """Refuse tensors in lists and dicts of a flat parameter's state, which torch takes for values of all ranks."""
+    found = {name for state in optimizer.state.values() for name, value in state.items() if _holds_tensors(value)}
+    if found:
+        raise InvalidOptionError(
+            f"the optimizer ({type(optimizer).__name__}) keeps tensors within {quote_names(sorted(map(str, found)))}, "
+            "which torch's first FSDP cannot take apart by parameters. Shard the model with fully_shard"
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return any(isinstance(part, torch.Tensor) or _holds_tensors(part) for part in parts)
 
 
 def _unwrapped(name: str) -> str:

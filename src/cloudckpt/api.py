@@ -22,7 +22,7 @@ from cloudckpt.background.process import require_process_support
 from cloudckpt.background.runner import (
     BackgroundSave,
     ExternalStaging,
-    background_group,
+    background_ranks,
     begin_staging,
     require_cpu_backend,
 )
@@ -325,8 +325,8 @@ def async_save(
                 require_process_support(writer, no_dist=no_dist)
             if not no_dist:
                 require_cpu_backend(process_group)
-                ranks = _begun_in_background(writer, process_group) if use_collectives else None
-                ranks = ranks or unguarded_ranks(background_group(process_group), no_dist=False)
+                doing = "saving" if use_collectives else "saving without collectives to"
+                ranks = _begun_in_background(writer, process_group, doing=doing) or background_ranks(process_group)
             with earlier_failure() as earlier:
                 save_of = functools.partial(
                     BackgroundSave,
@@ -368,10 +368,12 @@ def _in_flight_here(mine: str | None, **_: object) -> tuple[int, str] | None:
     return None if mine is None else (0, mine)
 
 
-def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> CollectiveCall | None:
+def _begun_in_background(
+    writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None, *, doing: str
+) -> CollectiveCall | None:
     try:
         return begin_call(
-            process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.options.timeout_s
+            process_group, "background", doing=doing, uri=writer.checkpoint_id, timeout_s=writer.options.timeout_s
         )
     except CheckpointException as error:
         raise end_failed_save(error, writer) from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
-from tests.in_memory import Gate
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.distributed.collectives import CollectiveCall
@@ -82,22 +84,49 @@ def test_an_interrupt_fails_one_save_on_all_ranks_and_the_next_is_made(local: Pl
     assert {key.partition("/")[0] for key in local.manifest_keys()} == committed
 
 
-def destroy_the_group(root: str, rendezvous: str, moment: str) -> None:
-    """On each rank: the group goes while the save is at `moment`. The save ends well, and the next has a new group."""
-    gate = Gate()
-    options = cloudckpt.Options(timeout_s=TIMEOUT_S, on_event=gate.at_event(moment))
-    handle = cloudckpt.async_save(values(1.0), f"{root}/begun", options=options)
-    assert gate.reached.wait(WAIT_S)
-    dist.barrier()
+@dataclass
+class Paused:
+    """Hold a save at its first object, in whichever process it runs, until somebody opens `fifo` to write."""
+
+    fifo: str
+    is_over: bool = False
+
+    def __call__(self, event: cloudckpt.Event) -> None:
+        if event.name == "save.object_uploaded" and not self.is_over:
+            self.is_over = True
+            Path(self.fifo).read_bytes()
+
+
+def destroy_the_group(root: str, rendezvous: str, setting: dict[str, Any]) -> None:
+    """On each rank: the group goes while a save runs. The save ends well, and the next has a new group."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    os.mkfifo(fifo := f"{rendezvous}-{rank}")
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S, on_event=Paused(fifo))
+    uri = f"{root}/begun" + (f"-{rank}" if "no_dist" in setting else "")
+    handle = cloudckpt.async_save(values(1.0), uri, options=options, **setting)
     dist.destroy_process_group()
-    gate.opened.set()
+    Path(fifo).write_bytes(b"")
     handle.result(WAIT_S)
+    cloudckpt.close()
     dist.init_process_group("gloo", store=dist.FileStore(rendezvous, size), rank=rank, world_size=size)
-    save_again(root)
+    state = {name: torch.zeros_like(tensor) for name, tensor in values(1.0).items()}
+    cloudckpt.load(state, uri, no_dist="no_dist" in setting)
+    assert_same(state, values(1.0))
+    save_again(f"{root}/again")
 
 
-def test_a_save_outlives_its_process_group(local: Place, tmp_path: Path) -> None:
-    """If this fails, a script that ends its group too early loses its last checkpoint, or hangs."""
-    run_ranks(destroy_the_group, local.root, os.fspath(tmp_path / "rendezvous"), "save.object_uploaded", world_size=2)
-    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"begun", "next", "last"}
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"use_collectives": False},
+        {"no_dist": True},
+        pytest.param({"async_checkpointer_type": AsyncCheckpointerType.PROCESS}, marks=pytest.mark.slow),
+    ],
+    ids=["together", "without_collectives", "no_dist", "by_process"],
+)
+def test_a_save_outlives_its_process_group(tmp_path: Path, setting: dict[str, Any], world_size: int) -> None:
+    """If this fails, a script that ends its group before the save loses its last checkpoint, or hangs."""
+    rendezvous = os.fspath(tmp_path / "rendezvous")
+    run_ranks(destroy_the_group, os.fspath(tmp_path / "root"), rendezvous, setting, world_size=world_size)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,3 +72,32 @@ def save_sharded_alone(uri: str) -> None:
 def test_shards_are_refused_and_replicas_are_kept(place: Place) -> None:
     """If this fails, a rank commits a tensor with holes, or the document says otherwise than the code."""
     run_ranks(save_sharded_alone, place.root, world_size=2)
+
+
+def fail_on_one_rank(root: str) -> None:
+    """On each rank: the save of rank 1 fails, which only that rank learns of, with its next save."""
+    rank = dist.get_rank()
+
+    def refuse(event: cloudckpt.Event) -> None:
+        if (event.rank, event.name) == (1, "save.object_uploaded"):
+            raise CheckpointException("rank 1 has no disk", {1: (OSError("no disk"), None)})  # type: ignore[arg-type]
+
+    options = cloudckpt.Options(timeout_s=60.0, on_event=refuse)
+    save = functools.partial(cloudckpt.async_save, values(rank), use_collectives=False)
+    first = save(f"{root}/first", options=options)
+    first.committed.wait()
+    if rank:
+        with pytest.raises(CheckpointException, match="rank 1 has no disk"):
+            save(f"{root}/second")
+    else:
+        assert first.exception() is None
+        assert save(f"{root}/second").exception() is None
+    save(f"{root}/third").result()
+
+
+@pytest.mark.multirank
+def test_a_failure_of_one_rank_fails_no_other(tmp_path: Path) -> None:
+    """If this fails, a rank that raises its earlier failure leaves the others waiting, or fails their saves."""
+    run_ranks(fail_on_one_rank, str(tmp_path), world_size=2)
+    assert sorted(path.parent.name for path in tmp_path.glob("second/*/manifest.json")) == ["rank-0"]
+    assert sorted(path.parent.name for path in tmp_path.glob("third/*/manifest.json")) == ["rank-0", "rank-1"]

@@ -24,6 +24,20 @@ class Mutant:
 
 
 MUTANTS = {
+    "one-rank-needs-its-group": Mutant(
+        breaks="G3: a script of one rank that destroys its process group loses the save in flight.",
+        file="distributed/collectives.py",
+        old="is_joined and dist.get_world_size(process_group) != 1",
+        new="is_joined",
+        tests=("tests/e2e/test_leaving.py::test_a_save_outlives_its_process_group[together-1]",),
+    ),
+    "failed-rank-skips-the-barrier": Mutant(
+        breaks="G9: without collectives, a rank that fails takes the saves of the others along.",
+        file="dcp/protocol.py",
+        old="except (Exception, CheckpointException) as error:  # it is raised once",
+        new="except Exception as error:  # it is raised once",
+        tests=("tests/e2e/test_no_collectives.py::test_a_failure_of_one_rank_fails_no_other",),
+    ),
     "commit-without-the-condition": Mutant(
         breaks="G2: two saves that commit under one number are both told that they won.",
         file="commit/manifest_log.py",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cloudckpt._this_process import is_forked, refuse_in_fork
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.process import end_process
-from cloudckpt.dcp.protocol import causes_of, failure_of
+from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of, failure_of
 from cloudckpt.distributed.collectives import begin_call
 from cloudckpt.errors import SaveInFlightError, portable
 from cloudckpt.tensors.host_memory import PINNED
@@ -180,7 +180,7 @@ def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
     error = handle.committed.failure()
     if error is None or handle.cancelled():
         return None
-    if isinstance(error, CheckpointException) and any(isinstance(at, CheckpointException) for at in causes_of(error)):
+    if isinstance(error, CheckpointException) and any(isinstance(at, SaveOrLoadError) for at in causes_of(error)):
         return None  # it is another rank's earlier failure, which must not go back and forth between the ranks
     what = f"the background save to {handle.uri}"
     if not isinstance(error, CheckpointException):

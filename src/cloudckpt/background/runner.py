@@ -31,7 +31,7 @@ from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.protocol import SavedMetadata, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.distributed.collectives import CollectiveCall
+from cloudckpt.distributed.collectives import CollectiveCall, unguarded_ranks
 from cloudckpt.errors import RankLostError, portable
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.tensors.copying import Staging
@@ -80,6 +80,12 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     """Return a gloo group of the same ranks, for a save beside training. Collective on its first call."""
     source = process_group if process_group is not None else dist.group.WORLD if dist.is_available() else None
     return None if source is None else _background_groups.group_like(source)
+
+
+def background_ranks(process_group: dist.ProcessGroup | None) -> DistWrapper:
+    """Return the collectives of a save beside training, for ranks that cannot be guarded. Collective at first."""
+    ranks = unguarded_ranks(process_group, no_dist=False)
+    return DistWrapper(background_group(process_group), use_dist=True, coordinator_rank=0) if ranks.use_dist else ranks
 
 
 class ExternalStaging:
@@ -177,7 +183,7 @@ class BackgroundSave:
         if self.by_process:
             self._start_process(staging)
             cancellation.enter("uploading")
-        elif self.call is not None:
+        elif self.call is not None and self.use_collectives:  # else the checkpoints of other ranks are not this one's
             self.call.set_on_cancel(cancellation.cancel)
             tell_others = self.call.cancel
         self.handle = handle = AsyncSave(

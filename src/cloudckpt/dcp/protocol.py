@@ -139,7 +139,7 @@ class _Save:
         try:
             (self.plan,) = self.plan_globally([self.plan_locally()])
             metadata = self.finish([self.write()])
-        except Exception as error:  # it is raised once the other ranks are there
+        except (Exception, CheckpointException) as error:  # it is raised once the other ranks are there
             self.ranks.barrier()
             failures: Any = {self.ranks.rank: (error, traceback.extract_tb(error.__traceback__))}
             raise CheckpointException("write", failures) from None

@@ -240,8 +240,12 @@ def guarded_collectives(
 
 
 def unguarded_ranks(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> DistWrapper:
-    """Return torch's collectives of `process_group`; of this process alone with `no_dist`, or without a group."""
-    return DistWrapper(process_group, not no_dist and dist.is_available() and dist.is_initialized(), 0)
+    """Return torch's collectives of `process_group`.
+
+    A process that saves or loads alone makes none: with `no_dist`, without a process group, and in a group of one rank.
+    """
+    is_joined = not no_dist and dist.is_available() and dist.is_initialized()
+    return DistWrapper(process_group, is_joined and dist.get_world_size(process_group) != 1, 0)
 
 
 def as_checkpoint_exception(error: RankLostError) -> CheckpointException:

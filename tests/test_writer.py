@@ -300,13 +300,26 @@ def test_torch_does_not_save_beside_a_checkpoint_while_enabled(tmp_path: Path) -
     assert_holds(loaded(path), 2.0)
 
 
-def test_a_converting_load_works_in_inference_mode(memory: Memory) -> None:
-    """Inference mode belongs to a thread, and reads run in others."""
-    cloudckpt.save(state_of(3.0), memory.uri())
+@pytest.mark.parametrize("is_within", [True, False], ids=["within", "outside"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "compressed", "torch"])
+def test_tensors_of_inference_mode_are_filled_in_and_outside_it(
+    tmp_path: Path,
+    kind: str,
+    dtype: torch.dtype,
+    is_within: bool,  # noqa: FBT001  # of the table
+) -> None:
+    """If this fails, a model that was built for inference cannot be loaded: torch writes to it in that mode alone."""
+    if kind == "torch":
+        dcp.save(state_of(3.0), checkpoint_id=tmp_path)
+    else:
+        extensions = [cloudckpt.Zstandard()] if kind == "compressed" else []
+        cloudckpt.save(state_of(3.0), tmp_path, options=Options(extensions=extensions))
     with torch.inference_mode():
-        target = {"w": torch.zeros(300, 10, dtype=torch.bfloat16)}
-        cloudckpt.load(target, memory.uri())
-        assert bool((target["w"] == 3).all())
+        target = {"w": torch.zeros(300, 10, dtype=dtype)}
+    with torch.inference_mode(is_within):
+        cloudckpt.load(target, tmp_path, allow_pickle=kind == "torch")
+    assert bool((target["w"] == 3).all())
 
 
 def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,3 +340,39 @@ def test_state_keeps_its_dtypes_and_types_at_every_depth(tmp_path: Path) -> None
         assert loaded["queue"].maxlen == 2
         assert loaded.pop("array").tolist() == [0, 1, 2]
         assert_same(loaded, {name: value for name, value in state.items() if name != "array"})
+
+
+@pytest.mark.parametrize("way", ["load", "restore", "read"])
+def test_training_goes_on_after_a_load_in_inference_mode(tmp_path: Path, way: str) -> None:
+    """If this fails, the first step after the load fails with torch's error about tensors of inference mode."""
+    saved, resumed = (Run("none", "nested", seed=seed) for seed in (1, 2))
+    saved.train(0, 2)
+    kept = {"list": [torch.ones(2)], "value": deque([torch.ones(2)])}
+    with cloudckpt.CheckpointManager(tmp_path, no_dist=True) as manager:
+        with torch.inference_mode():
+            manager.save(1, **{**saved.objects(), "extra": {"noise": saved.noise, **kept}})
+            manager.wait()
+        expected = saved.train(2, 4)
+        extra = {"noise": resumed.noise}
+        objects = {**resumed.objects(), "extra": extra}
+        with torch.inference_mode():
+            if way == "restore":
+                manager.restore(**objects)
+            elif way == "load":
+                cloudckpt.load(str(tmp_path / "step-1"), **objects, random_state=True, no_dist=True)
+            else:
+                extra = cloudckpt.read(str(tmp_path / "step-1"))["extra"]
+    if way != "read":
+        assert_same(resumed.train(2, 4), expected)
+    assert not any(tensor.is_inference() for tensor in (extra["list"][0], extra["value"][0]))
+
+
+def test_a_model_of_inference_mode_is_loaded(tmp_path: Path) -> None:
+    """If this fails, a model that was built in inference mode keeps its fresh weights, or the load fails."""
+    saved = nn.BatchNorm1d(3)
+    saved.running_mean.fill_(2)
+    cloudckpt.save(str(tmp_path / "a"), model=saved, no_dist=True)
+    with torch.inference_mode():
+        model = nn.BatchNorm1d(3)
+        cloudckpt.load(str(tmp_path / "a"), model=model, no_dist=True)
+    assert_same(model.running_mean, saved.running_mean)

@@ -454,6 +454,20 @@ MUTANTS = {
         new="is_within, key = isinstance(held, (list, tuple)) and len(held) > 0, 0",
         tests=("tests/e2e/test_live_objects.py::test_state_keeps_its_dtypes_and_types_at_every_depth",),
     ),
+    "restore-tensors-of-inference-mode": Mutant(
+        breaks="G5: after a restore in inference mode, the optimizer's first step fails.",
+        file="tensors/tensor_bytes.py",
+        old="with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():",
+        new="with nullcontext():",
+        tests=("tests/e2e/test_live_objects.py::test_training_goes_on_after_a_load_in_inference_mode",),
+    ),
+    "write-to-tensors-of-inference-mode-outside-it": Mutant(
+        breaks="G5: a model that was built in inference mode cannot be loaded in another dtype.",
+        file="tensors/tensor_bytes.py",
+        old="return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()",
+        new="return nullcontext()",
+        tests=("tests/test_writer.py::test_tensors_of_inference_mode_are_filled_in_and_outside_it",),
+    ),
     "shards-within-values-are-stored": Mutant(
         breaks="G11: a dataclass with a sharded tensor is stored by one rank, and the other shards are lost.",
         file="tensors/values.py",

@@ -24,6 +24,7 @@ from cloudckpt.inspect.description import matches
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
+from cloudckpt.tensors.tensor_bytes import training_mode
 from cloudckpt.uri import Location, parse_location
 
 
@@ -105,6 +106,7 @@ def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:
     return patterns
 
 
+@training_mode()
 def load_whole(source: Location, options: Options, selection: Selection, *, allow_pickle: bool) -> dict[str, Any]:
     """Load the state dict saved at `source`: nested as it was, or flat if names are changed.
 

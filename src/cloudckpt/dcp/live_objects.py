@@ -26,6 +26,7 @@ from cloudckpt.dcp.live_entry import (
 )
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
+from cloudckpt.tensors.tensor_bytes import writable
 
 __all__ = ["LiveObjects", "Model", "Optimizers", "RandomState"]
 
@@ -75,7 +76,8 @@ class ModelEntry(LiveEntry):
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:
-            set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
+            with writable([*self._module.parameters(), *self._module.buffers()]):
+                set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
 
 
 class StatefulEntry(LiveEntry):

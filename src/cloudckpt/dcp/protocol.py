@@ -30,6 +30,7 @@ from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_o
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
 from cloudckpt.report import SaveReport
+from cloudckpt.tensors.tensor_bytes import training_mode
 
 _MAX_RUNS = 16  # of neighbouring ranks, named in a message
 
@@ -176,6 +177,7 @@ class _Save:
         return self.metadata
 
 
+@training_mode()
 def run_load(
     state_dict: dict[str, Any],
     reader: ObjectStoreReader,

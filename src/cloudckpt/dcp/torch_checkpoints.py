@@ -33,6 +33,7 @@ from cloudckpt.options import MIB
 from cloudckpt.report import LoadReport
 from cloudckpt.stores.base import Store
 from cloudckpt.tensors.casts import log_precision, new_cast
+from cloudckpt.tensors.tensor_bytes import writable
 
 _BUFFER_BYTES = 4 * MIB
 _METADATA_KEY = ".metadata"
@@ -129,18 +130,20 @@ class _CheckingPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor, entry = self._planner.resolve_tensor(read_item).detach(), self._saved.get(read_item.storage_index.fqn)
         stored = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else tensor.dtype
-        if stored is tensor.dtype:
+        if stored is tensor.dtype and not tensor.is_inference():
             return tensor
-        self.casts.append((read_item.storage_index.fqn, stored, tensor.dtype))
+        if stored is not tensor.dtype:
+            self.casts.append((read_item.storage_index.fqn, stored, tensor.dtype))
         return torch.empty(tensor.size(), dtype=stored, device="cpu")  # torch's reader fills it
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         target = self._planner.resolve_tensor(read_item).detach()
-        if target.dtype is not tensor.dtype:
+        if target.dtype is not tensor.dtype or target.is_inference():
             cast = None
-            if not self._allows_lossy_casts:
+            if target.dtype is not tensor.dtype and not self._allows_lossy_casts:
                 cast = new_cast(read_item.storage_index.fqn, tensor.dtype, target, uri=self._uri)
-            target.copy_(tensor if cast is None else cast.check(tensor))
+            with writable([target]):
+                target.copy_(tensor if cast is None else cast.check(tensor))
         self._planner.commit_tensor(read_item, target)
 
 

@@ -30,7 +30,7 @@ from cloudckpt.tensors.load_targets import (
     find_whole_address,
     new_block_target,
 )
-from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
+from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short, writable
 from cloudckpt.tensors.values import copy_safely
 
 _MAX_NAMES = 5
@@ -319,7 +319,8 @@ class Finisher:
                 return
             chunk = decoded_chunk(content, location.dtype, location.lengths)
             wanted = chunk[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices]
-            tensor.copy_(wanted if consumer.cast is None else consumer.cast.check(wanted))
+            with writable([tensor]):
+                tensor.copy_(wanted if consumer.cast is None else consumer.cast.check(wanted))
         if tensor is not None:
             planner.commit_tensor(item, tensor)
 

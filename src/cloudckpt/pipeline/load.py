@@ -173,13 +173,10 @@ class LoadJob:
         context, hedger = self._context, self._context.hedger
         budget_bytes = context.options.read_bytes - context.hedge_bytes - shares.ring_bytes
         arena = new_arena(budget_bytes=budget_bytes)
-        in_inference_mode = torch.is_inference_mode_enabled()  # each thread has a mode of its own
-        fetch_request = functools.partial(
-            self._fetch, consumers=consumers, shares=shares, arena=arena, in_inference_mode=in_inference_mode
-        )
+        fetch_request = functools.partial(self._fetch, consumers=consumers, shares=shares, arena=arena)
 
         def receive_request(request: RangeRead, copy: Callable[[Views], bool]) -> bool:
-            with torch.inference_mode(in_inference_mode), open_request(request, consumers.targets, arena) as views:
+            with open_request(request, consumers.targets, arena) as views:
                 return self._receive(request, views, copy)
 
         def stop() -> None:
@@ -199,19 +196,10 @@ class LoadJob:
         with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
             self._finisher.finish_all(consumers, planner, [*requests, *shares.to_receive], done)
 
-    def _fetch(
-        self,
-        request: RangeRead,
-        *,
-        consumers: Consumers,
-        shares: SharedReads,
-        arena: Arena,
-        in_inference_mode: bool,
-    ) -> None:
+    def _fetch(self, request: RangeRead, *, consumers: Consumers, shares: SharedReads, arena: Arena) -> None:
         context, manifest = self._context, self._manifest
         key = manifest.objects[request.object_index].key
         with (
-            torch.inference_mode(in_inference_mode),
             shares.publishing(request) as publish,
             stage_targets(open_request(request, consumers.targets, arena), key=key, recorder=context.recorder) as views,
         ):

@@ -30,6 +30,7 @@ from cloudckpt.tensors.tensor_bytes import (
     is_viewable,
     view_memory,
     viewable_address,
+    writable,
 )
 
 _ALIGNMENT_BYTES = 16  # the size of the largest element
@@ -166,7 +167,8 @@ class TensorTarget(msgspec.Struct, gc=False):
             start = sum(o * s for o, s in zip(common.offsets, strides, strict=True)) - first
             block = target[common.relative_to(self.box.offsets).slices]
             source = elements.as_strided(common.lengths, strides, elements.storage_offset() + start)
-            block.copy_(source if self.cast is None else self.cast.check(source))
+            with writable([block]):
+                block.copy_(source if self.cast is None else self.cast.check(source))
 
     def _memory(self, begin: int, end: int) -> memoryview:
         """Return the memory at `address` that bytes ``[begin, end)`` of the object belong in."""

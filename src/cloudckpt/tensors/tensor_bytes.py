@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -121,6 +122,19 @@ def memory_address(tensor: torch.Tensor) -> int:
     except RuntimeError:  # such as a fake tensor's
         return 0
     return 0 if not address or is_short(tensor) else address
+
+
+def writable(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which torch writes to `tensors`: one of inference mode takes values in that mode alone."""
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()
+
+
+@contextmanager
+def training_mode() -> Iterator[None]:
+    """Make tensors that can be trained, also where the caller is in ``torch.inference_mode``."""
+    # Outside of it, torch.inference_mode(False) would turn gradients on.
+    with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+        yield
 
 
 def layout_of(tensor: torch.Tensor) -> Hashable:

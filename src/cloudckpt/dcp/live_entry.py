@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -108,6 +108,11 @@ class EntryGroup(LiveEntry):
     def __init__(self, entries: Mapping[str, LiveEntry]) -> None:
         self._entries = entries
         self.takes_flat_names = all(entry.takes_flat_names for entry in entries.values())
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the entries."""
+        return self._entries.keys()
 
     def state_dict(self) -> dict[str, Any]:
         return {key: entry.state_dict() for key, entry in self._entries.items()}

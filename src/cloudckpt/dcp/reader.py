@@ -301,7 +301,9 @@ class ObjectStoreReader(StorageReader):
         saved: Mapping[str, Any] = self._metadata.state_dict_metadata
         if unused:
             of_unused = tuple(f"{path}." for path in unused)
-            saved = {name: entry for name, entry in saved.items() if not name.startswith(of_unused)}
+            saved = {
+                name: entry for name, entry in saved.items() if name not in unused and not name.startswith(of_unused)
+            }
         try:
             check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
         except StateDictMismatchError as error:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
-from cloudckpt.dcp.live_objects import RandomState
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty
+from cloudckpt.dcp.live_objects import ModelEntry, RandomState
+from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations import require
 from cloudckpt.integrations._state import deserialize, serialize
@@ -26,10 +23,12 @@ with require("accelerate"):
 _log = logging.getLogger("cloudckpt")
 
 _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_MODELS, _OPTIMIZERS = "models", "optimizers"
+_VALUES = ("schedulers", "objects", "scaler", "step", "ranks")
 
 
-class AcceleratorState:
-    """Saves what ``accelerator.save_state`` saves, as one ``Stateful`` for `cloudckpt.save` or a manager.
+class AcceleratorState(LiveEntry):
+    """Saves what ``accelerator.save_state`` saves, as one entry of a state dict for `cloudckpt.save` or a manager.
 
     Models and optimizers are saved by the names of their parameters, so FSDP1, FSDP2 and DDP shards load on any number
     of ranks. Schedulers, the gradient scaler, registered objects and the accelerator's step are saved too, and for each
@@ -63,19 +62,16 @@ class AcceleratorState:
         self._only_models = only_models
         self.random: RandomState | None = None
         """The loaded random state of this rank; None if another number of ranks saved it."""
+        self._surplus: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state. A collective call: it gathers the state of each rank."""
         accelerator = self._accelerator
-        models = {str(index): get_model_state_dict(model) for index, model in enumerate(self._models)}
+        state: dict[str, Any] = {key: group.state_dict() for key, group in self._groups().items()}
         if self._only_models:
-            return {"models": models}
+            return state
         return {
-            "models": models,
-            "optimizers": {
-                str(index): get_optimizer_state_dict(model, optimizer)
-                for index, (model, optimizer) in enumerate(self._optimizers())
-            },
+            **state,
             "schedulers": self._serialize_states(accelerator._schedulers),
             "objects": self._serialize_states(accelerator._custom_objects),
             "scaler": serialize(None if accelerator.scaler is None else accelerator.scaler.state_dict()),
@@ -83,15 +79,37 @@ class AcceleratorState:
             "ranks": gather_object([self._serialize_rank()]),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+        """Return what a load fills. A fresh optimizer stays fresh until then."""
+        groups = self._groups()
+        # Without members, there is nothing to load.
+        members = EntryGroup({key: group for key, group in groups.items() if group.names})
+        known = saved if isinstance(saved, Mapping) else {}
+        self._surplus = sorted(set(known.get(_MODELS) or ()) - set(groups[_MODELS].names))
+        if self._surplus and self._accelerator.is_main_process:
+            _log.warning(
+                "%s has more models than are prepared: those at the positions %s are not restored",
+                uri,
+                ", ".join(self._surplus),
+            )
+        values = {} if self._only_models else {key: make_empty(known[key]) for key in _VALUES if key in known}
+        return {**members.plan_load(saved, where=where, uri=uri), **values}
+
+    def find_unused(self, where: str) -> list[str]:
+        """Return the paths in the checkpoint that this object leaves there."""
+        others = (_OPTIMIZERS, *_VALUES) if self._only_models else ()
+        unused = [*others, *(f"{_MODELS}.{index}" for index in self._surplus)]
+        of_groups = EntryGroup(self._groups()).find_unused(where)
+        return [*(f"{where}.{path}" for path in unused), *of_groups]
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, where: str = "accelerator") -> None:
         """Apply the loaded state to the prepared objects."""
         accelerator = self._accelerator
-        for index, model in enumerate(self._models):
-            set_model_state_dict(model, state_dict["models"][str(index)])
+        for key, group in self._groups().items():
+            if group.names:
+                group.load_state_dict(state_dict[key], where=f"{where}.{key}")
         if self._only_models:
             return
-        for index, (model, optimizer) in enumerate(self._optimizers()):
-            set_optimizer_state_dict(model, optimizer, state_dict["optimizers"][str(index)])
         for objects, states in (
             (accelerator._schedulers, state_dict["schedulers"]),
             (accelerator._custom_objects, state_dict["objects"]),
@@ -113,25 +131,37 @@ class AcceleratorState:
                 accelerator.num_processes,
             )
 
-    @property
-    def _models(self) -> list[nn.Module]:
-        models: list[nn.Module] = self._accelerator._models
+    def _groups(self) -> dict[str, EntryGroup]:
+        rank = self._accelerator.process_index
+        models = self._models()
+        groups = {_MODELS: EntryGroup({key: ModelEntry(model, rank=rank) for key, model in models.items()})}
+        if not self._only_models:
+            optimizers = enumerate(wrapper.optimizer for wrapper in self._accelerator._optimizers)
+            entries = {str(index): self._wrap_optimizer(optimizer, models) for index, optimizer in optimizers}
+            groups[_OPTIMIZERS] = EntryGroup(entries)
+        return groups
+
+    def _models(self) -> dict[str, nn.Module]:
+        """Return the prepared models by position, each once: preparing one again, for an evaluation, appends it."""
+        models, seen = {}, set[int]()
+        for index, model in enumerate(self._accelerator._models):
+            params = {id(param) for param in model.parameters()}
+            if not params or not params <= seen:
+                models[str(index)] = model
+            seen |= params
         return models
 
-    def _optimizers(self) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
-        """Return each optimizer with the model whose parameters it updates."""
-        found = []
-        for wrapper in self._accelerator._optimizers:
-            optimizer = wrapper.optimizer
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            model = next((each for each in self._models if held & {id(one) for one in each.parameters()}), None)
-            if model is None:
-                raise InvalidOptionError(
-                    "AcceleratorState: a prepared optimizer has no parameter of any prepared model. With FSDP1, "
-                    "prepare the model first, and create the optimizer from its parameters afterwards"
-                )
-            found.append((model, optimizer))
-        return found
+    def _wrap_optimizer(self, optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> LiveEntry:
+        """Return the entry of an optimizer, by the names that its parameters have in the models."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = {f"{key}.": model for key, model in models.items() if held & {id(one) for one in model.parameters()}}
+        if not own:
+            raise InvalidOptionError(
+                "AcceleratorState: a prepared optimizer has no parameter of any prepared model. With FSDP1, "
+                "prepare the model first, and create the optimizer from its parameters afterwards"
+            )
+        modules = own if len(own) > 1 else {"": next(iter(own.values()))}
+        return wrap_optimizers(optimizer, modules, rank=self._accelerator.process_index)
 
     @staticmethod
     def _serialize_states(objects: list[Any]) -> list[bytes]:
@@ -139,11 +169,25 @@ class AcceleratorState:
 
     def _serialize_rank(self) -> bytes:
         loaders = [loader.state_dict() if _is_stateful(loader) else None for loader in self._loaders]
-        return serialize({"random": serialize(tuple(RandomState.capture())), "loaders": loaders})
+        lengths = [_length_of(loader) for loader in self._loaders]
+        return serialize({"random": serialize(tuple(RandomState.capture())), "loaders": loaders, "lengths": lengths})
 
     def _restore_rank(self, state: dict[str, Any]) -> None:
-        for loader, of_loader in zip(self._loaders, state["loaders"], strict=True):
-            if of_loader is not None and _is_stateful(loader):
+        saved = dict(enumerate(zip(state["loaders"], state.get("lengths", state["loaders"]), strict=True)))
+        # A loader is known by its position. Each evaluation may prepare one more, so the numbers differ.
+        for position, loader in enumerate(self._loaders):
+            of_loader, length = saved.get(position, (None, None))
+            if _is_stateful(loader) and of_loader is None:
+                _log.warning("the checkpoint has no state of prepared data loader %d, which starts anew", position)
+            elif _is_stateful(loader):
+                if isinstance(length, int) and length != _length_of(loader):
+                    _log.warning(
+                        "prepared data loader %d has %s batches, and had %d when its state was saved. Prepare the "
+                        "loaders in the order of the run that saved",
+                        position,
+                        _length_of(loader),
+                        length,
+                    )
                 loader.load_state_dict(of_loader)
         self.random = RandomState(*deserialize(state["random"]))
         if self._restores_random:
@@ -157,3 +201,10 @@ class AcceleratorState:
 
 def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # its dataset has no length
+        return None

@@ -1,0 +1,231 @@
+"""What takes one process: what a save changes, what an evaluation adds, and what a framework may remove."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from transformers import Trainer, TrainingArguments
+
+import cloudckpt
+from cloudckpt.dcp.live_objects import RandomState
+from cloudckpt.integrations._state import serialize
+from cloudckpt.integrations.accelerate import AcceleratorState
+from cloudckpt.integrations.transformers import CloudCheckpoints
+
+FEATURES = 4
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    from accelerate.state import AcceleratorState as Shared  # noqa: PLC0415  # beside ours
+
+    Shared._reset_state(reset_partial_state=True)
+    yield
+    gc.collect()
+
+
+def samples(num: int = 32) -> torch.Tensor:
+    return torch.randn(num, FEATURES, generator=torch.Generator().manual_seed(7))
+
+
+def prepared(kind: str = "adamw", **settings: Any) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, **settings)
+    model = nn.Linear(FEATURES, FEATURES)
+    return accelerator, *accelerator.prepare(model, OPTIMIZERS[kind](model.parameters()))
+
+
+def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    model(batch).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_accelerate_save_before_the_first_step_changes_nothing(kind: str, tmp_path: Path) -> None:
+    """If this fails, a job that saves at step 0 trains to other weights than one that does not save."""
+    weights = []
+    for is_saved in (False, True):
+        accelerator, model, optimizer = prepared(kind)
+        if is_saved:
+            cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+        for batch in samples().split(8):
+            step(model, optimizer, batch)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_accelerate_checkpoint_of_torchs_form_loads(tmp_path: Path) -> None:
+    """If this fails, what version 0.1 saved, by torch's function for optimizers, no longer loads."""
+    accelerator, model, optimizer = prepared()
+    step(model, optimizer, samples(8))
+    saved = AcceleratorState(accelerator).state_dict()
+    saved["models"] = {"0": get_model_state_dict(model)}
+    saved["optimizers"] = {"0": get_optimizer_state_dict(model, optimizer.optimizer)}
+    rank = {"random": serialize(tuple(RandomState.capture())), "loaders": []}
+    saved["ranks"] = [serialize(rank)]
+    cloudckpt.save({"accelerator": saved}, tmp_path / "c")
+    step(model, optimizer, samples(8))
+
+    accelerator, fresh, fresh_optimizer = prepared()
+    with torch.no_grad():
+        fresh.weight.zero_()
+    cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    step(fresh, fresh_optimizer, samples(8))
+    assert torch.equal(fresh.weight, model.weight)
+
+
+def test_accelerate_only_models_leaves_the_rest(tmp_path: Path) -> None:
+    """If this fails, the models alone cannot be loaded, or the optimizer changes with them."""
+    accelerator, model, optimizer = prepared()
+    step(model, optimizer, samples(8))
+    cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    accelerator, fresh, fresh_optimizer = prepared()
+    cloudckpt.load({"accelerator": AcceleratorState(accelerator, only_models=True)}, tmp_path / "c")
+    assert torch.equal(fresh.weight, model.weight)
+    assert not fresh_optimizer.state
+
+
+def test_accelerate_optimizer_of_two_models_comes_back(tmp_path: Path) -> None:
+    """If this fails, one optimizer of two prepared models loses the state of the second."""
+
+    def make() -> tuple[Accelerator, nn.Module, nn.Module, Any]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        one, two = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        optimizer = OPTIMIZERS["adamw"]([*one.parameters(), *two.parameters()])
+        return accelerator, *accelerator.prepare(one, two, optimizer)
+
+    def train(one: nn.Module, two: nn.Module, optimizer: Any) -> None:
+        step(nn.Sequential(one, two), optimizer, samples(8))
+
+    accelerator, *parts = make()
+    train(*parts)
+    cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    train(*parts)
+    accelerator, *resumed = make()
+    cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    train(*resumed)
+    assert torch.equal(resumed[0].weight, parts[0].weight)
+    assert torch.equal(resumed[1].weight, parts[1].weight)
+
+
+def test_accelerate_evaluations_before_a_save_are_no_obstacle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, loaders and models that an evaluation prepares make the resume fail, or get the training
+    loader's position.
+    """
+
+    def make() -> tuple[Accelerator, nn.Module, Any, Any]:
+        accelerator, model, optimizer = prepared(
+            dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+        )
+        loader = torch.utils.data.DataLoader(samples(), batch_size=4)
+        return accelerator, model, optimizer, accelerator.prepare(loader)
+
+    def evaluate(accelerator: Accelerator, model: nn.Module) -> None:
+        loader = accelerator.prepare(torch.utils.data.DataLoader(samples(8), batch_size=2))
+        accelerator.prepare_model(model, evaluation_mode=True)
+        accelerator.prepare_model(nn.Linear(1, 1), evaluation_mode=True)
+        list(loader)
+
+    accelerator, model, optimizer, loader = make()
+    batches = iter(loader)
+    for _ in range(3):
+        step(model, optimizer, next(batches))
+        evaluate(accelerator, model)
+    cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    rest = list(batches)
+
+    accelerator, fresh, _, loader = make()
+    cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    assert torch.equal(fresh.weight, model.weight)
+    assert len(rest) == 5
+    assert all(torch.equal(*pair) for pair in zip(loader, rest, strict=True))
+    assert "has more models than are prepared" in caplog.text
+    assert "data loader" not in caplog.text
+
+    caplog.clear()
+    accelerator, fresh, *_ = prepared(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    evaluate(accelerator, fresh)
+    accelerator.prepare(torch.utils.data.DataLoader(samples(), batch_size=4))
+    cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    assert "data loader 0 has 4 batches, and had 8" in caplog.text
+
+
+class CloudTrainer(CloudCheckpoints, Trainer):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.inner(torch.nn.functional.dropout(x, training=self.training))
+        return {"loss": nn.functional.mse_loss(out, x), "out": out}
+
+
+def trainer_of(root: Path, output: Path, **settings: Any) -> CloudTrainer:
+    torch.manual_seed(5)
+    args = TrainingArguments(
+        output_dir=str(output),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        save_steps=2,
+        learning_rate=1e-2,
+        accelerator_config={"use_seedable_sampler": True},  # as for an exact resume without us
+        label_names=["x"],
+        report_to=[],
+        disable_tqdm=True,
+        **settings,
+    )
+    data = [{"x": x} for x in samples()]
+    return CloudTrainer(Model(), args, train_dataset=data, eval_dataset=data[:8], cloud_root=str(root))
+
+
+@pytest.mark.parametrize(
+    "evaluates",
+    [
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True},
+        {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True},
+        {"eval_strategy": "steps", "eval_steps": 3, "dataloader_num_workers": 1},
+    ],
+    ids=["before", "best", "between", "workers"],
+)
+def test_trainer_that_has_evaluated_resumes(evaluates: dict[str, Any], tmp_path: Path) -> None:
+    """If this fails, a Trainer that evaluates before or between its saves cannot resume, or ends with other weights."""
+    whole = trainer_of(tmp_path / "whole", tmp_path / "out", max_steps=10, **evaluates)
+    whole.evaluate()
+    whole.train()
+    root = tmp_path / "root"
+    part = trainer_of(root, tmp_path / "out", max_steps=10, **evaluates)
+    part.evaluate()
+    part.train()
+    for later in (6, 8, 10):
+        cloudckpt.delete(f"{root}/step-{later}")
+    resumed = trainer_of(root, tmp_path / "out", max_steps=10, **evaluates)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(resumed.model.inner.weight, whole.model.inner.weight)
+    losses = [
+        [entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry and entry["step"] > 4]
+        for one in (whole, resumed)
+    ]
+    assert losses[0] == losses[1]
+    assert losses[0]
+    resumed.evaluate()

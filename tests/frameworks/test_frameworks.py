@@ -39,11 +39,14 @@ def test_lightning_on_ddp(place: str, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_lightning_on_shards(kind: str, place: str, jobs: Jobs) -> None:
-    """FSDP's shards under Lightning would not be saved to a URI, or not go on from there on two ranks."""
+    """FSDP's shards under Lightning would not be saved to a URI, or not go on from there on two ranks; a save before
+    the first step would change the training; or `save_top_k=1` would remove the checkpoint that the run resumed from.
+    """
     found = jobs.at(place, "lightning_sharded", kind)
     assert found["part"] + found["resumed"] == found["whole"]
     assert found["verified"] > 0
     assert found["is_module"]
+    assert found["names"] == [["epoch=0.ckpt", "epoch=1.ckpt"], ["epoch=3.ckpt"]]
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from transformers import Trainer, TrainingArguments
@@ -19,6 +24,7 @@ import cloudckpt
 from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.integrations._state import serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
+from cloudckpt.integrations.lightning import CloudCheckpointIO
 from cloudckpt.integrations.transformers import CloudCheckpoints
 
 FEATURES = 4
@@ -229,3 +235,70 @@ def test_trainer_that_has_evaluated_resumes(evaluates: dict[str, Any], tmp_path:
     assert losses[0] == losses[1]
     assert losses[0]
     resumed.evaluate()
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss = self.layer(batch).square().mean()
+        self.log("score", -float(self.global_step))  # each is better than those before it
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+def fit(dirpath: str, *, until: int, resume: str | None = None, is_async: bool = False, **settings: Any) -> None:
+    """Save each second step, as the callback's settings say."""
+    settings = {"filename": "{step}", "monitor": None, **settings}
+    keep = ModelCheckpoint(dirpath=dirpath, every_n_train_steps=2, **settings)
+    cloud = CloudCheckpointIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = LightningTrainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=until,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[keep],
+            plugins=[AsyncCheckpointIO(cloud) if is_async else cloud],
+        )
+        trainer.fit(Module(), torch.utils.data.DataLoader(samples(64), batch_size=2), ckpt_path=resume)
+
+
+def names_under(root: str) -> list[str]:
+    return sorted(info.name.removesuffix(".ckpt") for info in cloudckpt.list_checkpoints(root))
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["path", "memory"])
+def test_lightning_removes_at_a_uri_what_it_removes_on_a_path(kind: str, how: str, tmp_path: Path) -> None:
+    """If this fails, `save_top_k` removes at a URI the run that was resumed from, which stays on a path, or leaves what
+    an earlier process of the same run made.
+    """
+    is_async = how == "async"
+    root = str(tmp_path) if kind == "path" else f"memory://one-process/{tmp_path.name}"
+    fit(f"{root}/a", until=4, save_top_k=1, is_async=is_async)
+    assert names_under(f"{root}/a") == ["step=4"]
+    fit(f"{root}/b", until=8, save_top_k=1, resume=f"{root}/a/step=4.ckpt", is_async=is_async)
+    assert names_under(f"{root}/a") == ["step=4"]
+    assert names_under(f"{root}/b") == ["step=8"]
+
+    best = {"monitor": "score", "mode": "min", "save_top_k": 2, "is_async": is_async}
+    fit(f"{root}/c", until=6, **best)
+    assert names_under(f"{root}/c") == ["step=4", "step=6"]
+    fit(f"{root}/c", until=8, resume=f"{root}/c/step=6.ckpt", **best)
+    assert names_under(f"{root}/c") == ["step=6", "step=8"]
+    fit(f"{root}/c", until=12, resume=f"{root}/c/step=8.ckpt", **best)
+    assert names_under(f"{root}/c") == ["step=10", "step=12", "step=8"]  # what was resumed from stays
+
+    nested = {"filename": "{step}/all", "save_top_k": 2, "monitor": "score", "mode": "min", "is_async": is_async}
+    fit(f"{root}/d", until=4, **nested)
+    fit(f"{root}/d", until=6, resume=f"{root}/d/step=4/all.ckpt", **nested)
+    made = [step for step in (2, 4, 6) if names_under(f"{root}/d/step={step}")]
+    assert made == [4, 6]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from cloudckpt.api import load, save
 from cloudckpt.convert.state_dicts import Selection, load_whole
+from cloudckpt.dcp.live_entry import LiveEntry
+from cloudckpt.dcp.live_objects import ModelEntry
+from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations import require
@@ -35,8 +32,57 @@ with require("lightning", note="; pytorch_lightning is another package, and its 
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 
+_log = logging.getLogger("cloudckpt")
+
 _Path = str | os.PathLike[str]
 _is_training_state = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_schedulers|loops|callbacks").fullmatch
+
+
+class _Removals:
+    """Carries out the removals that Lightning decides on, except of what another run made.
+
+    For files, ``ModelCheckpoint`` itself keeps the checkpoint that the run resumed from, and all that lies outside its
+    ``dirpath``. For URIs it does not.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._saved: set[str] = set()
+        self._loaded: set[str] = set()
+        self._folders: set[str] = set()
+        """Those under which this run saves."""
+        self._early: list[str] = []
+        """Removals that were wanted before a save was known: `AsyncCheckpointIO` begins it in another thread."""
+
+    def note_load(self, path: _Path) -> None:
+        self._loaded.add(parse_location(path).uri)
+
+    def note_save(self, path: _Path, callbacks: Any) -> None:
+        """Note a save that is committed, and the states of its callbacks, which name their folders."""
+        uri = parse_location(path).uri
+        states = callbacks.values() if isinstance(callbacks, Mapping) else ()
+        named = [state.get("dirpath") for state in states if isinstance(state, Mapping)]
+        self._saved.add(uri)
+        self._folders |= {uri.rpartition("/")[0], *(parse_location(one).uri for one in named if one)}
+        early, self._early = self._early, []
+        for each in early:
+            self.remove(each)
+
+    def remove(self, path: _Path) -> None:
+        uri = parse_location(path).uri
+        # A name that begins with a dot is that of a temporary file of Lightning's, which another process may have made.
+        if uri not in self._saved and not uri.rpartition("/")[2].startswith("."):
+            if not self._folders:
+                self._early.append(uri)
+                return
+            if uri in self._loaded or not any(uri.startswith(f"{folder}/") for folder in self._folders):
+                _log.warning(
+                    "%s was made by another run and stays. If nobody needs it, remove it with cloudckpt.delete", uri
+                )
+                return
+        self._saved.discard(uri)
+        with contextlib.suppress(CheckpointNotFoundError):
+            delete(uri, options=self._options)
 
 
 class CloudCheckpointIO(CheckpointIO):
@@ -61,12 +107,14 @@ class CloudCheckpointIO(CheckpointIO):
     def __init__(self, *, options: Options | None = None, overwrite: bool = True) -> None:
         self._options = options or Options()
         self._overwrite = overwrite
+        self._removals = _Removals(self._options)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None) -> None:
         """Save `checkpoint` from rank 0, and return once it is committed."""
         _refuse_storage_options(storage_options)
         state = flatten(checkpoint, uri=parse_location(path).uri)
         save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
+        self._removals.note_save(path, checkpoint.get("callbacks"))
 
     def load_checkpoint(
         self,
@@ -85,12 +133,16 @@ class CloudCheckpointIO(CheckpointIO):
         if isinstance(map_location, (str, torch.device)):
             flat = {name: each.to(map_location) if torch.is_tensor(each) else each for name, each in flat.items()}
         checkpoint: dict[str, Any] = unflatten(flat, allow_pickle=allow_pickle, uri=location.uri)
+        self._removals.note_load(path)
         return checkpoint
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Delete the checkpoint as `cloudckpt.delete` does. A missing checkpoint is no error."""
-        with contextlib.suppress(CheckpointNotFoundError):
-            delete(path, options=self._options)
+        """Delete the checkpoint as `cloudckpt.delete` does. A missing checkpoint is no error.
+
+        What another run made stays, with a warning: the checkpoint that this one resumed from, and those outside the
+        folders under which it saves.
+        """
+        self._removals.remove(path)
 
 
 _Module = TypeVar("_Module", bound="LightningModule")
@@ -159,6 +211,7 @@ class _CloudShards(ParallelStrategy):
         super().__init__(*args, **kwargs)
         self._cloud_options = options or Options()
         self._overwrite = overwrite
+        self._removals = _Removals(self._cloud_options)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any = None) -> None:
         """Save from all ranks, and return once the checkpoint is committed."""
@@ -167,36 +220,39 @@ class _CloudShards(ParallelStrategy):
         for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer_state
         state[SKELETON] = serialize(checkpoint)
-        save(state, self.broadcast(os.fspath(filepath)), overwrite=self._overwrite, options=self._cloud_options)
+        uri = self.broadcast(os.fspath(filepath))
+        save(state, uri, overwrite=self._overwrite, options=self._cloud_options)
+        self._removals.note_save(uri, checkpoint.get("callbacks"))
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the shards of an optimizer's state by the names of the parameters. A fresh one stays fresh."""
+        state: dict[str, Any] = self._wrap_optimizer(optimizer).state_dict()
+        return state
 
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model in place, and the optimizers too if training continues; return the rest."""
         module = self.lightning_module
-        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        is_strict, is_fitting = module.strict_loading, module.trainer.state.fn == TrainerFn.FITTING
         optimizers = list(enumerate(self.optimizers)) if is_fitting else []
-        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model), SKELETON: b""}
-        for index, optimizer in optimizers:
-            state[f"optimizer_{index}"] = get_optimizer_state_dict(self.model, optimizer)
-        load(
-            state,
-            self.broadcast(os.fspath(checkpoint_path)),
-            planner=None if module.strict_loading else DefaultLoadPlanner(allow_partial_load=True),
-            options=self._cloud_options,
-        )
-        strictness = StateDictOptions(strict=module.strict_loading)
-        set_model_state_dict(self.model, state["state_dict"], options=strictness)
-        for index, optimizer in optimizers:
-            set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"], options=strictness)
+        model = ModelEntry(self.model, is_strict=is_strict, rank=self.global_rank)
+        state: dict[str, Any] = {"state_dict": model, SKELETON: b""}
+        state |= {f"optimizer_{index}": self._wrap_optimizer(optimizer) for index, optimizer in optimizers}
+        uri = self.broadcast(os.fspath(checkpoint_path))
+        load(state, uri, strict=None if is_strict else False, options=self._cloud_options)
+        self._removals.note_load(uri)
         rest: dict[str, Any] = deserialize(
-            state[SKELETON], allow_pickle=weights_only is False, uri=parse_location(checkpoint_path).uri
+            state[SKELETON], allow_pickle=weights_only is False, uri=parse_location(uri).uri
         )
         return rest
 
     def remove_checkpoint(self, filepath: _Path) -> None:
-        """Delete the checkpoint from rank 0."""
+        """Delete the checkpoint from rank 0, unless another run made it (`CloudCheckpointIO.remove_checkpoint`)."""
         if self.is_global_zero:
-            with contextlib.suppress(CheckpointNotFoundError):
-                delete(filepath, options=self._cloud_options)
+            self._removals.remove(filepath)
+
+    def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> LiveEntry:
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return wrap_optimizers(inner, {"": self.model}, rank=self.global_rank)
 
 
 class CloudModelParallelStrategy(_CloudShards, ModelParallelStrategy):
@@ -236,11 +292,6 @@ class CloudFSDPStrategy(_CloudShards, FSDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the shards under the names that the model has without FSDP."""
         return get_model_state_dict(self.model)
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the shards of an optimizer's state under the names that the model has without FSDP."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return get_optimizer_state_dict(self.model, inner)
 
 
 def _refuse_storage_options(storage_options: Any) -> None:

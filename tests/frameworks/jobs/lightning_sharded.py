@@ -49,7 +49,19 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(root: str | None, *, num_epochs: int, resume: str | None = None) -> list[float]:
+class SavesFirst(pl.Callback):
+    """Saves before the optimizer's first step."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+
+    def on_train_start(self, trainer: pl.Trainer, _: Any) -> None:
+        trainer.save_checkpoint(self.uri)
+
+
+def fit(
+    root: str | None, *, num_epochs: int, resume: str | None = None, keeps: int = -1, first: str | None = None
+) -> list[float]:
     pl.seed_everything(1, verbose=False)
     module = Module()
     is_kept = root is not None
@@ -58,12 +70,14 @@ def fit(root: str | None, *, num_epochs: int, resume: str | None = None) -> list
     else:
         make = NextModelParallelStrategy if is_next else CloudModelParallelStrategy
         strategy = make(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
+    callbacks: list[Any] = [ModelCheckpoint(dirpath=root, save_top_k=keeps, filename="{epoch}")] if is_kept else []
+    callbacks += [SavesFirst(first)] if first is not None else []
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,
         strategy=strategy,
         max_epochs=num_epochs,
-        callbacks=[ModelCheckpoint(dirpath=root, save_top_k=-1, filename="{epoch}")] if is_kept else [],
+        callbacks=callbacks,
         enable_checkpointing=is_kept,
         use_distributed_sampler=False,  # all ranks see the same batches
         logger=False,
@@ -79,7 +93,8 @@ if is_next:
     cloudckpt.enable()
 whole = fit(None, num_epochs=4)
 for place, root in places():
-    part = fit(root, num_epochs=2) if NUM_RANKS == 2 else []
+    first = None if is_next else f"{root}/first/0.ckpt"  # Lightning's own strategies change the training by it
+    part = fit(root, num_epochs=2, first=first) if NUM_RANKS == 2 else []
     middle = f"{root}/epoch=1.ckpt"
     resumed = fit(f"{root}/resumed-{NUM_RANKS}", num_epochs=4, resume=middle)
     if is_next:
@@ -91,5 +106,8 @@ for place, root in places():
     state = {f"state_dict.{name}": torch.zeros_like(each) for name, each in alone.state_dict().items()}
     cloudckpt.load(state, middle, no_dist=True)
     is_module = all(torch.equal(state[f"state_dict.{name}"], each) for name, each in alone.state_dict().items())
-    tell(place, {"whole": whole, "part": part, "resumed": resumed, "verified": verified, "is_module": is_module})
+    fit(f"{root}/one-{NUM_RANKS}", num_epochs=4, resume=middle, keeps=1)
+    names = [[info.name for info in cloudckpt.list_checkpoints(under)] for under in (root, f"{root}/one-{NUM_RANKS}")]
+    found = {"whole": whole, "part": part, "resumed": resumed, "names": names}
+    tell(place, {**found, "verified": verified, "is_module": is_module})
 end()

@@ -39,9 +39,9 @@ from cloudckpt.dcp.protocol import (
     rank_in,
     run_load,
     run_save,
+    states_of,
 )
 from cloudckpt.dcp.reader import ObjectStoreReader
-from cloudckpt.dcp.save_planner import state_of
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.collectives import CollectiveCall, begin_call, guarded_collectives, unguarded_ranks
 from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError
@@ -165,7 +165,8 @@ def load(
     overwritten meanwhile, the load begins once more. After an error, what the tensors hold is undefined.
 
     Args:
-        state_dict: The state dict to fill; or `uri`, if live objects are passed.
+        state_dict: The state dict to fill; or `uri`, if live objects are passed. A ``Stateful`` in it also gets what
+            was saved of it and its ``state_dict()`` does not ask for, up to `Options.read_bytes` beside what it does.
         uri: Place of the checkpoint.
         model: Models to fill, as `save` takes them. So are `optimizer`, `scheduler`, `dataloader` and `extra`.
         optimizer: See `model`.
@@ -340,9 +341,7 @@ def async_save(
                 if earlier is not None:
                     save = save_of(staging=ExternalStaging.failed(earlier), planner=None)
                     save.begin(is_overlapped=False)
-            staging = begin_staging(
-                async_stager, {key: state_of(value) for key, value in state_dict.items()}, by_process=by_process
-            )
+            staging = begin_staging(async_stager, states_of(state_dict), by_process=by_process)
             is_overlapped = staging.is_overlapped if isinstance(staging, ExternalStaging) else chosen.async_overlap
             save = save_of(staging=staging, planner=planner)
             return save.begin(is_overlapped=is_overlapped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -47,7 +47,7 @@ def check_completeness(
             "takes the objects that save was given), or pass strict=False",
             uri=uri,
         )
-    for prefix in {match.group() for name in asked if _GROUPS in name and (match := _BEFORE_GROUPS.match(name))}:
+    for prefix in _prefixes_of_groups(asked):
         if left := _find_left_state(saved, asked, f"{prefix}state."):
             raise StateDictMismatchError(
                 f"the load asks for {prefix}param_groups of an optimizer in {uri}, but not for {len(left)} entries of "
@@ -56,6 +56,32 @@ def check_completeness(
                 "optimizer=optimizer), or pass strict=False to leave its state behind",
                 uri=uri,
             )
+
+
+def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+    """Return what was saved of the objects under the top-level `keys`, and no rank asks for.
+
+    The ``state`` of an optimizer is not among it, as `check_completeness` refuses to leave that behind.
+    """
+    below = tuple(f"{key}." for key in keys)
+    names = [name for name in saved if name.startswith(below)]
+    asked: set[str] = set()
+    for plan in plans:  # the first asks for nearly all
+        asked.update(_fqns_of(plan))
+        names = [name for name in names if name not in asked]
+        if not names:
+            return []
+    of_any_rank = {_RANK.sub(".rank", name) for name in asked}
+    states = tuple(f"{prefix}state." for prefix in _prefixes_of_groups(asked))
+    return [
+        name
+        for name in names
+        if not name.startswith(states) and _RANK.sub(".rank", name) not in of_any_rank and _holds(saved[name])
+    ]
+
+
+def _prefixes_of_groups(asked: Iterable[str]) -> set[str]:
+    return {match.group() for name in asked if _GROUPS in name and (match := _BEFORE_GROUPS.match(name))}
 
 
 def _fqns_of(plan: LoadPlan) -> Iterable[str]:

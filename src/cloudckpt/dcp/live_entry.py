@@ -106,7 +106,8 @@ class EntryGroup(LiveEntry):
     """Several entries under names, such as the schedulers of two optimizers."""
 
     def __init__(self, entries: Mapping[str, LiveEntry]) -> None:
-        self._entries = entries
+        # In one order on all ranks: the methods of the objects may be collective.
+        self._entries = {key: entries[key] for key in sorted(entries, key=str)}
         self.takes_flat_names = all(entry.takes_flat_names for entry in entries.values())
 
     @property

@@ -123,12 +123,13 @@ class ValuesEntry(LiveEntry):
             kind = type(values).__name__
             raise InvalidOptionError(f"extra must be a dict, which a load fills in place, not a {kind}")
         self._values: dict[Any, Any] = values
-        self._live = {key: entry for key, value in values.items() if (entry := _wrap_value(key, value)) is not None}
+        # In one order on all ranks: the methods of the objects may be collective.
+        self._live = {
+            key: entry for key in sorted(values, key=str) if (entry := _wrap_value(key, values[key])) is not None
+        }
 
     def state_dict(self) -> dict[Any, Any]:
-        return {
-            key: self._live[key].state_dict() if key in self._live else value for key, value in self._values.items()
-        }
+        return {**self._values, **{key: entry.state_dict() for key, entry in self._live.items()}}
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
         known = saved if isinstance(saved, Mapping) else {}
@@ -348,7 +349,7 @@ class LiveObjects:
             models = {
                 key.removesuffix("."): ModelEntry(one, is_strict=is_strict, rank=rank) for key, one in modules.items()
             }
-            yield "model", models.get("") or EntryGroup(models)
+            yield "model", models[""] if isinstance(self.model, nn.Module) else EntryGroup(models)
         if self.optimizer is not None:
             yield "optimizer", wrap_optimizers(self.optimizer, modules, rank=rank)
         if self.scheduler is not None:

@@ -27,7 +27,9 @@ from cloudckpt.dcp.live_entry import LiveEntry, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
+from cloudckpt.dcp.stateful_objects import hand_over, leave_open
 from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.distributed.shared_reads.exchange import RankPlanData
 from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
 from cloudckpt.report import SaveReport
 from cloudckpt.tensors.tensor_bytes import training_mode
@@ -65,6 +67,15 @@ def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
 def num_ranks_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
     """Return the number of ranks in the group that saves or loads."""
     return dist.get_world_size(process_group) if not no_dist and dist.is_available() and dist.is_initialized() else 1
+
+
+def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state_dict` with the state of each object in its place.
+
+    The objects are asked in the order of their keys on every rank, since their methods may be collective.
+    """
+    states = {key: state_of(state_dict[key]) for key in sorted(state_dict, key=str)}
+    return {key: states[key] for key in state_dict}
 
 
 @rare_collections()
@@ -150,7 +161,7 @@ class _Save:
     def plan_locally(self) -> SavePlan:
         if self.refusal is not None:
             raise self.refusal
-        entries = {key: state_of(value) for key, value in self.state_dict.items()}
+        entries = states_of(self.state_dict)
         storage_meta, is_coordinator = self.writer.storage_meta(), self.ranks.is_coordinator
         if isinstance(self.planner, BalancedSavePlanner):
             self.planner.pending = self.writer.snapshot
@@ -198,12 +209,15 @@ def run_load(
     try:
         with ranks_context as ranks:
             rank = ranks.rank
+            # In one order on all ranks: the methods of the objects may be collective.
             entries = {key: state_dict[key] for key in sorted(state_dict, key=str)}
-            objects = {key: value for key, value in state_dict.items() if is_stateful(value)}
-            for key in sorted(objects, key=str):
-                if not isinstance(objects[key], LiveEntry):  # it plans what it fills once the checkpoint is known
-                    entries[key] = objects[key].state_dict()
-            have_objects = _load(entries, reader, planner, ranks, is_ours=is_ours, has_objects=bool(objects))
+            objects = {key: value for key, value in entries.items() if is_stateful(value)}
+            # A live object plans what it fills once the checkpoint is known.
+            stateful = {key: held for key, held in objects.items() if not isinstance(held, LiveEntry)}
+            entries.update({key: held.state_dict() for key, held in stateful.items()})
+            have_objects = _load(
+                entries, reader, planner, ranks, is_ours=is_ours, stateful=stateful, has_objects=bool(objects)
+            )
             for key, value in entries.items():
                 if key in state_dict and key not in objects:
                     state_dict[key] = value
@@ -236,23 +250,48 @@ def _load(
     ranks: DistWrapper,
     *,
     is_ours: bool,
+    stateful: Mapping[str, Any],
     has_objects: bool,
 ) -> bool:
-    """Fill `entries`. Returns True if any rank has objects to load."""
+    """Fill `entries`, which hold the states of the `stateful` objects. Returns True if any rank has objects to load."""
     live_keys = [key for key, value in entries.items() if isinstance(value, LiveEntry)]
     reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=live_keys)
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
         unused = plan_live_entries(entries, metadata, uri=reader.checkpoint_id)
+        if is_ours:
+            opened = {key: leave_open(entries[key], key, metadata.state_dict_metadata) for key in stateful}
+            entries.update(opened)
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
-        return reader.prepare_local_plan(planner.create_local_plan(), unused=unused)
+        return reader.prepare_local_plan(
+            planner.create_local_plan(), unused=unused, objects=[*stateful] if is_ours else ()
+        )
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
+    def plan_again() -> LoadPlan:
+        assert isinstance(planner, ExplainingLoadPlanner) and planner.metadata is not None  # noqa: S101, PT018
+        left = [name for name in plan.storage_data.left if name not in planner.state_dict]
+        hand_over(
+            entries,
+            stateful,
+            left,
+            reader.nested_metadata(),
+            is_strict=reader.is_strict,
+            max_bytes=reader.options.read_bytes,
+            num_ranks=ranks.get_world_size(),
+            rank=ranks.rank,
+            uri=reader.checkpoint_id,
+        )
+        planner.set_up_planner(entries, planner.metadata, ranks.is_coordinator)
+        return reader.prepare_local_plan(planner.create_local_plan(), unused=plan.storage_data.unused)
+
     plan = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+    if isinstance(plan.storage_data, RankPlanData) and plan.storage_data.left:
+        plan = ranks.reduce_scatter("plan", plan_again, plan_globally)
 
     def read() -> bool:
         try:

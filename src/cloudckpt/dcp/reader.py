@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.manifest_log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
-from cloudckpt.dcp.completeness import check_completeness
+from cloudckpt.dcp.completeness import check_completeness, find_left_of_objects
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.distributed.shared_reads.exchange import RankPlanData, ShareSession, assign_groups
@@ -128,6 +128,11 @@ class ObjectStoreReader(StorageReader):
         self.reset()
 
     @property
+    def is_strict(self) -> bool:
+        """False if a load may leave behind what its objects do not ask for."""
+        return self._strict is not False
+
+    @property
     def checkpoint_id(self) -> str:
         """URI that is read."""
         return self._location.uri
@@ -233,30 +238,48 @@ class ObjectStoreReader(StorageReader):
             if self._context is not None:
                 self._context.rank = rank
 
-    def prepare_local_plan(self, plan: LoadPlan, *, unused: Sequence[str] = ()) -> LoadPlan:
-        """Attach which commit this rank found, what it can share, and which paths its objects have no use for."""
+    def prepare_local_plan(
+        self, plan: LoadPlan, *, unused: Sequence[str] = (), objects: Sequence[str] = ()
+    ) -> LoadPlan:
+        """Attach which commit this rank found, what it can share, and which paths its objects have no use for.
+
+        `objects` are the top-level keys of those that can take more than they ask for.
+        """
         manifest, metadata = self._manifest, self._metadata
         if manifest is None or self._context is None or self._is_of_rank:
-            plan = dataclasses.replace(plan, storage_data=RankPlanData(attempt="", unused=unused))
+            data = RankPlanData(attempt="", unused=unused, objects=() if self._is_of_rank else objects)
+            plan = dataclasses.replace(plan, storage_data=data)
             if self._is_of_rank:  # other ranks have other entries
-                self._check_completeness([plan])
+                left = self._find_left([plan], objects)
+                self._check_completeness([plan], left=left)
+                plan = dataclasses.replace(plan, storage_data=dataclasses.replace(data, left=left))
             return plan
         offer = None
         if metadata is not None and self._call is not None and self._call.session is not None:
             wanted = functools.partial(wanted_by, plan, manifest, metadata.storage_data, self._options)
             offer = self._call.session.offer(wanted, scheme=self._location.scheme, options=self._options)
         return dataclasses.replace(
-            plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer, unused=unused)
+            plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer, unused=unused, objects=objects)
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits.
 
-        Raises `StateDictMismatchError` if all ranks together ask for less than they must.
+        Raises `StateDictMismatchError` if all ranks together ask for less than they must. Tells all of them if an
+        object asks for less than was saved of it.
         """
+        found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
+        left = dict.fromkeys(name for one in found if one is not None for name in one.left)
         if not self._is_of_rank:
-            self._check_completeness(plans)
-        attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, RankPlanData)}
+            of_all = self._find_left(plans, {key for one in found if one is not None for key in one.objects})
+            self._check_completeness(plans, left=of_all)
+            left.update(dict.fromkeys(of_all))
+        if left:
+            return [
+                plan if one is None else dataclasses.replace(plan, storage_data=dataclasses.replace(one, left=[*left]))
+                for plan, one in zip(plans, found, strict=True)
+            ]
+        attempts = {one.attempt for one in found if one is not None}
         if len(attempts) > 1:
             raise CheckpointChangedError(
                 f"{self.checkpoint_id} was overwritten while the ranks looked at it: they found {len(attempts)} "
@@ -265,7 +288,6 @@ class ObjectStoreReader(StorageReader):
             )
         if self._manifest is None:
             return plans
-        found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
         extended = assign_groups(found, tile_bytes=self._manifest.tile_bytes, options=self._options)
         pairs = zip(plans, extended, strict=True)
         return [plan if one is None else dataclasses.replace(plan, storage_data=one) for plan, one in pairs]
@@ -292,7 +314,18 @@ class ObjectStoreReader(StorageReader):
         """True if this rank reads a checkpoint that it saved for itself."""
         return self._context is not None and self._context.location != self._location
 
-    def _check_completeness(self, plans: list[LoadPlan]) -> None:
+    def nested_metadata(self) -> Metadata:
+        """Return the metadata of the load that has begun, with the paths that a lazy one leaves out."""
+        assert self._metadata is not None  # noqa: S101  # read_metadata has made it
+        return self._metadata if self._manifest is None else self._make_metadata(self._manifest, is_lazy=False)
+
+    def _find_left(self, plans: list[LoadPlan], objects: Collection[str]) -> list[str]:
+        if self._metadata is None or not objects:
+            return []
+        return find_left_of_objects(plans, self._metadata.state_dict_metadata, objects)
+
+    def _check_completeness(self, plans: list[LoadPlan], *, left: Collection[str]) -> None:
+        """Check what the ranks ask for, without what is `left` for a second plan."""
         if self._metadata is None or self._is_part:
             return
         whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
@@ -304,6 +337,8 @@ class ObjectStoreReader(StorageReader):
             saved = {
                 name: entry for name, entry in saved.items() if name not in unused and not name.startswith(of_unused)
             }
+        if handed := set(left):
+            saved = {name: entry for name, entry in saved.items() if name not in handed}
         try:
             check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
         except StateDictMismatchError as error:
@@ -383,12 +418,10 @@ class ObjectStoreReader(StorageReader):
         self._context, self._manifest = context, manifest
         self._manifest_s = time.monotonic() - self._started_s
         self._recorder.span("manifest", int(self._started_s * 1e9))
-        return make_metadata(
-            manifest,
-            checkpoint_id=self.checkpoint_id,
-            load_id=self.load_id,
-            is_lazy=self._call is not None and self._call.is_lazy,
-        )
+        return self._make_metadata(manifest, is_lazy=self._call is not None and self._call.is_lazy)
+
+    def _make_metadata(self, manifest: Manifest, *, is_lazy: bool) -> Metadata:
+        return make_metadata(manifest, checkpoint_id=self.checkpoint_id, load_id=self.load_id, is_lazy=is_lazy)
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         begun_s, context = time.monotonic(), self._context

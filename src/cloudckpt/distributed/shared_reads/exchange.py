@@ -276,6 +276,10 @@ class RankPlanData:
     group: ShareGroup | None = None
     unused: Sequence[str] = ()
     """Paths in the checkpoint that this rank's objects have no use for."""
+    objects: Sequence[str] = ()
+    """Top-level keys of this rank's ``Stateful`` objects, which can take more than they ask for."""
+    left: Sequence[str] = ()
+    """Names of what was saved of such objects and no rank asks for, so that all ranks plan again."""
 
 
 def assign_groups(
@@ -334,6 +338,8 @@ class ShareSession:
         # Other processors may show READY to another process before the bytes, which only a checksum notices.
         if not options.verify and platform.machine() not in ("x86_64", "AMD64"):
             return None
+        if self._ring is not None:  # of a plan that is made anew
+            self._ring.close()
         self._ring = SharedMemoryRing.create()
         if self._ring is None:
             return None

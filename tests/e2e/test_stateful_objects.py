@@ -1,0 +1,282 @@
+"""Objects in a state dict whose state_dict() asks for less than was saved of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt.errors import StateDictMismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+class Holder:
+    """An object whose state is a dict."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+FULL: dict[Any, Any] = {
+    "epoch": 3,
+    "loss": torch.tensor([1.0, 2.0]),
+    "best": {"value": 0.5, "weights": {"w": torch.arange(3.0)}},
+    "history": [torch.tensor([1]), torch.tensor([2])],
+    "steps": [{"at": 1, "rows": torch.tensor([5])}, {"at": 2, "rows": torch.tensor([6])}],
+    "by_number": {7: torch.tensor([7]), (1, 2): {"x": 1}},
+    "name": "run",
+    "nothing": None,
+    "values": [],
+}
+FRESH: dict[str, Callable[[], Any]] = {
+    "empty": dict,
+    "empty places": lambda: {"epoch": 0, "best": {}, "history": [], "steps": [], "by_number": {}},
+    "places with None": lambda: dict.fromkeys(FULL),
+    "parts of places": lambda: {"loss": torch.zeros(2), "best": {"value": 0.0}, "by_number": {(1, 2): {}}},
+    "parts of lists": lambda: {"history": [torch.tensor([0])], "steps": [{"at": 0}], "name": ""},
+    "all": lambda: {**FULL, "epoch": 0, "loss": torch.zeros(2)},
+}
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Compare nested states with tensors."""
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal(found[key], value)
+    elif isinstance(expected, list):
+        assert isinstance(found, list)
+        assert len(found) == len(expected)
+        for pair in zip(found, expected, strict=True):
+            assert_equal(*pair)
+    else:
+        assert found == expected
+
+
+def by_load(objects: dict[str, Any], root: str, **arguments: Any) -> None:
+    cloudckpt.load(objects, f"{root}/step-1", no_dist=True, **arguments)
+
+
+def by_latest(objects: dict[str, Any], root: str, **arguments: Any) -> None:
+    cloudckpt.load_latest(objects, root, no_dist=True, **arguments)
+
+
+def by_manager(objects: dict[str, Any], root: str, **arguments: Any) -> None:
+    with cloudckpt.CheckpointManager(root, async_=False) as manager:
+        assert manager.restore(objects, **arguments) is not None
+
+
+@pytest.mark.parametrize("fresh", FRESH)
+@pytest.mark.parametrize("load", [by_load, by_latest, by_manager])
+@pytest.mark.parametrize("arguments", [{}, {"strict": True}], ids=str)
+def test_a_fresh_object_gets_what_was_saved(
+    load: Callable[..., None], fresh: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """If this fails, a sampler or a tracker that begins empty stays empty, and the restore reports success."""
+    cloudckpt.save({"tracker": Holder(FULL), "w": torch.ones(2)}, tmp_path / "step-1", no_dist=True)
+    tracker, w = Holder(FRESH[fresh]()), torch.zeros(2)
+    own = tracker.state.get("loss")
+    load({"tracker": tracker, "w": w}, str(tmp_path), **arguments)
+    assert_equal(tracker.state, FULL)
+    assert torch.equal(w, torch.ones(2))
+    assert own is None or tracker.state["loss"] is own, "what the object asks for is filled in place"
+
+
+def test_an_object_that_asks_for_nothing_is_filled_without_strictness(tmp_path: Path) -> None:
+    """If this fails, strict=False leaves a fresh object empty; or it gives more to one that takes a part on purpose."""
+    cloudckpt.save({"a": Holder(FULL), "b": Holder(FULL)}, tmp_path / "step-1", no_dist=True)
+    empty, part = Holder({}), Holder({"epoch": 0, "best": {}})
+    cloudckpt.load({"a": empty, "b": part}, tmp_path / "step-1", no_dist=True, strict=False)
+    assert_equal(empty.state, FULL)
+    assert_equal(part.state, {"epoch": 3, "best": FULL["best"]})
+
+
+@pytest.mark.parametrize("writer", ["torch", "each rank"])
+def test_other_checkpoints_fill_a_fresh_object_too(writer: str, tmp_path: Path) -> None:
+    """If this fails, an object that begins empty stays empty when it comes from torch's writer, or from one rank."""
+    if writer == "torch":
+        dcp.save({"tracker": Holder(FULL)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    else:
+        cloudckpt.save({"tracker": Holder(FULL)}, tmp_path / "a", use_collectives=False)
+    tracker = Holder({})
+    cloudckpt.load({"tracker": tracker}, tmp_path / "a", allow_pickle=writer == "torch")
+    assert tracker.state["best"].keys() == FULL["best"].keys()
+    assert torch.equal(tracker.state["loss"], FULL["loss"])
+
+
+class AppState:
+    """The object of PyTorch's tutorial; it asks for a part if it has no optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if self.optimizer is not None:
+            state["optim"] = get_optimizer_state_dict(self.model, self.optimizer)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+        optimizers = [] if self.optimizer is None else [self.optimizer]
+        states = {} if self.optimizer is None else state["optim"]
+        set_state_dict(self.model, optimizers, model_state_dict=state["model"], optim_state_dict=states)
+
+
+def test_an_object_that_takes_a_part_on_purpose_is_given_no_large_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a wrapper that takes the model alone cannot be loaded, or each rank reads the whole optimizer."""
+    net = nn.Linear(512, 600)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(512)).sum().backward()
+    optimizer.step()
+    cloudckpt.save({"app": AppState(net, optimizer)}, tmp_path / "a", no_dist=True)
+    other = nn.Linear(512, 600)
+    part, whole = AppState(nn.Linear(512, 600), None), AppState(other, torch.optim.Adam(other.parameters()))
+    sizes = cloudckpt.AdvancedOptions(request_bytes=2**20)
+    options = cloudckpt.Options(read_bytes=2**20, advanced=sizes)
+    report = cloudckpt.load({"app": part}, tmp_path / "a", no_dist=True, options=options)
+    assert torch.equal(part.model.weight, net.weight)
+    assert "optim" not in part.loaded
+    assert report.num_bytes_wanted < 2 * net.weight.nbytes
+    (said,) = [record.message for record in caplog.records if "stays behind" in record.message]
+    assert "'app.optim'" in said
+    caplog.clear()
+    cloudckpt.load({"app": whole}, tmp_path / "a", no_dist=True, options=options)
+    assert whole.optimizer is not None
+    assert torch.equal(whole.optimizer.state[other.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+    assert "stays behind" not in caplog.text
+
+
+def test_a_module_that_lacks_parameters_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a model of half the layers takes its half of a checkpoint, and the load reports success."""
+    saved, smaller = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    cloudckpt.save({"model": saved}, tmp_path / "a", no_dist=True)
+    message = r"leaves behind 'model\.1\.weight', 'model\.1\.bias' .*strict=False"
+    with pytest.raises(StateDictMismatchError, match=message):
+        cloudckpt.load({"model": smaller}, tmp_path / "a", no_dist=True)
+    cloudckpt.load({"model": smaller}, tmp_path / "a", no_dist=True, strict=False)
+    assert torch.equal(smaller[0].weight, saved[0].weight)
+    assert "'model.1.weight'" in caplog.text
+
+
+def test_a_fresh_optimizer_in_a_state_dict_is_refused(tmp_path: Path) -> None:
+    """If this fails, an optimizer by itself is given moments on the CPU and in another precision, or none at all."""
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1)).sum().backward()
+    optimizer.step()
+    cloudckpt.save({"optimizer": optimizer}, tmp_path / "b", no_dist=True)
+    fresh = torch.optim.Adam(nn.Linear(1, 1, bias=False).parameters())
+    with pytest.raises(StateDictMismatchError, match="not for 3 entries of its state"):
+        cloudckpt.load({"optimizer": fresh}, tmp_path / "b", no_dist=True)
+
+
+def fill_on_two_ranks(root: str) -> None:
+    rank = dist.get_rank()
+    full = {name: torch.full((2,), float(at)) for at, name in enumerate("abcd")}
+    mine = {name: full[name] for name in ("ab" if rank == 0 else "cd")}
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    seen = {"loss": full["b"], "epoch": 3}
+    saved = {"stage": Holder(mine), "tracker": Holder({"seen": seen}), "s": Holder({"w": sharded})}
+    options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(share_reads="always"))
+    cloudckpt.save(saved, f"{root}/a", options=options)
+
+    stage, tracker = Holder({name: torch.zeros(2) for name in mine}), Holder({"seen": {}})
+    held = Holder({"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])})
+    objects = {"stage": stage, "tracker": tracker, "s": held}
+    cloudckpt.load(objects if rank else dict(reversed(objects.items())), f"{root}/a", options=options)
+    assert_equal(stage.state, mine)
+    assert_equal(tracker.state, {"seen": seen})
+    assert isinstance(held.state["w"], DTensor)
+    assert torch.equal(held.state["w"].to_local(), sharded.to_local())
+
+    with pytest.raises(StateDictMismatchError, match=r"leaves behind 's' of .*sharded"):
+        cloudckpt.load({"s": Holder({})}, f"{root}/a")
+    cloudckpt.load({"s": Holder({})}, f"{root}/a", strict=False)
+
+
+@pytest.mark.multirank
+def test_ranks_fill_what_none_of_them_asks_for(tmp_path: Path) -> None:
+    """If this fails, an object that begins empty stays empty on several ranks; or a stage of a pipeline is given the
+    other stages' tensors; or a sharded tensor without a known layout is left behind without an error.
+    """
+    run_ranks(fill_on_two_ranks, str(tmp_path), world_size=2)
+
+
+class Collective(Holder):
+    """An object whose methods are collectives, each with a tensor of another size, as in PyTorch's own tests."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__({})
+        self._size = size
+
+    def state_dict(self) -> dict[str, Any]:
+        self.meet()
+        return {"size": self._size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.meet()
+        assert state["size"] == self._size
+
+    def meet(self) -> None:
+        found = [torch.zeros(self._size) for _ in range(2)]
+        dist.all_gather(found, torch.full((self._size,), float(self._size)))
+        assert all(torch.equal(one, torch.full((self._size,), float(self._size))) for one in found)
+
+
+def meet_in_objects(root: str) -> None:
+    def ordered(objects: dict[str, Any]) -> dict[str, Any]:
+        return objects if dist.get_rank() else dict(reversed(objects.items()))
+
+    def made() -> dict[str, Any]:
+        return ordered({name: Collective(size) for size, name in enumerate("abc", 1)})
+
+    cloudckpt.save(made(), f"{root}/a")
+    cloudckpt.async_save(made(), f"{root}/b").result()
+    cloudckpt.load(made(), f"{root}/a")
+    cloudckpt.load(made(), f"{root}/b")
+    model = nn.Linear(1, 1)
+    for name, objects in (("c", {"scheduler": made}), ("d", {"extra": lambda: {**made(), "deep": made()}})):
+        live = {key: make() for key, make in objects.items()}
+        cloudckpt.save(f"{root}/{name}", model=model, **live)
+        cloudckpt.load(f"{root}/{name}", model=model, **live)
+
+
+@pytest.mark.multirank
+def test_objects_are_asked_and_filled_in_one_order_on_all_ranks(tmp_path: Path) -> None:
+    """If this fails, ranks whose dicts have another order hang in the collectives of their objects."""
+    run_ranks(meet_in_objects, str(tmp_path), world_size=2)
+
+
+def test_a_model_under_an_empty_name_hides_no_other(tmp_path: Path) -> None:
+    """If this fails, only the module under "" is saved and loaded, and nothing is said of the others."""
+    saved = {"": nn.Linear(2, 2), "head": nn.Linear(2, 2)}
+    cloudckpt.save(tmp_path / "a", model=saved, no_dist=True)
+    loaded = {"": nn.Linear(2, 2), "head": nn.Linear(2, 2)}
+    cloudckpt.load(tmp_path / "a", model=loaded, no_dist=True)
+    for name, module in saved.items():
+        assert torch.equal(loaded[name].weight, module.weight), name

@@ -238,10 +238,12 @@ class StoreError(CloudckptError):
     """One call to a store failed.
 
     ``key`` is the full address of the object, without credentials, and ``operation`` the call. ``had_no_effect`` is
-    True if the call certainly changed nothing.
+    True if the call certainly changed nothing, ``is_unsent`` if no request was made, because this process lacked what
+    it takes (credentials from a service that is busy, a file descriptor).
     """
 
     had_no_effect: bool = False
+    is_unsent: bool = False
 
     def __init__(self, message: str, *, key: str, operation: str) -> None:
         super().__init__(message)

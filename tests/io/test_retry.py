@@ -12,6 +12,7 @@ from cloudckpt.errors import (
     AccessDeniedError,
     ChecksumRefusedError,
     CloudckptError,
+    InterruptedReadError,
     ObjectNotFoundError,
     ShortObjectError,
     StoreError,
@@ -132,3 +133,100 @@ def test_what_was_not_looked_at_again_is_not_believed(clock: FakeClock) -> None:
     with pytest.raises(CloudckptError, match="was not looked at again") as caught:
         retrier.confirm(look, ObjectNotFoundError)
     assert not isinstance(caught.value, ObjectNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_calls", "end"),
+    [
+        ("AAA", 3, ObjectNotFoundError),
+        ("AABAAA", 6, ObjectNotFoundError),
+        ("AABBABBB", 8, ShortObjectError),
+        ("ABABA", 6, None),  # three in all, and never two in a row
+        ("AABAAB", 7, None),
+        ("ABABABABA", 9, TransientStoreError),
+        ("AABBAABBA", 9, TransientStoreError),
+    ],
+)
+def test_only_looks_in_a_row_count(clock: FakeClock, kinds: str, num_calls: int, end: type[StoreError] | None) -> None:
+    """If this fails, three bogus answers among good ones are damage, or contradictions are asked for without end."""
+    doubted = {"A": ObjectNotFoundError, "B": ShortObjectError}
+    look = Failing([error_of(doubted[kind]) for kind in kinds])
+    retrier = Retrier(retries=0, timeout_s=60)
+    if end is None:
+        assert retrier.confirm(look, tuple(doubted.values())) == "done"
+    else:
+        with pytest.raises(StoreError) as caught:
+            retrier.confirm(look, tuple(doubted.values()))
+        assert type(caught.value) is end
+    assert look.num_calls == num_calls
+
+
+def test_a_number_of_looks_is_kept_for_each_thing(clock: FakeClock) -> None:
+    """If this fails, the doubts of one look count for the next, and its first bogus answer is believed."""
+    retrier = Retrier(retries=0, timeout_s=60)
+    for _ in range(3):
+        look = Failing([error_of(ObjectNotFoundError) for _ in range(2)])
+        assert retrier.confirm(look, ObjectNotFoundError) == "done"
+
+
+@pytest.mark.parametrize("num_looks", [1, 2, 4])
+def test_as_many_looks_are_taken_as_the_caller_asks_for(clock: FakeClock, num_looks: int) -> None:
+    """If this fails, bytes that were wrong twice are read too often, or once too few."""
+    look = Failing([error_of(ObjectNotFoundError) for _ in range(9)])
+    with pytest.raises(ObjectNotFoundError):
+        Retrier(retries=0, timeout_s=60).confirm(look, ObjectNotFoundError, num_looks=num_looks)
+    assert look.num_calls == num_looks
+
+
+@pytest.mark.parametrize(("received_bytes", "num_calls"), [(0, 3), (1, 11)])
+def test_only_progress_renews_the_retries(clock: FakeClock, received_bytes: int, num_calls: int) -> None:
+    """If this fails, a body that breaks off ten times in all ends a load, or one that never begins has no end."""
+    broken = [
+        InterruptedReadError("no", key="k", operation="read_into", received_bytes=received_bytes) for _ in range(10)
+    ]
+    attempt = Failing(list(broken))
+    retrier = Retrier(retries=2, timeout_s=60)
+    if received_bytes:
+        assert retrier.call(attempt) == "done"
+    else:
+        with pytest.raises(InterruptedReadError):
+            retrier.call(attempt)
+    assert attempt.num_calls == num_calls
+
+
+def test_throttling_is_waited_out_for_longer_than_other_failures(clock: FakeClock) -> None:
+    """If this fails, a store that asks for fewer requests gets as many as before."""
+    for kind, first_s in ((TransientStoreError, 0.1), (ThrottledError, 0.5)):
+        clock.waits_s.clear()
+        Retrier(retries=9, timeout_s=600).call(Failing([error_of(kind) for _ in range(9)]))
+        longest_s = [min(first_s * 2**num_failures, 10.0) for num_failures in range(9)]
+        assert all(limit_s / 2 <= wait_s <= limit_s for wait_s, limit_s in zip(clock.waits_s, longest_s, strict=True))
+
+
+# --- calls of which no request was made
+
+
+def unsent() -> StoreError:
+    error = error_of(TransientStoreError)
+    error.is_unsent = True
+    return error
+
+
+def test_what_was_not_sent_is_bounded_by_the_time_alone(clock: FakeClock) -> None:
+    """If this fails, a metadata service that starts ends a job after the five retries that are meant for the store."""
+    attempt = Failing([unsent() for _ in range(9)])
+    assert Retrier(retries=0, timeout_s=60).call(attempt) == "done"
+    attempt, begun_s = Failing([unsent() for _ in range(10_000)]), clock.now_s
+    with pytest.raises(TransientStoreError):
+        Retrier(retries=0, timeout_s=30).call(attempt)
+    assert 15 < clock.now_s - begun_s < 30
+
+
+def test_what_was_not_sent_waits_while_other_calls_make_progress(clock: FakeClock) -> None:
+    """If this fails, a part that waits for another's connection is given up in the middle of a save that proceeds."""
+    retrier = Retrier(retries=0, timeout_s=1)
+    attempt = Failing([unsent() for _ in range(100)], before=lambda: retrier.call(lambda: None))
+    assert retrier.call(attempt) == "done"
+    attempt = Failing([unsent() for _ in range(100)])
+    with pytest.raises(TransientStoreError):
+        retrier.call(attempt)

@@ -41,8 +41,9 @@ class Retrier:
     """Run calls, and run them again after failures that may pass.
 
     Delays grow exponentially with full jitter (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
-    A call is given up after `retries` repetitions or once `timeout_s` have gone by without progress. Safe to share
-    between threads; `stop` ends every wait at once.
+    A call is given up after `retries` repetitions or once `timeout_s` have gone by without progress. Attempts of which
+    no request was made (`StoreError.is_unsent`) do not count as repetitions, and the progress of another call is
+    theirs: it may have released what they lack. Safe to share between threads; `stop` ends every wait at once.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Retrier:
         """Repetitions so far, over all calls."""
         self.num_requests = 0
         """Attempts so far, over all calls, the first of each included."""
+        self.num_ended = 0
+        """Calls that have ended so far, in whichever way."""
         self.retries = retries
         self.timeout_s = timeout_s
         self._on_retry = on_retry
@@ -118,6 +121,11 @@ class Retrier:
         with self._lock:
             self.num_requests += 1
 
+    def count_end(self) -> None:
+        """Count a call that has ended."""
+        with self._lock:
+            self.num_ended += 1
+
     def wait(self, error: StoreError, delay_s: float) -> bool:
         """Report a retry, and wait before it. False if `stop` was called without a refusal."""
         more = fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
@@ -155,10 +163,12 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._retrier.recorder.spent("transfer", self._begun_ns)
+        self._retrier.count_end()
 
     def renew(self) -> None:
         """Forget the failures so far, after progress."""
-        self._num_failures = 0
+        self._num_failures = self._num_unsent = 0
+        self._num_ended = self._retrier.num_ended
         self._deadline_s = time.monotonic() + self._retrier.timeout_s
 
     def begin(self) -> None:
@@ -176,10 +186,14 @@ class Attempts:
             if isinstance(error, (CloudckptError, MemoryError)):
                 return False
             raise StoreError(f"the store failed with {type(error).__name__}: {error}", key="", operation="") from error
-        if isinstance(error, InterruptedReadError) and error.received_bytes > 0:
+        has_progressed = isinstance(error, InterruptedReadError) and error.received_bytes > 0
+        if has_progressed or (error.is_unsent and self._num_ended != self._retrier.num_ended):
             self.renew()
-        self._num_failures += 1
-        delay_s = _delay_s(error, self._num_failures)
+        if error.is_unsent:
+            self._num_unsent += 1
+        else:
+            self._num_failures += 1
+        delay_s = _delay_s(error, self._num_failures + self._num_unsent)
         if self._num_failures > self._retrier.retries or time.monotonic() + delay_s >= self._deadline_s:
             return False
         return self._retrier.wait(error, delay_s)

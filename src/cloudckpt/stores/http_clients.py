@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import importlib.util
@@ -46,7 +47,6 @@ _CONFIGURING = (
 """The beginnings of the names of the variables from which the SDKs take their configuration."""
 
 Config = TypeVar("Config")
-Client = TypeVar("Client")
 
 
 def require_sdk(module: str, *, store: str, extra: str) -> None:
@@ -82,11 +82,34 @@ class ClientKey(Generic[Config]):
         )
 
 
+class SDKClient(abc.ABC):
+    """A client of an SDK, which looked for its credentials when it was made."""
+
+    is_refused = False
+    """True once the service has refused its credentials: its users ask the cache for another client."""
+    successor: Any = None
+    """The client with other credentials that took its place, if there is one."""
+    credentials_source: str
+    """Where the credentials come from, for an error."""
+
+    @abc.abstractmethod
+    def identity(self) -> tuple[object, ...] | None:
+        """Return what tells the credentials from others, secrets included; None if there are none. Fetches nothing."""
+
+    @abc.abstractmethod
+    def fetch_credentials(self) -> None:
+        """Fetch credentials from where they come from, if that has not been done. Raises the SDK's errors."""
+
+
+Client = TypeVar("Client", bound=SDKClient)
+
+
 class ClientCache(Generic[Config, Client]):
     """The latest used clients of one SDK in this process: one for each configuration and environment."""
 
     def __init__(self, make: Callable[[ClientKey[Config]], Client]) -> None:
         self._lock = threading.Lock()
+        self._replacing = threading.Lock()
 
         @functools.lru_cache(maxsize=_MOST_CLIENTS)
         def make_for(key: ClientKey[Config], _environment: tuple[tuple[str, str], ...]) -> Client:
@@ -99,6 +122,28 @@ class ClientCache(Generic[Config, Client]):
         environment = sorted(item for item in os.environ.items() if item[0].upper().startswith(_CONFIGURING))
         with self._lock:
             return self._make_for(key, tuple(environment))
+
+    def replace(self, refused: Client, key: ClientKey[Config]) -> Client | None:
+        """Look for credentials once more, and return a client with others than the `refused` one has, if there are any.
+
+        An agent may have renewed a file since. However many threads meet the refusal, one of them looks.
+        """
+        with self._replacing:
+            if not refused.is_refused and refused.identity() is not None:
+                self.clear()
+                found = self.client_for(key)
+                found.fetch_credentials()
+                if found.identity() not in (None, refused.identity()):
+                    refused.successor = found
+            self.discard(refused)
+            successor: Client | None = refused.successor
+            return successor
+
+    def discard(self, refused: Client) -> None:
+        """Let the next call look for credentials anew, unless others are found already."""
+        refused.is_refused = True
+        if refused.successor is None:
+            self.clear()
 
     def clear(self) -> None:
         """Forget all clients."""

@@ -38,7 +38,10 @@ _FEWEST_SECRET_CHARACTERS = 6  # shorter ones are dummies, and part of any word
 
 
 class ErrorRule(NamedTuple):
-    """The error to raise, and what to do next; ``{bucket}``, ``{endpoint}`` and ``{permission}`` are filled in."""
+    """The error to raise, and what to do next.
+
+    ``{bucket}``, ``{credentials}``, ``{endpoint}`` and ``{permission}`` are filled in.
+    """
 
     error: type[StoreError]
     advice: str
@@ -69,6 +72,10 @@ PROXY = ErrorRule(TransientStoreError, "The proxy did not connect. Check HTTP_PR
 READ_LATE = ErrorRule(StoreTimeoutError, "{endpoint} made no progress in time. Try again.")
 REQUEST = ErrorRule(StoreError, "The store refuses the request as it stands. Check the storage options and the key.")
 SHORT = ErrorRule(ShortObjectError, "The object ends before the range that was asked for.")
+SOURCE_LATER = ErrorRule(
+    TransientStoreError,
+    "It is asked until timeout_s is over. If it stays so, look into that service, or pass other credentials.",
+)
 SLOWER = ErrorRule(ThrottledError, "Send fewer requests: fewer connections, or other key prefixes.")
 TLS = ErrorRule(TransientStoreError, "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.")
 UNREACHED = ErrorRule(
@@ -119,6 +126,8 @@ class FailedRequest:
     permission: str
     """The right that a policy must grant for it."""
     secrets: tuple[str, ...]
+    credentials: str = "their source"
+    """Where the credentials come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +169,19 @@ class ForeignAnswerError(Exception):
     """An answer that the store itself never gives, but a proxy, a load balancer or another server does."""
 
 
+class CredentialSourceError(Exception):
+    """A service that hands out credentials is busy, or not ready yet. The text names it."""
+
+
 def build_error(rule: ErrorRule, request: FailedRequest, *, reason: str) -> StoreError:
     """Return the error that `rule` asks for."""
     cls, advice = rule
-    advice = advice.format(bucket=request.bucket, endpoint=request.endpoint, permission=request.permission)
+    advice = advice.format(
+        bucket=request.bucket,
+        credentials=request.credentials,
+        endpoint=request.endpoint,
+        permission=request.permission,
+    )
     reason = " ".join(mask(reason, request.secrets).split())
     if len(reason) > _MOST_CHARACTERS:
         reason = f"{reason[:_MOST_CHARACTERS]}…"
@@ -180,6 +198,10 @@ def translate_exception(
     """
     if isinstance(error, ForeignAnswerError):
         return build_error(FOREIGN, request, reason=str(error))
+    if isinstance(error, CredentialSourceError):
+        failure = build_error(SOURCE_LATER, request, reason=str(error))
+        failure.is_unsent = True
+        return failure
     rule = library_rule or _network_rule(error)
     if rule in _NETWORK_RULES:
         rule = _refine_network_rule(rule, error, certificate=table.certificate)

@@ -49,17 +49,29 @@ class HTTPSession(abc.ABC):
         self.bucket = bucket
         self.client_key = client_key
         self._client: Any = None
-        self._is_refused = False
+        self._former_secrets: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, ClientKey[Any]]]:
         return type(self), (self.bucket, self.client_key)
 
     def client(self) -> Any:
         """Return the client. Raises the SDK's errors if its configuration cannot be used."""
-        if self._client is None or self._is_refused:
-            self._client = self.cache.client_for(self.client_key)
-            self._is_refused = False
-        return self._client
+        client = self._client
+        if client is None or client.is_refused:
+            self._former_secrets = () if client is None else client.secrets
+            self._client = client = self.cache.client_for(self.client_key)
+        return client
+
+    def client_after(self, error: Exception, client: Any) -> Any:
+        """Return a client with other credentials than `client`, if the service refused those and others are found.
+
+        Raises `error` if not.
+        """
+        translated = self.translate(error, "", self.get_api, "")
+        found = self.cache.replace(client, self.client_key) if isinstance(translated, CredentialsError) else None
+        if found is None:
+            raise error
+        return self.client()
 
     def endpoint_url(self, operation: str) -> str:
         """Return the address of the service. Raises `StoreError` if the SDK's configuration cannot be used."""
@@ -74,7 +86,7 @@ class HTTPSession(abc.ABC):
     def secrets(self) -> tuple[str, ...]:
         """Texts that must never be printed."""
         known = self.client_key.config if self._client is None else self._client
-        return tuple(known.secrets)
+        return (*known.secrets, *self._former_secrets)
 
     def failed_request(self, operation: str, api: str, key: str, *, secrets: tuple[str, ...] = ()) -> FailedRequest:
         """Describe the request `api` about `key`, for an error. `secrets` are those that the session does not know."""
@@ -89,6 +101,7 @@ class HTTPSession(abc.ABC):
             endpoint=endpoint if self._client is None else self._client.endpoint_url,
             permission=self.permission(api),
             secrets=(*self.secrets, *secrets),
+            credentials="their source" if self._client is None else self._client.credentials_source,
         )
 
     @abc.abstractmethod
@@ -119,9 +132,8 @@ class HTTPSession(abc.ABC):
             translated = self.translate(error, operation, api, key)
             if translated is None:
                 raise
-            if isinstance(translated, CredentialsError):
-                self.cache.clear()
-                self._is_refused = True  # the next client looks for credentials again
+            if isinstance(translated, CredentialsError) and self._client is not None:
+                self.cache.discard(self._client)  # the next client looks for credentials again
             # Not chained: the texts and attributes of HTTP errors can hold headers, and with them tokens.
             raise translated from None
 

@@ -17,6 +17,7 @@ from tests.stores.shared_clients import ClientTests
 
 from cloudckpt import errors
 from cloudckpt.errors import InvalidOptionError, UnsupportedOperationError
+from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
 from cloudckpt.stores.gcs.client import is_googles, parse_storage_options
@@ -327,3 +328,93 @@ def test_a_server_that_ignores_the_condition_is_refused(scripted: Any) -> None:
     with pytest.raises(UnsupportedOperationError, match="ignores the condition"):
         store.put("manifest.json", X, crc32c=CRC, if_absent=True)
     assert len(server.requests) == num_requests
+
+
+# Credentials that are renewed beneath a running job, and a metadata server that is late.
+
+
+def test_a_renewed_file_is_taken_up_by_the_call_that_is_refused(
+    scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a job ends although its key was rotated, or its user has logged in again."""
+    gcs, file = scripted.any_gcs(), tmp_path / "key.json"
+
+    def answer(connection: Any, request: Any) -> None:
+        if request.path == "/token":
+            refusal = scripted.json({"error": "invalid_grant"}, 400)
+            token = scripted.json({"access_token": "FRESH", "expires_in": 3600, "token_type": "Bearer"})
+            (refusal if b"OLD" in request.body else token)(connection, request)
+        else:
+            gcs(connection, request)
+
+    server = scripted.serve(answer)
+    information = user(f"{server.endpoint_url}/token")
+    file.write_text(json.dumps({**information, "refresh_token": "OLD"}))
+    monkeypatch.setattr("google.oauth2.credentials._GOOGLE_OAUTH2_TOKEN_ENDPOINT", f"{server.endpoint_url}/token")
+    store = open_store(endpoint_url=server.endpoint_url, credentials_file=str(file))
+    with pytest.raises(errors.CredentialsError, match=f"from {file} could not be renewed"):
+        store.put("k", X, crc32c=CRC)
+    store.session.client()
+    file.write_text(json.dumps(information))
+    store.put("k", X, crc32c=CRC)
+    assert server.requests[-1].headers["authorization"] == "Bearer FRESH"
+
+
+@pytest.fixture
+def metadata(scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Serves Google's metadata: the given answers first, then a service account's token."""
+
+    def answer(connection: Any, request: Any) -> None:
+        texts: dict[str, Any] = {
+            "token": {"access_token": "OF-THE-POD", "expires_in": 3600},
+            "default": {"email": "a@b", "scopes": []},
+        }
+        texts["universe-domain"] = "googleapis.com"
+        last = request.path.rstrip("/").rpartition("/")[2]
+        headers = {"Metadata-Flavor": "Google", "Content-Type": "application/json"}
+        scripted.reply(200, json.dumps(texts.get(last, "p")), headers)(connection, request)
+
+    def serve(*first: Any) -> Any:
+        server = scripted.serve(*first, answer)
+        host = server.endpoint_url.removeprefix("http://")
+        monkeypatch.setenv("GCE_METADATA_HOST", host)
+        monkeypatch.setenv("GCE_METADATA_IP", host)
+        monkeypatch.setattr("google.auth.compute_engine._metadata._GCE_METADATA_HOST", host)
+        return server
+
+    monkeypatch.setattr("google.auth.compute_engine._metadata._NO_GCE_CHECK", False)
+    monkeypatch.setattr("google.auth.compute_engine._metadata.detect_gce_residency_linux", lambda: False)
+    monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _s: None)
+    monkeypatch.setattr("cloudckpt.io.retry._FIRST_DELAY_S", 0.001)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    return serve
+
+
+@pytest.mark.parametrize("is_known_machine", [True, False])
+@pytest.mark.parametrize("num_answers", [1, 12])
+@pytest.mark.parametrize("way", ["busy", "not ready", "refused"])
+def test_a_metadata_server_that_is_late_is_waited_for(
+    scripted: Any,
+    metadata: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    way: str,
+    num_answers: int,
+    is_known_machine: bool,
+) -> None:
+    """If this fails, the first seconds of a pod on GKE end its job: 503, 404 "identity not ready", or nobody there."""
+    monkeypatch.setattr("google.auth.compute_engine._metadata.detect_gce_residency_linux", lambda: is_known_machine)
+    answers = {"busy": scripted.reply(503), "not ready": scripted.reply(404, "identity not ready")}
+    service = metadata(*[answers.get(way, scripted.hang_up)] * num_answers)
+    server = scripted.serve(scripted.any_gcs())
+    Retrier(retries=0, timeout_s=60).call(open_store(endpoint_url=server.endpoint_url).head, "k")
+    assert server.requests[-1].headers["authorization"] == "Bearer OF-THE-POD"
+    assert len(service.requests) > num_answers
+
+
+def test_a_metadata_server_that_stays_late_is_named(scripted: Any, metadata: Callable[..., Any]) -> None:
+    """If this fails, the message advises to log in to somebody whose machine has a service account."""
+    service = metadata(scripted.reply(200, "", {"Metadata-Flavor": "Google"}), *[scripted.reply(404)] * 10_000)
+    host = service.endpoint_url.removeprefix("http://")
+    with pytest.raises(errors.TransientStoreError, match=f"metadata server at {host} answered with status 404"):
+        Retrier(retries=0, timeout_s=0.5).call(open_store(endpoint_url="http://127.0.0.1:1").head, "k")

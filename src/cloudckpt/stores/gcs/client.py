@@ -23,10 +23,26 @@ from typing_extensions import Self
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, StoreError, TransientStoreError
 from cloudckpt.stores import http_errors as shared
-from cloudckpt.stores.gcs.errors import PERMISSIONS, has_gcs_headers, is_genuine_error, translate
+from cloudckpt.stores.gcs.errors import (
+    PERMISSIONS,
+    describe_metadata_server,
+    has_gcs_headers,
+    is_about_credentials,
+    is_genuine_error,
+    is_metadata_busy,
+    translate,
+)
 from cloudckpt.stores.http_body import ResponseBody
-from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, is_clear_text, make_cancellable
+from cloudckpt.stores.http_clients import (
+    ClientCache,
+    ClientKey,
+    SDKClient,
+    check_endpoint,
+    is_clear_text,
+    make_cancellable,
+)
 from cloudckpt.stores.http_errors import (
+    CredentialSourceError,
     ErrorRule,
     ForeignAnswerError,
     build_error,
@@ -111,6 +127,7 @@ def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) 
     """
     import google.auth
     from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
+    from google.auth.exceptions import DefaultCredentialsError
 
     if config.credentials is not None:
         credentials = config.credentials
@@ -120,7 +137,12 @@ def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) 
         return AnonymousCredentials()
     else:
         search: Any = _BoundedSearch(min(timeout_s, _LONGEST_SEARCH_S))
-        credentials, _ = google.auth.default(scopes=SCOPES, request=search)
+        try:
+            credentials, _ = google.auth.default(scopes=SCOPES, request=search)
+        except DefaultCredentialsError:
+            if search.problem is None:
+                raise
+            raise CredentialSourceError(search.problem) from None
     return with_scopes_if_required(credentials, list(SCOPES))
 
 
@@ -150,7 +172,13 @@ def _from_file(path: str) -> Any:
 
 
 class _BoundedSearch:
-    """Makes google.auth's requests, until the time for all of them is over."""
+    """Makes google.auth's requests, until the time for all of them is over, and notes if its metadata server is busy.
+
+    google.auth takes a server that is busy for a machine outside Google's cloud. Without an answer, it is one, unless a
+    variable names the server.
+    """
+
+    problem: str | None = None
 
     def __init__(self, timeout_s: float) -> None:
         from google.auth.transport.requests import Request
@@ -169,10 +197,20 @@ class _BoundedSearch:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TransportError("no time left to look for credentials")
-        return self._request(url, timeout=min(left_s, timeout or left_s), **kwargs)
+        is_expected = any(name in os.environ for name in _METADATA_VARIABLES)
+        status = None
+        try:
+            response = self._request(url, timeout=min(left_s, timeout or left_s), **kwargs)
+            status = response.status
+            is_expected = is_expected or "metadata-flavor" in response.headers
+            return response
+        finally:
+            is_busy = is_metadata_busy(status) and (is_expected or status not in (None, _NOT_FOUND))
+            self.problem = describe_metadata_server(status) if is_busy else None
 
 
 T = TypeVar("T")
+_METADATA_VARIABLES = ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT")
 _LONGEST_SEARCH_S = 20.0  # for Google's own search for credentials
 
 CONTENT_TYPE = "application/octet-stream"
@@ -191,7 +229,7 @@ _ABOUT_ONE_OBJECT = ("objects.delete", "objects.get", "objects.rewrite")
 _ABOUT_OBJECTS = (*_ABOUT_ONE_OBJECT, "objects.compose", "objects.insert")
 
 
-class GCSClient:
+class GCSClient(SDKClient):
     """A client of google-cloud-storage, and the HTTP session below it, over which bodies go directly."""
 
     def __init__(self, key: ClientKey[GCSConfig]) -> None:
@@ -260,6 +298,24 @@ class GCSClient:
         return token if isinstance(token, str) else None
 
     @property
+    def credentials_source(self) -> str:  # type: ignore[override]  # known only once it has been found
+        if self.config.credentials is not None:
+            return "the storage option credentials"
+        if self.config.credentials_file is not None:
+            return self.config.credentials_file
+        if "compute_engine" in type(self.credentials).__module__:
+            return "the metadata server"
+        return os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or "gcloud"
+
+    def identity(self) -> tuple[object, ...] | None:
+        names = ("service_account_email", "refresh_token")
+        key_id = getattr(getattr(self.credentials, "signer", None), "key_id", None)
+        return type(self.credentials), key_id, *(getattr(self.credentials, name, None) for name in names)
+
+    def fetch_credentials(self) -> None:
+        pass  # a token is fetched for the next request
+
+    @property
     def secrets(self) -> tuple[str, ...]:
         """Texts that must never be printed: of the credentials in use and of those that they come from."""
         sources = (self.credentials, getattr(self.credentials, "_source_credentials", None))
@@ -300,16 +356,18 @@ class GCSSession(HTTPSession):
     def call(self, operation: str, api: str, key: str, ask: Callable[[GCSClient], T]) -> T:
         """Call `ask`, which makes the request `api` about `key`, for the store's `operation`. Raises `StoreError`.
 
-        Calls it a second time if the access token was refused and could be renewed.
+        Calls it a second time if the access token was refused and could be renewed, and once more if there are other
+        credentials than those from which no accepted token comes.
         """
         with self.translation(operation, api, key):
             client = self.client()
             try:
-                return ask(client)
+                return _ask(client, ask)
             except Exception as error:
-                if _status_of(error) != _UNAUTHORIZED or not client.renew(_sent_token(error)):
+                if not is_about_credentials(error):
                     raise
-            return ask(client)
+                client = self.client_after(error, client)
+            return _ask(client, ask)
 
     def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:
         headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1] - 1}"}
@@ -408,6 +466,15 @@ class GCSSession(HTTPSession):
         if config.kms_key_name:
             needed.append("the use of the KMS key to the service agent of Cloud Storage")
         return ", ".join(needed)
+
+
+def _ask(client: GCSClient, ask: Callable[[GCSClient], T]) -> T:
+    try:
+        return ask(client)
+    except Exception as error:
+        if _status_of(error) != _UNAUTHORIZED or not client.renew(_sent_token(error)):
+            raise
+    return ask(client)
 
 
 def _status_of(error: Exception) -> int | None:

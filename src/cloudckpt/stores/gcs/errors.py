@@ -7,6 +7,7 @@ https://cloud.google.com/storage/docs/json_api/v1/status-codes.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores import http_errors as shared
 from cloudckpt.stores.http_errors import (
+    CredentialSourceError,
     ErrorRule,
     ErrorTable,
     FailedRequest,
@@ -39,8 +41,8 @@ CERTIFICATE = ErrorRule(
 CONFIG = ErrorRule(StoreError, "Check the storage options and the Google configuration (GOOGLE_* variables, gcloud).")
 CREDENTIALS = ErrorRule(
     CredentialsError,
-    "The store does not accept these credentials. Renew them (gcloud auth application-default login), or check "
-    "credentials_file and GOOGLE_APPLICATION_CREDENTIALS.",
+    "The store does not accept the credentials from {credentials}, where no others are. Renew them (gcloud auth "
+    "application-default login), or check credentials_file and GOOGLE_APPLICATION_CREDENTIALS.",
 )
 GONE = ErrorRule(
     ObjectNotFoundError,
@@ -65,10 +67,13 @@ POLICY = ErrorRule(AccessDeniedError, "A policy of the organization forbids it. 
 REDIRECT = ErrorRule(StoreError, "{endpoint} sends requests elsewhere. Check endpoint_url (http or https).")
 REFRESH = ErrorRule(
     CredentialsError,
-    "The credentials could not be renewed. Log in again (gcloud auth application-default login), or check the "
-    "service account and its key.",
+    "The credentials from {credentials} could not be renewed. Log in again (gcloud auth application-default login), or "
+    "check the service account and its key.",
 )
-REFRESH_LATER = ErrorRule(TransientStoreError, "The service that renews the credentials was not reached. Try again.")
+REFRESH_LATER = ErrorRule(
+    TransientStoreError,
+    "The service that renews the credentials from {credentials} was not reached. It is asked until timeout_s is over.",
+)
 ZONAL = ErrorRule(
     StoreError,
     "Bucket {bucket!r} is zonal (Rapid storage): it takes only appendable objects, and no compose or rewrite, so that "
@@ -139,7 +144,7 @@ TABLE = ErrorTable(
     configuration=CONFIG,
 )
 
-_REDIRECTION = 300
+_REDIRECTION, _UNAUTHORIZED = 300, 401
 _WRITES = ("objects.compose", "objects.insert", "objects.rewrite")
 
 PERMISSIONS: Mapping[str, str] = {
@@ -165,9 +170,40 @@ def translate(
     if type(error).__module__ == "google.api_core.exceptions" and isinstance(status, int):
         return _translate_answer(error, int(status), request, is_zonal)
     rule = TABLE.rule_for_exception(error)
+    cause = error.args[0] if rule is REFRESH and error.args else None
+    if isinstance(cause, Exception) and type(cause).__name__ == "TransportError":  # only of the metadata server
+        status = next((getattr(more, "status", None) for more in cause.args[1:]), None)
+        if is_metadata_busy(status):
+            error = CredentialSourceError(describe_metadata_server(status))
     if rule is REFRESH and getattr(error, "retryable", False):
         rule = REFRESH_LATER
-    return translate_exception(error, request, TABLE, library_rule=rule)
+    translated = translate_exception(error, request, TABLE, library_rule=rule)
+    if translated is not None and rule is REFRESH_LATER:
+        translated.is_unsent = True
+    return translated
+
+
+def is_about_credentials(error: Exception) -> bool:
+    """Return True if a service has refused the credentials, and not only one request with them."""
+    if getattr(error, "code", None) == _UNAUTHORIZED:
+        return True
+    return TABLE.rule_for_exception(error) in (NO_CREDENTIALS, REFRESH) and not getattr(error, "retryable", False)
+
+
+def is_metadata_busy(status: int | None) -> bool:
+    """Return True if a later answer of the metadata server may be another. None stands for no answer.
+
+    https://cloud.google.com/kubernetes-engine/docs/how-to/workload-identity#limitations: it refuses connections, or
+    answers 404, in a pod's first seconds.
+    """
+    return status in (None, 404, 408, 429) or (status is not None and status >= shared.SERVER_ERROR)
+
+
+def describe_metadata_server(status: int | None) -> str:
+    """Return which server has given which answer."""
+    host = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
+    said = "did not answer" if status is None else f"answered with status {status}"
+    return f"Google's metadata server at {host} {said}"
 
 
 def is_genuine_error(error: Any) -> bool:

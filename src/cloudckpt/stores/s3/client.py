@@ -19,9 +19,11 @@ from urllib.parse import urlencode, urlsplit
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, StoreError
 from cloudckpt.stores.http_body import ResponseBody
-from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, make_cancellable
+from cloudckpt.stores.http_clients import ClientCache, ClientKey, SDKClient, check_endpoint, make_cancellable
+from cloudckpt.stores.http_errors import CredentialSourceError
 from cloudckpt.stores.http_store import HTTPSession
-from cloudckpt.stores.s3.errors import refuse_foreign, translate
+from cloudckpt.stores.s3.credentials import SOURCES, MetadataServices
+from cloudckpt.stores.s3.errors import SKEWED, code_of, refuse_foreign, translate
 from cloudckpt.stores.storage_options import (
     list_parsers,
     option,
@@ -241,6 +243,8 @@ _STORES_AT_ONCE = 4
 
 # An access key's id is no secret: it names the key, as a user name does.
 _SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
+_IDENTIFYING_FIELDS = ("access_key", "_access_key", *_SECRET_FIELDS)
+_MOST_SENDINGS = 3
 
 APIS: Mapping[str, tuple[str, str]] = {
     "AbortMultipartUpload": ("abort_multipart_upload", "s3:AbortMultipartUpload"),
@@ -261,11 +265,11 @@ APIS: Mapping[str, tuple[str, str]] = {
 """Every request of the store by its name in S3: its name in boto3, and the right that IAM grants for it."""
 
 
-class S3Client:
+class S3Client(SDKClient):
     """A boto3 client, and the members that the options add to each of its requests."""
 
     def __init__(self, key: ClientKey[S3Config]) -> None:
-        client = _make_boto3_client(key)
+        client, self.metadata = _make_boto3_client(key)
         self.endpoint_url: str = client.meta.endpoint_url
         self.boto3_client = client
         # The signer's own, whatever they come from; asking the session for them could look for them again.
@@ -279,6 +283,19 @@ class S3Client:
             if api == "ListParts":
                 _encode_customer_key(members)
             self._requests[api] = functools.partial(getattr(client, method), **members)
+
+    @property
+    def credentials_source(self) -> str:  # type: ignore[override]  # known only once it has been found
+        method = getattr(self._credentials, "method", None)
+        return SOURCES.get(method, f"boto3's provider {method!r}")
+
+    def identity(self) -> tuple[object, ...] | None:
+        held = getattr(self._credentials, "__dict__", None)
+        return None if held is None else tuple(held.get(name) for name in _IDENTIFYING_FIELDS)
+
+    def fetch_credentials(self) -> None:
+        if self._credentials is not None:
+            self._credentials.get_frozen_credentials()
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -331,8 +348,28 @@ class S3Session(HTTPSession):
         """Make the request `api` about `key`, or about the bucket, for the store's `operation`. Raises `StoreError`."""
         about = {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
         with self.translation(operation, api, key or members.get("Prefix", "")):
-            answer: dict[str, Any] = self.client().request_for(api)(**about, **members)
-        return answer
+            return self._send(api, **about, **members)
+
+    def _send(self, api: str, **members: Any) -> dict[str, Any]:
+        """Make the request `api`; once more after an error that a new signature or other credentials may prevent."""
+        client, code, num_sent = self.client(), "", 0
+        while True:
+            num_sent += 1
+            try:
+                return client.request_for(api)(**members)  # type: ignore[no-any-return]  # the client has no types
+            except Exception as error:
+                problem = client.metadata.problem_behind(error)
+                if problem is not None:
+                    self.cache.discard(client)
+                    raise CredentialSourceError(problem) from None
+                last_code, code = code, code_of(error)
+                # One request may have waited for long in a queue; two in a row have not.
+                if num_sent == _MOST_SENDINGS:
+                    raise
+                if code not in SKEWED or code == last_code:
+                    client = self.client_after(error, client)
+            if "Body" in members:
+                members["Body"].seek(0)
 
     def prepare_get(
         self, operation: str, key: str, byte_range: tuple[int, int] | None
@@ -340,7 +377,7 @@ class S3Session(HTTPSession):
         about = {"Bucket": self.bucket, "Key": key}
         if byte_range is not None:
             about["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
-        return functools.partial(self.client().request_for("GetObject"), **about)
+        return functools.partial(self._send, "GetObject", **about)
 
     def open_body(self, answer: Any) -> tuple[ResponseBody, str | None, int | None]:
         return ResponseBody(answer["Body"]), answer.get("ContentRange"), answer.get("ContentLength")
@@ -369,14 +406,18 @@ class S3Session(HTTPSession):
         return ", ".join(needed)
 
 
-def _make_boto3_client(key: ClientKey[S3Config]) -> Any:
+def _make_boto3_client(key: ClientKey[S3Config]) -> tuple[Any, MetadataServices]:
     import boto3.session
     import botocore
+    import botocore.session
     from botocore.config import Config
+    from botocore.exceptions import CredentialRetrievalError
 
     config = key.config
     connect_timeout_s, read_timeout_s = key.timeouts_s(config.connect_timeout_s, config.read_timeout_s)
+    core = botocore.session.get_session()
     session = boto3.session.Session(
+        botocore_session=core,
         aws_access_key_id=config.access_key_id,
         aws_secret_access_key=config.secret_access_key,
         aws_session_token=config.session_token,
@@ -387,7 +428,11 @@ def _make_boto3_client(key: ClientKey[S3Config]) -> Any:
     s3_settings: Any = {"payload_signing_enabled": False}
     if config.addressing_style is not None:
         s3_settings["addressing_style"] = config.addressing_style
-    client = session.client(
+    metadata = MetadataServices()
+    if not config.anonymous and config.access_key_id is None:
+        metadata.watch(core)
+    make = functools.partial(
+        session.client,
         "s3",
         endpoint_url=config.endpoint_url,
         verify=config.verify,
@@ -408,6 +453,13 @@ def _make_boto3_client(key: ClientKey[S3Config]) -> Any:
             user_agent_extra=f"cloudckpt/{__version__}",
         ),
     )
+    try:
+        client = make()
+    except CredentialRetrievalError as error:
+        problem = metadata.problem_behind(error)
+        if problem is None:
+            raise
+        raise CredentialSourceError(problem) from None
     with contextlib.suppress(AttributeError):  # a later botocore; then no request is hedged
         pool_classes = client._endpoint.http_session._pool_classes_by_scheme  # noqa: SLF001  # botocore has no public way
         pool_classes.update(make_cancellable(pool_classes))
@@ -418,7 +470,7 @@ def _make_boto3_client(key: ClientKey[S3Config]) -> Any:
     check_endpoint(
         client.meta.endpoint_url, store="S3", variables="AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or ~/.aws/config"
     )
-    return client
+    return client, metadata
 
 
 def _drop_expect_header(params: dict[str, Any], **_: Any) -> None:

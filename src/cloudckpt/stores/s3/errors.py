@@ -38,18 +38,24 @@ CERTIFICATE = ErrorRule(
     StoreError,
     "The certificate of {endpoint} was not accepted. Check endpoint_url, or pass ca_bundle.",
 )
-CLOCK = ErrorRule(CredentialsError, "This machine's clock is off, so its signatures are refused. Set it (NTP).")
+CLOCK = ErrorRule(
+    CredentialsError, "This machine's clock is off, so its signatures are refused, new ones too. Set it (NTP)."
+)
 CONFIG = ErrorRule(StoreError, "Check the AWS configuration (~/.aws/config, AWS_* variables) and the storage options.")
 CREDENTIALS = ErrorRule(
     CredentialsError,
-    "The store does not accept these credentials. Check keys, profile and region (storage options, AWS_* variables, "
-    "~/.aws).",
+    "The store does not accept the credentials from {credentials}, where no others are. Check keys, profile and region "
+    "(storage options, AWS_* variables, ~/.aws).",
 )
 DAMAGED = ErrorRule(
     ChecksumRefusedError,
     "The bytes were damaged on their way, or in memory while they were being sent. Try again.",
 )
-EXPIRED = ErrorRule(CredentialsError, "The credentials have expired. Renew them (aws sso login, a new token).")
+EXPIRED = ErrorRule(
+    CredentialsError,
+    "The credentials from {credentials} have expired, and no others are there. Renew them (aws sso login, a new "
+    "token).",
+)
 GONE = ErrorRule(ObjectNotFoundError, "The multipart upload was completed or aborted. Upload the object anew.")
 INVALID = ErrorRule(StoreError, "boto3 refuses the request. Check the bucket's name, the key and the storage options.")
 KMS = ErrorRule(
@@ -79,7 +85,7 @@ CODES: Mapping[str, ErrorRule] = by_name(
         (shared.BUCKET, "NoSuchBucket"),
         (BUCKET_NAME, "InvalidBucketName"),
         (shared.CANNOT, "MethodNotAllowed NotImplemented"),
-        (CLOCK, "RequestTimeTooSkewed RequestExpired"),
+        (CLOCK, "RequestExpired RequestTimeTooSkewed"),
         (CREDENTIALS, "AuthFailure AuthorizationQueryParametersError InvalidAccessKeyId InvalidClientTokenId"),
         (CREDENTIALS, "InvalidSecurity InvalidToken SignatureDoesNotMatch UnrecognizedClientException"),
         (DAMAGED, "BadDigest InvalidChecksum InvalidDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch"),
@@ -104,6 +110,9 @@ CODES: Mapping[str, ErrorRule] = by_name(
         (shared.SLOWER, "SlowDownWrite Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
     ]
 )
+
+SKEWED = frozenset({"RequestExpired", "RequestTimeTooSkewed"})
+"""The codes with which the store refuses the time of a signature. The first can also mean expired credentials."""
 
 EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
     [
@@ -173,6 +182,12 @@ def translate(error: Exception, request: FailedRequest) -> StoreError | None:
     if rule is shared.CLOSED and type(getattr(error, "kwargs", {}).get("error")) is ValueError:
         return build_error(CONFIG, request, reason=type(error).__name__)
     return translate_exception(error, request, TABLE, library_rule=rule)
+
+
+def code_of(error: Exception) -> str:
+    """Return the store's own name of the error that it has answered with; empty for other errors."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
 def translate_code(code: str, detail: str, request: FailedRequest) -> StoreError:

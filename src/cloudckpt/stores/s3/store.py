@@ -100,17 +100,17 @@ class S3Store(HTTPStore):
         """Make one PutObject, with ``If-None-Match: *`` if `if_absent`."""
         if if_absent:
             self.refuse_ignored_condition(key)
-        session, name, body = self.session, self.name_of(key, "put"), ViewsBody(views)
+        name, body = self.name_of(key, "put"), ViewsBody(views)
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        with session.translation("put", "PutObject", name):
-            session.client().request_for("PutObject")(
-                Bucket=session.bucket,
-                Key=name,
-                Body=body,
-                ContentLength=len(body),
-                ChecksumCRC32C=encode_crc32c(crc32c),
-                **condition,
-            )
+        self.session.call(
+            "put",
+            "PutObject",
+            name,
+            Body=body,
+            ContentLength=len(body),
+            ChecksumCRC32C=encode_crc32c(crc32c),
+            **condition,
+        )
 
     def create_multipart(self, key: str) -> str:
         """Begin an upload with CRC32C as the parts' checksum."""

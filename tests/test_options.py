@@ -37,6 +37,7 @@ WRONG: list[tuple[str, Any]] = [
     ("verify", "no"),
     ("verify", None),
     ("async_in_flight", "cancel"),
+    ("compare_replicas", "all"),
     ("async_overlap", 1),
     ("metadata", None),
     ("metadata", {"loss": float("nan")}),

@@ -26,7 +26,7 @@ from cloudckpt.background.runner import (
     begin_staging,
     require_cpu_backend,
 )
-from cloudckpt.dcp.live_entry import LiveEntry
+from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import (
     RanksContext,
@@ -42,6 +42,7 @@ from cloudckpt.dcp.protocol import (
     states_of,
 )
 from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.collectives import CollectiveCall, begin_call, guarded_collectives, unguarded_ranks
 from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError
@@ -341,6 +342,10 @@ def async_save(
                 if earlier is not None:
                     save = save_of(staging=ExternalStaging.failed(earlier), planner=None)
                     save.begin(is_overlapped=False)
+            if planner is None:
+                planner = BalancedSavePlanner(
+                    compare=chosen.compare_replicas, synchronized=find_synchronized(state_dict)
+                )
             staging = begin_staging(async_stager, states_of(state_dict), by_process=by_process)
             is_overlapped = staging.is_overlapped if isinstance(staging, ExternalStaging) else chosen.async_overlap
             save = save_of(staging=staging, planner=planner)

@@ -111,6 +111,11 @@ class Options:
     """If True, a load casts as torch's ``copy_`` does, also values that the dtype of the target cannot hold, such as
     2.5 as an integer. If False, it raises `StateDictMismatchError` for these, and rounds floats to another precision
     with a warning. Set it to drop imaginary parts or fractions on purpose."""
+    compare_replicas: Literal["sample", "whole", "never"] = "sample"
+    """Comparison of tensors that several ranks hold under one name, which must be equal in the parameters and optimizer
+    states of live objects. Other entries that differ are saved by the lowest rank. ``"sample"`` compares tensors of up
+    to 16 KiB whole, and 1 KiB of each 4 MiB of others, at least at three places. ``"whole"`` compares all bytes.
+    ``"never"`` compares nothing, and the lowest rank saves it all. Set it if ranks differ on purpose."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     async_in_flight: Literal["wait", "raise"] = "wait"
@@ -233,6 +238,11 @@ _BOUNDS: tuple[_Rule, ...] = (
     ("staging_bytes", lambda options: options.staging_bytes >= options.advanced.part_bytes, "at least part_bytes"),
     ("read_bytes", lambda options: options.read_bytes >= options.advanced.request_bytes, "at least request_bytes"),
     ("async_in_flight", lambda options: options.async_in_flight in ("wait", "raise"), "'wait' or 'raise'"),
+    (
+        "compare_replicas",
+        lambda options: options.compare_replicas in ("sample", "whole", "never"),
+        "'sample', 'whole' or 'never'",
+    ),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
     (
         "trace",

@@ -210,7 +210,7 @@ class BackgroundSave:
         assert isinstance(staging, ExternalStaging)  # noqa: S101  # `begin_staging` has made it
         self.process = ProcessSave(
             self.writer,
-            planner=self.planner or BalancedSavePlanner(),
+            planner=self.planner,
             ranks=self.ranks,
             make_group=lambda: self.process_group if self.no_dist else background_group(self.process_group),
             no_dist=self.no_dist,
@@ -271,7 +271,7 @@ class BackgroundSave:
         snapshot: Staging | None = None
         refusal: BaseException | None = None
         try:
-            if isinstance(staging, Staging) and planner is None and not writer.has_transforms:
+            if isinstance(staging, Staging) and type(planner) is BalancedSavePlanner and not writer.has_transforms:
                 # The save reads nothing but bytes, each once it is copied. If the caller waits for a copy that keeps
                 # every core busy, an upload beside it would make that wait longer than it would shorten the save.
                 snapshot = staging

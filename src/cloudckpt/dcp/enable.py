@@ -97,7 +97,7 @@ def enable(
         location = kwargs.get("checkpoint_id")
         if location is not None and kwargs.get("storage_writer") is None and _is_ours(location, options=chosen):
             kwargs["storage_writer"] = ObjectStoreWriter(location, options=chosen, overwrite=overwrite)
-            kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner()
+            kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner(compare=chosen.compare_replicas)
         return execute(*args, **kwargs)
 
     replace_attribute(_undo, executor, "execute_save", execute_save)
@@ -122,7 +122,9 @@ def replace_attribute(undo: contextlib.ExitStack, owner: Any, name: str, replace
 
 
 def _save_planner_for(storage: object) -> BalancedSavePlanner | None:
-    return BalancedSavePlanner() if isinstance(storage, ObjectStoreWriter) else None
+    if not isinstance(storage, ObjectStoreWriter):
+        return None
+    return BalancedSavePlanner(compare=storage.options.compare_replicas)
 
 
 def _load_planner_for(storage: object) -> ExplainingLoadPlanner | None:

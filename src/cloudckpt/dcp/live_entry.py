@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
     CheckpointNotFoundError,
     CloudckptError,
@@ -42,9 +43,16 @@ class LiveEntry:
     takes_flat_names = False
     """True if a checkpoint may hold the entry as ``"model.weight"``, as imports do, in the place of a dict."""
 
+    is_synchronized = False
+    """True if training keeps the tensors equal on all ranks that hold them."""
+
     def state_dict(self) -> Any:
         """Return what a save stores."""
         raise NotImplementedError
+
+    def find_unsynchronized(self, where: str) -> list[str]:
+        """Return the names below `where` that may differ between ranks, of an entry that `is_synchronized`."""
+        return []
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
         """Return what a load fills, for the entry that is stored at the path `where` of the checkpoint at `uri`.
@@ -102,6 +110,15 @@ def _plan(entry: LiveEntry, saved: Mapping[Any, Any], key: str, *, where: str, u
     return entry.plan_load(found, where=where, uri=uri)
 
 
+def find_synchronized(state_dict: Mapping[str, Any]) -> SynchronizedNames:
+    """Return the names of the entries whose tensors must not differ between ranks."""
+    entries = {
+        key: value for key, value in state_dict.items() if isinstance(value, LiveEntry) and value.is_synchronized
+    }
+    exceptions = (name for key, entry in entries.items() for name in entry.find_unsynchronized(key))
+    return SynchronizedNames(keys=frozenset(entries), exceptions=frozenset(exceptions))
+
+
 class EntryGroup(LiveEntry):
     """Several entries under names, such as the schedulers of two optimizers."""
 
@@ -109,6 +126,7 @@ class EntryGroup(LiveEntry):
         # In one order on all ranks: the methods of the objects may be collective.
         self._entries = {key: entries[key] for key in sorted(entries, key=str)}
         self.takes_flat_names = all(entry.takes_flat_names for entry in entries.values())
+        self.is_synchronized = all(entry.is_synchronized for entry in entries.values())
 
     @property
     def names(self) -> Collection[str]:
@@ -121,6 +139,9 @@ class EntryGroup(LiveEntry):
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         return {key: _plan(entry, known, key, where=f"{where}.{key}", uri=uri) for key, entry in self._entries.items()}
+
+    def find_unsynchronized(self, where: str) -> list[str]:
+        return [name for key, entry in self._entries.items() for name in entry.find_unsynchronized(f"{where}.{key}")]
 
     def find_unused(self, where: str) -> list[str]:
         return [path for key, entry in self._entries.items() for path in entry.find_unused(f"{where}.{key}")]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from cloudckpt._torch_compat import ShardedTensor
+from cloudckpt._torch_compat import ShardedTensor, fqns_of
 from cloudckpt.dcp.live_entry import (
     IMPORT_HINT,
     EntryGroup,
@@ -38,7 +38,7 @@ _log = logging.getLogger("cloudckpt")
 class ModelEntry(LiveEntry):
     """The parameters and persistent buffers of a model by their names, without those of wrappers (DDP, compile)."""
 
-    takes_flat_names = True
+    takes_flat_names = is_synchronized = True
 
     def __init__(self, module: nn.Module, *, is_strict: bool = True, rank: int = 0) -> None:
         self._module = module
@@ -47,6 +47,16 @@ class ModelEntry(LiveEntry):
 
     def state_dict(self) -> dict[str, Any]:
         return get_model_state(self._module)
+
+    def find_unsynchronized(self, where: str) -> list[str]:
+        names = []
+        for path, module in self._module.named_modules(remove_duplicate=False):
+            if buffers := [name for name, _ in module.named_buffers(recurse=False)]:
+                raw = f"{path}.{buffers[0]}" if path else buffers[0]
+                for name in fqns_of(self._module, raw):  # one call for a module: each takes 20 µs
+                    prefix = name.removesuffix(buffers[0])
+                    names += [f"{where}.{prefix}{buffer}" for buffer in buffers]
+        return names
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         wanted = self.state_dict()

@@ -60,6 +60,8 @@ class OptimizerEntry(LiveEntry):
     runs its hooks. Here a fresh optimizer stays fresh in a save, and a load plans by the checkpoint.
     """
 
+    is_synchronized = True
+
     def __init__(self, optimizers: Sequence[Optimizer], modules: Mapping[str, nn.Module], *, rank: int) -> None:
         self._optimizers = optimizers
         self._modules = modules

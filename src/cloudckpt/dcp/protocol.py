@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.live_entry import LiveEntry, load_object, plan_live_entries
+from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
@@ -165,6 +165,10 @@ class _Save:
         storage_meta, is_coordinator = self.writer.storage_meta(), self.ranks.is_coordinator
         if isinstance(self.planner, BalancedSavePlanner):
             self.planner.pending = self.writer.snapshot
+            self.planner.compare = self.writer.options.compare_replicas
+            self.planner.is_alone = not self.use_collectives or self.ranks.get_world_size() == 1
+            if any(isinstance(value, LiveEntry) for value in self.state_dict.values()):
+                self.planner.synchronized = find_synchronized(self.state_dict)
         if "storage_meta" in inspect.signature(self.planner.set_up_planner).parameters:
             self.planner.set_up_planner(state_dict=entries, storage_meta=storage_meta, is_coordinator=is_coordinator)
         else:  # planners for older versions of torch

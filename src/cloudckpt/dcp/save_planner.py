@@ -25,22 +25,28 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from cloudckpt._torch_compat import ShardedTensor, local_tensor_of, validate_global_plan
+from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
+from cloudckpt.dcp.replicas import (
+    CompareReplicas,
+    Copy,
+    SynchronizedNames,
+    are_equal,
+    check_replicas,
+    copies_of_items,
+    ranks_text,
+    take_fingerprints,
+)
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, flatten, holds_parts
 from cloudckpt.format.wrappers import describe_difference
-from cloudckpt.io.checksum import compute_tile_crc32cs
-from cloudckpt.options import MIB
-from cloudckpt.tensors.body import wait_for_content
 from cloudckpt.tensors.copying import Staging
-from cloudckpt.tensors.tensor_bytes import bytes_view, plain_tensor
+from cloudckpt.tensors.tensor_bytes import plain_tensor
 from cloudckpt.tensors.write_items import find_aliases
 
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
 _MAX_SHOWN = 500  # characters, as in torch
 _MAX_NAMES = 5
-_MAX_RANKS = 8
 _SHARDED = (DTensor, ShardedTensor)  # the latter refuses to be asked for what any tensor has
 
 
@@ -65,15 +71,31 @@ class TiedItem(WriteItem):
 class BalancedSavePlanner(DefaultSavePlanner):
     """Spreads replicated tensors by bytes, the largest first; torch's planner takes them in their order.
 
-    A tensor, or a shard of it, is never cut: replicas can differ, and then one rank's is saved. Each rank's own shards
-    count too, at any position. Names of one tensor, such as tied weights, are saved by one rank, and so once.
+    A tensor, or a shard of it, is never cut. Replicas can differ, so only those that are known to be equal are spread:
+    what is saved is the state of the lowest rank that holds it (`cloudckpt.dcp.replicas`). Each rank's own shards count
+    too, at any position. Names of one tensor, such as tied weights, are saved by one rank, and so once.
+
+    Args:
+        compare: `Options.compare_replicas`.
+        synchronized: Names of tensors that must not differ between ranks.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        compare: CompareReplicas = "sample",
+        synchronized: SynchronizedNames = SynchronizedNames(),  # noqa: B008  # it cannot change
+    ) -> None:
         super().__init__()
         self._uri = "the checkpoint"
+        self._common: Sequence[str] = ()
+        self.compare = compare
+        self.synchronized = synchronized
         self.pending: Staging | None = None
         """The snapshot that is still being made of what is saved."""
+        self.is_alone = False
+        """True if no other rank saves."""
 
     def set_up_planner(
         self,
@@ -83,9 +105,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
     ) -> None:
         self._uri = str(storage_meta.checkpoint_id) if storage_meta is not None else self._uri
         flat = flatten(state_dict, uri=self._uri)
-        self.state_dict, self.mappings = flat.entries, (nesting := Nesting.of(flat, uri=self._uri))
-        for fqn in flat.compared:
-            self._note_checksum(fqn, nesting)
+        self._nesting, self._common = Nesting.of(flat, uri=self._uri), flat.compared
+        self.state_dict, self.mappings = flat.entries, self._nesting
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
@@ -95,26 +116,28 @@ class BalancedSavePlanner(DefaultSavePlanner):
             items[position] = TiedItem(
                 index=item.index, type=item.type, tensor_data=item.tensor_data, first=items[first].index
             )
+        if not self.is_alone:
+            self._nesting.fingerprints = take_fingerprints(
+                items,
+                self.state_dict,
+                compare=self.compare,
+                synchronized=self.synchronized,
+                common=self._common,
+                uri=self._uri,
+                pending=self.pending,
+            )
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         check_agreement(all_plans, uri=self._uri)
         check_wrappers(all_plans, uri=self._uri)
-        plans, metadata = merge_plans(balance_plans(all_plans))
+        copies_of = copies_of_items(all_plans)
+        check_replicas(copies_of, uri=self._uri)
+        plans, metadata = merge_plans(balance_plans(all_plans, copies_of))
         metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
-
-    def _note_checksum(self, fqn: str, nesting: Nesting) -> None:
-        """Note the checksum of a part of a shard, which other ranks hold too."""
-        held = self.state_dict[fqn]
-        tensor = local_tensor_of(held)
-        if self.pending is not None:
-            wait_for_content(self.pending, tensor)
-        (chunk,) = held.__create_chunk_list__()
-        content = bytes_view(plain_tensor(tensor, fqn, uri=self._uri).cpu().contiguous())
-        nesting.compared[fqn, tuple(chunk.offsets)] = tuple(compute_tile_crc32cs([content], MIB))
 
     def plain_tensors(self) -> Mapping[str, Any]:
         """Implement `cloudckpt.tensors.write_items.KnowsPlainTensors`."""
@@ -212,7 +235,6 @@ def check_agreement(plans: Sequence[SavePlan], *, uri: str) -> None:
 def check_wrappers(plans: Sequence[SavePlan], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if ranks hold different tensors of a class that consists of others."""
     wrappers: dict[str, StoredWrapper] = {}
-    compared: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
     nestings: list[Nesting] = [plan.planner_data for plan in plans]
     has_wrappers = len(plans) > 1 and any(nesting.wrappers for nesting in nestings)
     others = {item.index.fqn for plan in plans for item in plan.items} if has_wrappers else set()
@@ -227,14 +249,6 @@ def check_wrappers(plans: Sequence[SavePlan], *, uri: str) -> None:
                     "Quantize it alike on all ranks",
                     uri=uri,
                 )
-        for chunk, checksum in nesting.compared.items():
-            if compared.setdefault(chunk, checksum) != checksum:
-                raise StateDictMismatchError(
-                    f"{chunk[0]!r} differs between the ranks that save {uri}, and all slices of a tensor have it in "
-                    "common. Nothing was written. Quantize the tensor before it is sharded, or with a scale for each "
-                    "row, or save it dequantized",
-                    uri=uri,
-                )
 
 
 def _describe_name(fqn: str, plans: Sequence[SavePlan]) -> str:
@@ -243,7 +257,7 @@ def _describe_name(fqn: str, plans: Sequence[SavePlan]) -> str:
         item = next((item for item in plan.items if item.index.fqn == fqn), None)
         if item is not None:
             ranks_of.setdefault(_describe_item(item), []).append(rank)
-    return f"{fqn!r} is " + ", ".join(f"{what} on {_ranks_text(ranks)}" for what, ranks in ranks_of.items())
+    return f"{fqn!r} is " + ", ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in ranks_of.items())
 
 
 def _describe_item(item: WriteItem) -> str:
@@ -252,11 +266,6 @@ def _describe_item(item: WriteItem) -> str:
         return "a value"
     what = "a tensor" if item.type is WriteItemType.TENSOR else "a DTensor or sharded tensor"
     return f"{what} of {data.properties.dtype} {list(data.size)}"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
 def merge_plans(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -312,28 +321,30 @@ class ReplicatedItem:
     num_bytes: int
 
 
-def balance_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the ranks' plans with each item, whole, in only one of them."""
+def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[MetadataIndex, Sequence[Copy]]) -> list[SavePlan]:
+    """Return the ranks' plans with each item, whole, in only one of them.
+
+    Any rank may save an item whose copies are known to be equal. The lowest rank saves any other: the lowest one that
+    has memory for it, as stages of a pipeline hold the others' layers on the meta device.
+    """
     if len(plans) == 1:
         return list(plans)
-    copies_of: dict[MetadataIndex, list[tuple[int, WriteItem]]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            copies_of.setdefault(item.index, []).append((rank, item))
     own_bytes = [0] * len(plans)
+    rank_of: dict[MetadataIndex, int] = {}
     replicated: dict[MetadataIndex, ReplicatedItem] = {}
     tied: dict[MetadataIndex, MetadataIndex] = {}
     for index, copies in copies_of.items():
-        rank, item = copies[0]
+        rank, item, _ = next((copy for copy in copies if copy.fingerprint), copies[0])  # not a tensor without memory
         first = _common_first(copies, copies_of)
         if first is not None:
             tied[index] = first
-        elif len(copies) == 1:
-            own_bytes[rank] += _num_bytes(item)
+        elif len(copies) > 1 and are_equal(copies):
+            replicated[index] = ReplicatedItem(ranks=tuple(copy.rank for copy in copies), num_bytes=_num_bytes(item))
         else:
-            replicated[index] = ReplicatedItem(ranks=tuple(rank for rank, _ in copies), num_bytes=_num_bytes(item))
-    rank_of = dict(zip(replicated, assign_ranks(list(replicated.values()), own_bytes=own_bytes), strict=True))
-    rank_of |= {index: rank_of[first] for index, first in tied.items() if first in rank_of}
+            own_bytes[rank] += _num_bytes(item)
+            rank_of[index] = rank
+    rank_of |= zip(replicated, assign_ranks(list(replicated.values()), own_bytes=own_bytes), strict=True)
+    rank_of |= {index: rank_of[first] for index, first in tied.items()}
     return [
         dataclasses.replace(plan, items=[item for item in plan.items if rank_of.get(item.index, rank) == rank])
         for rank, plan in enumerate(plans)
@@ -355,15 +366,13 @@ def assign_ranks(items: Sequence[ReplicatedItem], *, own_bytes: Sequence[int]) -
     return ranks
 
 
-def _common_first(
-    copies: Sequence[tuple[int, WriteItem]], copies_of: Mapping[MetadataIndex, Sequence[tuple[int, WriteItem]]]
-) -> MetadataIndex | None:
+def _common_first(copies: Sequence[Copy], copies_of: Mapping[MetadataIndex, Sequence[Copy]]) -> MetadataIndex | None:
     """Return the item to which an item is tied on every rank that has it, if the same ranks have both."""
-    firsts = {item.first if isinstance(item, TiedItem) else None for _, item in copies}
+    firsts = {copy.item.first if isinstance(copy.item, TiedItem) else None for copy in copies}
     first = firsts.pop()
     if first is None or firsts:
         return None
-    ranks = [[rank for rank, _ in of_one] for of_one in (copies, copies_of[first])]
+    ranks = [[copy.rank for copy in of_one] for of_one in (copies, copies_of[first])]
     return first if ranks[0] == ranks[1] else None
 
 

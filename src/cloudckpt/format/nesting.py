@@ -66,8 +66,8 @@ class Nesting(dict[str, Path]):
     """See `FlatStateDict`."""
     wrappers: dict[str, StoredWrapper]
     """See `FlatStateDict`."""
-    compared: dict[tuple[str, tuple[int, ...]], tuple[int, ...]]
-    """The checksums of each chunk that other ranks must hold with the same bits."""
+    fingerprints: Sequence[int]
+    """One for each item of a rank's plan, by which ranks find out that they hold the same."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Nesting(dict[str, Path]):
         self.typed = dict(typed)
         self.empty = list(empty)
         self.wrappers = dict(wrappers)
-        self.compared = {}
+        self.fingerprints = ()
 
     @classmethod
     def of(cls, flat: FlatStateDict, *, uri: str) -> Nesting:

@@ -15,6 +15,11 @@ _JOINED_BYTES = MIB // 2
 _crc32c: Any = checksums.crc32c  # takes any buffer, though it says bytes
 
 
+def compute_crc32c(view: memoryview, value: int = 0) -> int:
+    """CRC32C of bytes that follow those with the CRC32C `value`."""
+    return _crc32c(view, value)  # type: ignore[no-any-return]  # it returns an int
+
+
 def compute_tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
     """CRC32C of each tile of the views' bytes, taken together; the last tile may be shorter."""
     values: list[int] = []

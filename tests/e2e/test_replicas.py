@@ -1,0 +1,173 @@
+"""Ranks that hold different values under one name: the checkpoint is one rank's state, or the save names them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import Parallelism, assert_same, build, local
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.nn.parallel import DistributedDataParallel
+
+import cloudckpt
+from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.options import MIB, Options
+
+pytestmark = pytest.mark.multirank
+
+WAIT_S = 120.0
+
+
+def save_in(mode: str, *args: Any, options: Options | None = None, **kwargs: Any) -> None:
+    """Save in one of the ways that there are, to the end."""
+    chosen = options or Options()
+    if mode == "sync":
+        cloudckpt.save(*args, options=chosen, **kwargs)
+    elif mode == "process":
+        kind = AsyncCheckpointerType.PROCESS
+        cloudckpt.async_save(*args, async_checkpointer_type=kind, options=chosen, **kwargs).result(WAIT_S)
+    else:
+        overlapped = Options(async_overlap=mode == "overlap", compare_replicas=chosen.compare_replicas)
+        cloudckpt.async_save(*args, options=overlapped, **kwargs).result(WAIT_S)
+
+
+def own_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model that this rank alone has, though each rank has one of this shape, and its optimizer after a step."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 50))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 40)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def refuse_models_of_each_rank(mode: str, root: str) -> None:
+    model, optimizer = own_model()
+    with pytest.raises(StateDictMismatchError, match=r"'model\.0\.weight' of rank 1 differs from that of rank 0"):
+        save_in(mode, f"{root}/own", model=model, optimizer=optimizer)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    found = r"'optimizer\.state\.0\.weight\.exp_avg' of rank 1 differs from that of rank 0"
+    with pytest.raises(StateDictMismatchError, match=found):
+        save_in(mode, f"{root}/moments", model=model, optimizer=optimizer)
+
+
+def save_models_of_each_rank(mode: str, root: str) -> dict[str, Any]:
+    """Save as a state dict, of which nobody knows what it is, and as told. Returns this rank's state."""
+    model, optimizer = own_model()
+    state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "rank": dist.get_rank()}
+    save_in(mode, state, f"{root}/plain")
+    options = Options(compare_replicas="never")
+    save_in(mode, f"{root}/told", model=model, options=options)
+    return state
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "overlap", pytest.param("process", marks=pytest.mark.slow)])
+def test_models_of_several_ranks_do_not_become_one(mode: str, tmp_path: Path) -> None:
+    """If this fails, a script that forgot DDP saves a model that never existed, and hears of success."""
+    run_ranks(functools.partial(refuse_models_of_each_rank, mode), str(tmp_path), world_size=2)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    ours, _ = run_ranks(functools.partial(save_models_of_each_rank, mode), str(tmp_path), world_size=2)
+    assert_same(cloudckpt.read(str(tmp_path / "plain")), ours)
+    assert_same(cloudckpt.read(str(tmp_path / "told"))["model"], ours["model"])
+
+
+def save_batch_statistics(mode: str, uri: str) -> dict[str, Any]:
+    """Train under DDP, which leaves each rank the statistics of its own batches until the next forward pass."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(8, 40) + dist.get_rank()).square().sum().backward()
+    optimizer.step()
+    save_in(mode, uri, model=model, optimizer=optimizer)
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_batch_statistics_come_from_one_rank(mode: str, tmp_path: Path) -> None:
+    """If this fails, models with batch normalisation cannot be saved under DDP, or are mixed."""
+    ours, theirs = run_ranks(functools.partial(save_batch_statistics, mode), str(tmp_path / "c"), world_size=2)
+    assert_same(ours["0.weight"], theirs["0.weight"])
+    assert not torch.equal(ours["1.running_mean"], theirs["1.running_mean"])
+    assert_same(cloudckpt.read(str(tmp_path / "c"))["model"], ours)
+
+
+def drift(parallelism: Parallelism, root: str) -> dict[str, Any]:
+    """Change the replicas of the last two ranks; save live, and by a state dict. Returns what this rank holds."""
+    training = build(parallelism, seed=1)
+    training.losses(0, 1)
+    cloudckpt.save(f"{root}/equal", model=training.model, optimizer=training.optimizer)
+    if dist.get_rank() >= 2:
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                local(parameter).add_(1)
+    with pytest.raises(StateDictMismatchError, match=r"'model\.\w+\.weight' of ranks? \d.* differs from that of rank"):
+        cloudckpt.save(f"{root}/drifted", model=training.model)
+    state = training.model.state_dict()
+    cloudckpt.save(state, f"{root}/drifted")
+    return {name: local(value) for name, value in state.items()}
+
+
+def load_as(parallelism: Parallelism, root: str) -> dict[str, Any]:
+    training = build(parallelism, seed=2)
+    state = training.model.state_dict()
+    cloudckpt.load(state, f"{root}/drifted")
+    return {name: local(value) for name, value in state.items()}
+
+
+def test_shards_of_replicas_that_drifted_apart_are_those_of_one_replica(tmp_path: Path) -> None:
+    """If this fails, a checkpoint of HSDP mixes shards of replicas that differ, without a word."""
+    held = run_ranks(drift, "hsdp", str(tmp_path), world_size=4)
+    loaded = run_ranks(load_as, "hsdp", str(tmp_path), world_size=4)
+    for rank, found in enumerate(loaded):
+        assert_same(found, held[rank % 2])
+
+
+def save_torn(uri: str) -> None:
+    """Training goes on behind an overlapped save, after its copy; the ranks then differ, and the copies do not."""
+    state = {"model": torch.nn.Linear(700, 700)}
+    handle = cloudckpt.async_save(uri, **state, options=Options(async_overlap=True))
+    handle.staged.result(WAIT_S)
+    with torch.no_grad():
+        state["model"].weight.add_(dist.get_rank())
+    handle.result(WAIT_S)
+
+
+def test_a_background_save_compares_its_copy(tmp_path: Path) -> None:
+    """If this fails, ranks are refused because of what training did after the copy."""
+    run_ranks(save_torn, str(tmp_path / "c"), world_size=2)
+
+
+def save_one_byte_apart(root: str) -> None:
+    model = torch.nn.Linear(1024, 2048, bias=False)
+    with torch.no_grad():
+        model.weight[700, 700] += dist.get_rank()
+    cloudckpt.save(f"{root}/sampled", model=model)
+    with pytest.raises(StateDictMismatchError, match=r"'model\.weight' of rank 1"):
+        cloudckpt.save(f"{root}/whole", model=model, options=Options(compare_replicas="whole"))
+
+
+def test_the_whole_comparison_is_an_option_of_a_save(tmp_path: Path) -> None:
+    """If this fails, the option is ignored."""
+    assert 4 * MIB < 1024 * 2048 * 4
+    run_ranks(save_one_byte_apart, str(tmp_path), world_size=2)
+
+
+def save_through_torch(root: str) -> dict[str, Any]:
+    """Save by torch's own calls, with `cloudckpt.enable`."""
+    model, _ = own_model()
+    cloudckpt.enable()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"file://{root}/torch")
+    return dict(model.state_dict())
+
+
+def test_a_save_by_torchs_call_is_the_state_of_one_rank(tmp_path: Path) -> None:
+    """If this fails, only our own functions keep ranks apart."""
+    ours, _ = run_ranks(save_through_torch, str(tmp_path), world_size=2)
+    assert_same(cloudckpt.read(str(tmp_path / "torch"))["model"], ours)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
+    create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -174,7 +175,7 @@ tensors = st.builds(
 
 
 def with_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Two parts of a larger one, of which the rest is elsewhere; torch knows of such since 2.15."""
+    """Two parts of a larger one, of which the rest is elsewhere; torch knows of such since 2.14."""
     rest, origin = tensor.shape, (0,) * tensor.dim()
     held: Any = torch.zeros(5, *rest, dtype=tensor.dtype)
     held.global_shape = (4, *rest)
@@ -183,7 +184,16 @@ def with_parts(tensor: torch.Tensor) -> torch.Tensor:
     return held  # type: ignore[no-any-return]
 
 
-tensors |= tensors.map(lambda tensor: tensor.detach().mT if tensor.dim() > 1 else tensor) | tensors.map(with_parts)
+def with_hook(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that says by itself that it is saved with a dimension more."""
+    held: Any = tensor.detach()
+    whole = held[None]
+    held.__create_write_items__ = lambda fqn, _: create_default_local_save_plan({fqn: whole}, True).items  # noqa: FBT003
+    return held  # type: ignore[no-any-return]
+
+
+tensors |= tensors.map(lambda tensor: tensor.detach().mT if tensor.dim() > 1 else tensor)
+tensors |= tensors.map(with_parts) | tensors.map(with_hook)
 leaves = tensors | st.sampled_from([None, 7, "text", b"bytes", (1, 2), torch.zeros(4).to_sparse()])
 names = st.text("ab.0", min_size=1, max_size=3)
 states = st.dictionaries(

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 
-pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch before 2.15 knows of no such tensors")
+pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch before 2.14 knows of no such tensors")
 
 ROWS, PADDING = 8, 1
 Verb = Literal["save", "thread", "process"]

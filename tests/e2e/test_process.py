@@ -17,6 +17,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import AppState, assert_same, build
 from tests.e2e.places import Place
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -159,6 +160,13 @@ def be_refused(root: str) -> None:
         save_by_process({"w": torch.ones(3)}, "memory://process/a")
     with pytest.raises(InvalidOptionError, match="cannot pickle on_event"):
         save_by_process({"w": torch.ones(3)}, f"{root}/a", options=Options(on_event=lambda event: None))
+    part: Any = torch.ones(3)
+    part.global_shape, part.global_offsets = (6,), ((3,),)
+    for is_async in (False, True):
+        stager = DefaultStager(StagingOptions(False, True, is_async, False))  # noqa: FBT003  # torch's own order
+        with pytest.raises(UnsupportedValueError, match=r"copy of 'w\.1' has attributes .* do not go along"):
+            save_by_process({"w": [1, part]}, f"{root}/a", async_stager=stager).result(WAIT_S)
+        stager.close()
     assert list(Path(root).iterdir()) == []
 
 

@@ -228,7 +228,7 @@ class _Staged(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:  # noqa: ARG002  # torch's signature
         staging = self._staging
-        if staging.completed.done():
+        if staging.completed.done() and staging.completed.exception() is None:
             return staging.state_dict
         staged: Future[dict[str, Any]] = Future()
 

@@ -32,9 +32,11 @@ from cloudckpt.dcp.protocol import SavedMetadata, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.collectives import CollectiveCall, unguarded_ranks
-from cloudckpt.errors import RankLostError, portable
+from cloudckpt.errors import RankLostError, UnsupportedValueError, portable
 from cloudckpt.pipeline.context import Lifecycle
+from cloudckpt.tensors.answers import refuse_attributes
 from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.stager import PinnedStager
 
 
 class GlooGroupCache:
@@ -93,7 +95,9 @@ class ExternalStaging:
 
     num_bytes = copied_bytes = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sent: bool = False) -> None:
+        self._is_sent = is_sent
+        """True if the copy goes to another process."""
         self.completed: Future[None] = Future()
         """Done when all is copied; holds the exception if that failed."""
         self.is_overlapped = False
@@ -109,9 +113,9 @@ class ExternalStaging:
         return staging
 
     @classmethod
-    def begin(cls, stager: AsyncStager, entries: dict[str, Any]) -> ExternalStaging:
+    def begin(cls, stager: AsyncStager, entries: dict[str, Any], *, is_sent: bool) -> ExternalStaging:
         """Let `stager` copy `entries`. Raises what it raises."""
-        staging = cls()
+        staging = cls(is_sent=is_sent and not isinstance(stager, PinnedStager))
         result = stager.stage(entries)
         if isinstance(result, Future):
             staging.is_overlapped = True
@@ -121,8 +125,7 @@ class ExternalStaging:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch calls it, too
                 stager.synchronize_staging()
-        staging.state_dict = result
-        staging.completed.set_result(None)
+        staging._end(result)
         return staging
 
     def _take(self, future: Future[dict[str, Any]]) -> None:
@@ -130,7 +133,16 @@ class ExternalStaging:
         if error is not None:
             self.completed.set_exception(error)
             return
-        self.state_dict = future.result()
+        self._end(future.result())
+
+    def _end(self, state_dict: dict[str, Any]) -> None:
+        try:
+            if self._is_sent:
+                refuse_attributes(state_dict)
+        except UnsupportedValueError as error:
+            self.completed.set_exception(error)
+            return
+        self.state_dict = state_dict
         self.completed.set_result(None)
 
 
@@ -141,7 +153,8 @@ def begin_staging(
     try:
         if stager is None and not by_process:
             return own_stager(is_shared=False).begin(entries)
-        return ExternalStaging.begin(own_stager(is_shared=True) if stager is None else stager, entries)
+        stager = own_stager(is_shared=True) if stager is None else stager
+        return ExternalStaging.begin(stager, entries, is_sent=by_process)
     except Exception as error:  # it is the save's failure, which all ranks have to learn of
         return ExternalStaging.failed(error)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.errors import StateDictMismatchError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.nesting import PLAIN_TENSORS, assign, flatten, holds_parts
+from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners, assign, flatten
 from cloudckpt.format.torch_metadata import StoredChunks, StoredEntries, stored_wrappers
 from cloudckpt.format.wrappers import describe_difference
 from cloudckpt.pipeline.consumers import LoadItems, whole_item
@@ -121,7 +121,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         rest: dict[str, Any] = {}
         tensors = self._saved.tensors if isinstance(self._saved, StoredEntries) else None
         for fqn, value in self.state_dict.items():
-            if type(value) in PLAIN_TENSORS and not holds_parts(value):
+            if type(value) in PLAIN_TENSORS and not answers_planners(value):
                 size = value.size()
                 stored = tensors.get(fqn) if tensors is not None else None
                 is_whole = (

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
-from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, holds_parts
+from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, answers_planners
 from cloudckpt.io.checksum import compute_crc32c
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
@@ -159,8 +159,10 @@ def _find_copied(item: WriteItem, held: Any) -> torch.Tensor | None:
         return None
     if isinstance(held, ShardedTensor):
         return _find_copied_shard(held, item.index)
+    if answers_planners(held) or (isinstance(held, DTensor) and answers_planners(local_tensor_of(held))):
+        return None
     if type(held) in PLAIN_TENSORS:
-        return None if holds_parts(held) else held
+        return held
     if isinstance(held, DTensor):
         sizes = held.device_mesh.shape
         if not any(one.is_replicate() and size > 1 for one, size in zip(held.placements, sizes, strict=True)):

@@ -38,7 +38,7 @@ from cloudckpt.dcp.replicas import (
 )
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, flatten, holds_parts
+from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, answers_planners, flatten
 from cloudckpt.format.wrappers import describe_difference
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.tensor_bytes import plain_tensor
@@ -154,7 +154,7 @@ def plan_items(state_dict: Mapping[str, Any], *, is_coordinator: bool, uri: str)
     alike: dict[tuple[object, ...], TensorWriteData] = {}
     try:
         for fqn, value in state_dict.items():
-            if type(value) in PLAIN_TENSORS and not holds_parts(value):
+            if type(value) in PLAIN_TENSORS and not answers_planners(value):
                 items.append(_plan_tensor(fqn, value, alike))
                 continue
             if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED) and value.is_nested:
@@ -191,7 +191,7 @@ def _plan_tensor(fqn: str, tensor: torch.Tensor, alike: dict[tuple[object, ...],
 def _properties_of(tensor: torch.Tensor) -> TensorProperties:
     try:
         return TensorProperties.create_from_tensor(tensor)
-    except RuntimeError:  # of torch 2.15, where there are no strides; staging refuses the tensor by its name
+    except RuntimeError:  # newer versions ask for strides; staging refuses a tensor without them by its name
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,

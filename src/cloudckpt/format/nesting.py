@@ -24,17 +24,21 @@ from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.wrappers import Parts, take_apart
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-PART_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""The attributes of a tensor that holds parts of a larger one, since torch 2.15 (``CheckpointableTensor``)."""
+PART_ATTRIBUTES = frozenset({"global_shape", "global_offsets", "local_offsets", "local_sizes"})
+"""The attributes of a tensor that holds parts of a larger one, since torch 2.14 (``CheckpointableTensor``)."""
+PLANNER_HOOKS = frozenset({"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"})
+"""The methods by which any object tells torch's planners what a save writes and what a load fills."""
+_ASKED = PART_ATTRIBUTES | PLANNER_HOOKS
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device})
 _MAX_INTEGER_KEY = 2**63 - 1
 
 Path = tuple[Any, ...]
 
 
-def holds_parts(tensor: object) -> bool:
-    """Return whether torch may take the tensor for parts of a larger one."""
-    return hasattr(tensor, PART_ATTRIBUTES[0])
+def answers_planners(tensor: Any) -> bool:
+    """Return whether a plain tensor has attributes by which torch may take it for something else than a whole one."""
+    attributes = tensor.__dict__
+    return bool(attributes) and not _ASKED.isdisjoint(attributes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from cloudckpt._torch_compat import copy_each, negated_view
 from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
 from cloudckpt.io.boxes import compute_strides
 from cloudckpt.options import MIB
+from cloudckpt.tensors.answers import AnsweringTensor, with_attributes
 from cloudckpt.tensors.host_memory import Block, SnapshotPool, empty_tensor
 from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes, layout_of
 
@@ -177,7 +178,8 @@ def lay_out_copies(
             at += begin - source if source else 0
             stride: Sequence[int] = tensor.stride() if source else compute_strides(tensor.size())
             copied = empty_tensor(tensor.dtype).set_(storage, at // tensor.itemsize, tensor.size(), stride)
-        copies.append(_with_lazy_bits(copied, tensor) if source else copied)
+        copied = _with_lazy_bits(copied, tensor) if source else copied
+        copies.append(copied.requires_grad_() if tensor.requires_grad else copied)
     segments = [
         SnapshotSegment(
             block=blocks[block],
@@ -268,6 +270,8 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def _with_lazy_bits(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Mark a copy of the memory of `tensor` as conjugated or negated, if `tensor` is."""
-    if tensor.is_conj():
-        copied = copied.conj()
-    return negated_view(copied) if tensor.is_neg() else copied
+    if not tensor.is_conj() and not tensor.is_neg():
+        return copied
+    copied = copied.conj() if tensor.is_conj() else copied
+    copied = negated_view(copied) if tensor.is_neg() else copied
+    return with_attributes(copied, AnsweringTensor, {})  # torch sends a plain tensor without the marks

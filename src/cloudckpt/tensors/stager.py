@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor, StateDictStager, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS, holds_parts
+from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS
 from cloudckpt.format.wrapper_metadata import put_together
 from cloudckpt.format.wrappers import is_wrapper
+from cloudckpt.tensors.answers import AnsweringParameter, AnsweringTensor, HookAnswers, has_hooks, with_attributes
 from cloudckpt.tensors.copying import Staging, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
 from cloudckpt.tensors.snapshot_plan import SnapshotPlan, plan_snapshot
@@ -28,6 +30,7 @@ from cloudckpt.tensors.tensor_bytes import describe_shortage, is_short, layout_o
 from cloudckpt.tensors.values import describe_unsaved_part
 
 _get_dtype = operator.attrgetter("dtype")
+_get_requires_grad = operator.attrgetter("requires_grad")
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range})
 _DICTS = frozenset({dict, OrderedDict})
 
@@ -44,6 +47,7 @@ class CopyPlanCache:
         self._addresses = list(addresses)
         self._sizes = list(map(torch.Tensor.size, tensors))
         self._dtypes = list(map(_get_dtype, tensors))
+        self._require_grad = list(map(_get_requires_grad, tensors))
         self._forms = self._find_forms(tensors)
         self._addresses_of_copies = list(map(torch.Tensor.data_ptr, plan.copies))
         self._forms_of_copies = self._find_forms(plan.copies)
@@ -67,6 +71,7 @@ class CopyPlanCache:
             return (
                 self._sizes == list(map(torch.Tensor.size, tensors)) == list(map(torch.Tensor.size, copies))
                 and self._dtypes == list(map(_get_dtype, tensors))
+                and self._require_grad == list(map(_get_requires_grad, tensors))
                 and self._addresses_of_copies == list(map(torch.Tensor.data_ptr, copies))
                 and self._forms_of_copies == self._find_forms(copies)
             )
@@ -212,9 +217,10 @@ class StateDictTree:
         """Containers, and for each the keys that the next copies get."""
         self._finishers: list[Callable[[], None]] = []
         self._value_stager = _ValueStager()
-        self._path: list[str] = []
-        """The path of what cannot be copied, from the inside."""
+        self._path: list[Any] = []
+        """The keys that lead to what is being copied, or could not be."""
         self._failed: Any = None
+        """The innermost value that could not be copied."""
         self._root: list[Any] = [None]
         try:
             with torch.no_grad():
@@ -222,9 +228,8 @@ class StateDictTree:
         except (UnsupportedValueError, MemoryError):
             raise
         except Exception as error:
-            name = ".".join(reversed(self._path[:-1]))
             raise UnsupportedValueError(
-                f"cannot copy {describe_unsaved_part(self._failed, name)} for a save in the background: "
+                f"cannot copy {describe_unsaved_part(self._failed, self._get_name())} for a save in the background: "
                 f"{type(error).__name__}: {error}. Leave it out of the state dict, or convert it to something that can "
                 "be copied",
                 uri="",
@@ -246,28 +251,82 @@ class StateDictTree:
     def _add(self, value: Any, container: Any, key: Any) -> None:
         """Put a copy of `value` at `key` of `container`, now or in `rebuild`."""
         kind = type(value)
-        if kind in PLAIN_TENSORS and not holds_parts(value) and (address := memory_address(value)):
+        if kind in PLAIN_TENSORS and self._is_bare(value) and (address := memory_address(value)):
             container[key] = None
             self._add_tensors([value], [address], container, [key])
         elif kind in _ATOMS:
             container[key] = value
         else:
+            self._path.append(key)
             try:
-                self._add_other(value, kind, container, key)
+                if isinstance(value, torch.Tensor):
+                    self._add_tensor(value, container, key)
+                else:
+                    self._add_other(value, kind, container, key)
             except BaseException:
-                if not self._path:
+                if self._failed is None:
                     self._failed = value
-                self._path.append(str(key))
                 raise
+            self._path.pop()
 
-    def _add_other(self, value: Any, kind: type[Any], container: Any, key: Any) -> None:
-        if kind in PLAIN_TENSORS and holds_parts(value):
-            held: list[Any] = [None]
-            self._add(value.detach(), held, 0)
-            self._finish_later(container, key, lambda: _with_part_attributes(held[0], value))
+    def _get_name(self) -> str:
+        """Return the name that planners give to what is being copied."""
+        return ".".join(map(str, self._path[1:]))
+
+    def _is_bare(self, tensor: torch.Tensor) -> bool:
+        """Return whether the copy of a plain tensor needs nothing but its values."""
+        return not tensor.__dict__ and not (self._num_tuples and type(tensor) is torch.nn.Parameter)
+
+    def _add_tensor(self, value: torch.Tensor, container: Any, key: Any) -> None:
+        """Add a tensor with the attributes that its copy needs."""
+        attributes = self._copy_attributes(value)
+        if not attributes and not (self._num_tuples and type(value) is torch.nn.Parameter):
+            self._add_values(value, container, key)
+            return
+        held: list[Any] = [None]
+        self._add_values(value, held, 0)
+        kind = AnsweringParameter if self._num_tuples and type(value) is torch.nn.Parameter else AnsweringTensor
+
+        def make() -> torch.Tensor:
+            copied: torch.Tensor = held[0]
+            if type(copied) in PLAIN_TENSORS or isinstance(copied, AnsweringTensor):
+                return with_attributes(copied, kind, attributes)
+            copied.__dict__.update(attributes)
+            return copied
+
+        self._finish_later(container, key, make)
+
+    def _copy_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Return the attributes of the copy: those that planners may ask for; all where it is serialised."""
+        is_dtensor = isinstance(tensor, DTensor)
+        attributes: dict[str, Any] = {}
+        if type(tensor) in PLAIN_TENSORS or is_dtensor:  # other classes have their state there, and copy it
+            for name, value in tensor.__dict__.items():
+                if self._num_tuples:
+                    attributes[name] = self._copy_value(value)
+                elif name in PART_ATTRIBUTES or type(value) in _ATOMS:
+                    attributes[name] = copy.deepcopy(value)
+        if has_hooks([tensor, local_tensor_of(tensor)] if is_dtensor else [tensor]):
+            answers = HookAnswers(self._get_name(), tensor)
+            for item in answers.items:
+                shard = find_tensor_shard(tensor, item.index)
+                self._add(shard.detach(), answers.shards, item.index.offset)  # without attributes
+            attributes.update(answers.as_hooks())
+        return attributes
+
+    def _add_values(self, value: Any, container: Any, key: Any) -> None:
+        """Add a tensor without its attributes."""
+        kind = type(value)
+        if kind in PLAIN_TENSORS and (address := memory_address(value)):
+            container[key] = None
+            self._add_tensors([value], [address], container, [key])
         elif kind in PLAIN_TENSORS:
             container[key] = _copy_without_memory(value)
-        elif self._num_tuples and isinstance(value, dict) and kind not in _DICTS:
+        else:
+            self._add_other(value, kind, container, key)
+
+    def _add_other(self, value: Any, kind: type[Any], container: Any, key: Any) -> None:
+        if self._num_tuples and isinstance(value, dict) and kind not in _DICTS:
             container[key] = self._copy_value(value)  # a Counter, say: a tuple is serialised with the types in it
         elif isinstance(value, Mapping):
             items: dict[Any, Any] = OrderedDict() if kind is OrderedDict else {}
@@ -292,8 +351,9 @@ class StateDictTree:
         """Add a tensor that holds others, part by part. Returns False for anything else."""
         if isinstance(value, DTensor):
             local: list[Any] = [None]
-            self._add(local_tensor_of(value), local, 0)
-            self._finish_later(container, key, lambda: _rebuild_dtensor(local[0], value._spec))  # as torch does
+            self._add_values(local_tensor_of(value), local, 0)
+            make_dtensor = functools.partial(_rebuild_dtensor, spec=value._spec, requires_grad=value.requires_grad)
+            self._finish_later(container, key, lambda: make_dtensor(local[0]))
         elif isinstance(value, AsyncCollectiveTensor):
             self._add(value.wait(), container, key)
         elif is_wrapper(value):
@@ -317,7 +377,7 @@ class StateDictTree:
     def _add_tensor_dict(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> bool:
         """Add all items at once if all are tensors with addresses. Otherwise do nothing, and return False."""
         tensors = list(value.values())
-        if not PLAIN_TENSORS.issuperset(map(type, tensors)) or any(map(holds_parts, tensors)):
+        if not PLAIN_TENSORS.issuperset(map(type, tensors)) or not all(map(self._is_bare, tensors)):
             return False
         addresses = list(map(memory_address, tensors))
         if not all(addresses):
@@ -371,16 +431,19 @@ class StateDictTree:
 
 
 class _ValueStager(StateDictStager):
-    """torch's stager copies a tensor's memory, and forgets that it holds the values' conjugates or negatives."""
+    """torch's stager copies a tensor's memory, and forgets its class and that it holds conjugates or negatives."""
 
     def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
             self._keep_alive(x, memo)  # type: ignore[no-untyped-call]  # torch remembers storages by identity
-        return super()._offload_tensor(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]  # torch's method has no types
+        copied: torch.Tensor = super()._offload_tensor(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]  # torch's method has no types
+        if type(copied) is torch.Tensor and (type(x) is not torch.Tensor or x.requires_grad):  # a parameter
+            return with_attributes(copied.requires_grad_(x.requires_grad), type(x), copied.__dict__)
+        return copied
 
 
-def _rebuild_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+def _rebuild_dtensor(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> DTensor:
     """Make the DTensor with this local tensor, so that torch can send it to another process.
 
     A DTensor takes over the storage offset of the tensor that it is made of. torch 2.13 pickles a DTensor with an
@@ -388,24 +451,17 @@ def _rebuild_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
     """
     make: Any = DTensor
     if not local.storage_offset():
-        made: DTensor = make(local, spec, requires_grad=False)
+        made: DTensor = make(local, spec, requires_grad=requires_grad)
         return made
     at_begin = local.as_strided(local.size(), local.stride(), 0)
-    made = make(at_begin, spec, requires_grad=False)
+    made = make(at_begin, spec, requires_grad=requires_grad)
     made._local_tensor = local  # torch's own unpickling does it
     return made
 
 
-def _with_part_attributes(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    copied = copied.detach()  # the next snapshot may use the same copy
-    for name in PART_ATTRIBUTES:
-        if hasattr(tensor, name):
-            setattr(copied, name, getattr(tensor, name))
-    return copied
-
-
 def _copy_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor that has no address to the CPU, as what it is: a save says what is wrong with it."""
+    requires_grad = tensor.requires_grad
     tensor = tensor.detach()
     if tensor.is_meta:
         return tensor  # it has nothing that could change
@@ -418,4 +474,4 @@ def _copy_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     copied = empty_tensor(tensor.dtype).set_(empty, 0, tensor.size(), tensor.stride())
     if tensor.numel():  # its memory was freed, and so is that of the copy
         copied.untyped_storage().resize_(0)
-    return copied
+    return copied.requires_grad_(requires_grad)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError
 from cloudckpt.format.model import ITEMSIZE_BYTES
-from cloudckpt.format.nesting import PLAIN_TENSORS
+from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.format.torch_metadata import dtype_name
 from cloudckpt.tensors.body import wait_for_content
@@ -204,7 +204,7 @@ def _stage_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, _
     if data is None or item.type is not WriteItemType.TENSOR:
         return None
     tensor: Any = known.get(index.fqn)
-    if type(tensor) not in PLAIN_TENSORS:
+    if type(tensor) not in PLAIN_TENSORS or answers_planners(tensor):
         return None
     try:
         kind = kinds[id(data)]

@@ -1,0 +1,103 @@
+"""Copies of tensors that answer planners as the originals do. See ``docs/design/030-answers-of-a-snapshot.md``.
+
+The hooks of a tensor (`PLANNER_HOOKS`) mostly read the memory that training changes. A copy of a hook would send a save
+back there, so the copy of the tensor gets the hooks' answers instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from cloudckpt._torch_compat import chunks_wanted_by, local_tensor_of
+from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.nesting import PLAIN_TENSORS, PLANNER_HOOKS, answers_planners, flatten
+
+
+class AnsweringTensor(torch.Tensor):
+    """A plain tensor with attributes, which go along to another process; those of a plain tensor would not.
+
+    There it is a plain tensor again.
+    """
+
+    serialized_as: ClassVar[type[torch.Tensor]] = torch.Tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return with_attributes(self, self.serialized_as, self.__dict__).__reduce_ex__(protocol)
+
+
+class AnsweringParameter(AnsweringTensor):
+    """The same for a parameter."""
+
+    serialized_as = torch.nn.Parameter
+
+
+def with_attributes(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]) -> torch.Tensor:
+    """Return `tensor` as a `kind` with `attributes`. It shares the memory."""
+    made = tensor.detach().as_subclass(kind).requires_grad_(tensor.requires_grad)
+    made.__dict__.update(attributes)
+    return made
+
+
+class HookAnswers:
+    """The answers of a tensor's hooks: write items, chunks, and the shard of each item."""
+
+    def __init__(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Ask `tensor`, which is called `fqn`, as torch does."""
+        self._fqn = fqn
+        self.items: list[WriteItem] = copy.deepcopy(
+            create_default_local_save_plan({fqn: tensor}, is_coordinator=True).items
+        )
+        self._chunks = copy.deepcopy(chunks_wanted_by(tensor) or [])
+        self.shards: dict[Any, torch.Tensor] = {}
+        """The copies of the shards by their offset, once they are made."""
+
+    def as_hooks(self) -> dict[str, Any]:
+        """Return the attributes that give the answers."""
+        return {
+            "__create_write_items__": self._create_write_items,
+            "__create_chunk_list__": self._create_chunk_list,
+            "__get_tensor_shard__": self._get_tensor_shard,
+        }
+
+    def _create_write_items(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            dataclasses.replace(item, index=dataclasses.replace(item.index, fqn=fqn))
+            if item.index.fqn == self._fqn
+            else item
+            for item in self.items
+        ]
+
+    def _create_chunk_list(self) -> list[Any]:
+        return list(self._chunks)
+
+    def _get_tensor_shard(self, index: MetadataIndex) -> torch.Tensor:
+        return self.shards[index.offset]
+
+
+def has_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of `tensors` has hooks of its own, and not of its class, which answers for each instance."""
+    return any(not PLANNER_HOOKS.isdisjoint(tensor.__dict__) for tensor in tensors)
+
+
+def refuse_attributes(state_dict: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedValueError` for an entry that would lose the attributes that planners ask for.
+
+    This is so where a plain tensor with them goes to another process.
+    """
+    for name, value in flatten(state_dict, uri="", takes_apart=False).entries.items():
+        tensor = local_tensor_of(value) if isinstance(value, DTensor) else value
+        if type(tensor) in PLAIN_TENSORS and answers_planners(tensor):
+            raise UnsupportedValueError(
+                f"the stager's copy of {name!r} has attributes that say which part of a tensor it is, and they do not "
+                "go along to another process. Save without async_stager, or with AsyncCheckpointerType.THREAD",
+                uri="",
+            )

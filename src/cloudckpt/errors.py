@@ -121,6 +121,10 @@ def install_advice(extra: str) -> str:
     return f"install cloudckpt with its extra {extra!r}, as pip install '.[{extra}]' does in a checkout"
 
 
+TOO_MANY_FILES = "This process may open no more files (ulimit -n). Raise that limit, or lower Options.connections."
+"""The advice for EMFILE, of a file system as of a connection."""
+
+
 def gc_advice(uri: str) -> str:
     """Return the advice for data that could not be removed: nothing removes it until somebody runs `gc`."""
     return f"Run `cloudckpt gc {uri}` after 24 h, or sooner with --older-than, to remove it"

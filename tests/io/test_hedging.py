@@ -230,6 +230,23 @@ class Stalling(WrappedStore):
         super().read_into(key, offset_bytes, views)
 
 
+@pytest.mark.parametrize("is_unsent", [True, False])
+def test_fewer_requests_are_made_if_the_process_may_open_no_more_files(hedger: Hedger, *, is_unsent: bool) -> None:
+    """If this fails, a save under a limit of open files goes on with more connections than it can have."""
+    error = TransientStoreError("no more files", key="k", operation="read_into")
+    error.is_unsent = is_unsent
+    with pytest.raises(TransientStoreError):
+        make(hedger, "a", _raising(error))
+    assert hedger.connections() == (2 if is_unsent else 4)
+
+
+def _raising(error: Exception) -> Callable[[], str]:
+    def fail() -> str:
+        raise error
+
+    return fail
+
+
 def test_a_range_comes_whole_from_the_second_request(hedger: Hedger, clock: Clock) -> None:
     """If this fails, a tensor holds what a connection that was given up had written (G4)."""
     data = bytes(index % 251 for index in range(SIZE_BYTES))

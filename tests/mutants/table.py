@@ -403,6 +403,20 @@ MUTANTS = {
         new="True",
         tests=("tests/stores/s3/test_credentials.py::test_a_machine_without_a_role_is_told_at_once",),
     ),
+    "blame-the-network-for-a-limit-of-files": Mutant(
+        breaks="G3: a save ends under `ulimit -n` that fewer connections could make.",
+        file="stores/http_errors.py",
+        old="    if is_out_of_files(error):\n        return FILES\n",
+        new="",
+        tests=("tests/stores/s3/test_failures.py::test_a_limit_of_open_files_makes_fewer_connections",),
+    ),
+    "keep-all-connections-without-files": Mutant(
+        breaks="G3: a save goes on with more connections than the process may open.",
+        file="io/hedging.py",
+        old=' or getattr(failure, "is_unsent", False):',
+        new=":",
+        tests=("tests/io/test_hedging.py::test_fewer_requests_are_made_if_the_process_may_open_no_more_files",),
+    ),
     "lose-a-threads-exception": Mutant(
         breaks="G3: what fails in a worker thread is taken for done.",
         file="_workers.py",

@@ -249,6 +249,8 @@ class TestErrors:
             (asyncio.TimeoutError(), StoreTimeoutError),
             (NotImplementedError("x"), UnsupportedOperationError),
             (OSError(28, "No space left on device"), StoreError),
+            (OSError(24, "Too many open files"), TransientStoreError),
+            (OSError(23, "Too many open files in system"), TransientStoreError),
             (http.client.IncompleteRead(b""), TransientStoreError),
             (json.JSONDecodeError("no JSON", "<html>", 0), TransientStoreError),
             (ssl.SSLError(1, "bad record mac"), TransientStoreError),

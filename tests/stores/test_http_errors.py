@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import io
 import json
 import pickle
+import resource
 import socket
 import ssl
 import string
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import botocore.exceptions
@@ -27,8 +30,9 @@ from cloudckpt import errors
 from cloudckpt.stores.gcs import errors as gcs
 from cloudckpt.stores.gcs.client import refuse_errors
 from cloudckpt.stores.http_errors import FailedRequest
+from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3 import errors as s3
-from cloudckpt.stores.s3.client import APIS
+from cloudckpt.stores.s3.client import APIS, S3Session
 
 Translate = Callable[[Exception, FailedRequest], errors.StoreError | None]
 ErrorType = type[errors.StoreError]
@@ -331,8 +335,51 @@ def test_the_cause_of_a_failed_connection_is_named(
         (socket.gaierror(-2, "no"), errors.TransientStoreError, "resolved"),
         (ssl.SSLCertVerificationError(1, "certificate verify failed"), errors.StoreError, "certificate"),
         (stalled, errors.StoreTimeoutError, "in time"),
+        (OSError(24, "no"), errors.TransientStoreError, "Too many open files. This process may open no more files"),
+        (OSError(23, "no"), errors.TransientStoreError, "ulimit -n"),
     ]
     for inner, expected, words in cases:
         translated = translate(wrap(inner), request_)
         assert type(translated) is expected
         assert words in str(translated)
+        assert translated.is_unsent is ("ulimit" in str(translated))
+
+
+@contextlib.contextmanager
+def no_file_to_open() -> Iterator[None]:
+    """Let this process open nothing more meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_host_that_cannot_be_looked_up_for_want_of_a_file_is_no_wrong_name() -> None:
+    """If this fails, a job at its limit of open files is told to correct the endpoint."""
+    error = boto_error("EndpointConnectionError", endpoint_url="x", error=socket.gaierror(-3, "no"))
+    assert "ulimit" not in str(s3.translate(error, s3_request()))
+    with no_file_to_open():
+        translated = s3.translate(error, s3_request())
+    assert "ulimit -n" in str(translated)
+
+
+def test_credentials_that_cannot_be_read_for_want_of_a_file_are_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a job at its limit of open files is told to set keys, which are in ~/.aws."""
+    file = tmp_path / "credentials"
+    file.write_text("[default]\naws_access_key_id=A\naws_secret_access_key=s\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options = {"endpoint_url": "http://127.0.0.1:1", "region": "eu-west-1"}
+    store = S3Store("bucket", "", storage_options=options, timeout_s=1, connections=1)
+    store.session.client()  # boto3 reads files of its own, whose absence it reports
+    S3Session.cache.clear()
+    store = S3Store("bucket", "", storage_options=options, timeout_s=1, connections=1)
+    with no_file_to_open(), pytest.raises(errors.TransientStoreError, match="ulimit -n") as caught:
+        store.read("k", max_bytes=1)
+    assert caught.value.is_unsent
+    with pytest.raises(errors.TransientStoreError, match="Connection refused"):
+        store.read("k", max_bytes=1)

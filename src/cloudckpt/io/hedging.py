@@ -52,9 +52,9 @@ def max_hedges(num_requests: int) -> int:
 class ConcurrencyLimit:
     """The number of requests that may be in flight: additive increase, multiplicative decrease.
 
-    It begins at `most`, and halves when the store asks to slow down or a request times out, once for all requests that
-    were under way then. After as many successes as it allows requests, it rises by one, up to `most`. It is never below
-    1. It has no lock.
+    It begins at `most`, and halves when the store asks to slow down, a request times out or the process may open no
+    more files, once for all requests that were under way then. After as many successes as it allows requests, it rises
+    by one, up to `most`. It is never below 1. It has no lock.
     """
 
     def __init__(self, most: int) -> None:
@@ -209,7 +209,7 @@ class Hedger:
                 self._record_success(request)
             elif isinstance(failure, ThrottledError):
                 self._slow_down(request.begun_s)
-            elif isinstance(failure, StoreTimeoutError):
+            elif isinstance(failure, StoreTimeoutError) or getattr(failure, "is_unsent", False):
                 with self._lock:
                     self._limit.decrease(begun_s=request.begun_s, now_s=self._clock())
             if failure is None or request.second_result is None:

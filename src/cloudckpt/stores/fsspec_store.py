@@ -15,6 +15,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.errors import (
+    TOO_MANY_FILES,
     AccessDeniedError,
     BucketNotFoundError,
     CloudckptError,
@@ -46,7 +47,7 @@ from cloudckpt.stores.base import (
     crc32c_of,
     num_bytes,
 )
-from cloudckpt.stores.http_errors import STATUSES, mask
+from cloudckpt.stores.http_errors import STATUSES, is_out_of_files, mask
 from cloudckpt.stores.local.errors import ERRNO_TABLE
 from cloudckpt.uri import Location
 
@@ -425,7 +426,13 @@ def translate(error: Exception, *, key: str, operation: str, options: Mapping[st
     """Return `error` as a `StoreError`, without the values of `options` that may be secret."""
     kind = _kind(error)
     text = mask(" ".join(str(error).split()), _secrets(options)) or type(error).__name__
-    return kind(f"{operation} {key}: {text}. {_ADVICE.get(kind, '')}".rstrip(), key=key, operation=operation)
+    if is_out_of_files(error):
+        kind, advice = TransientStoreError, TOO_MANY_FILES
+    else:
+        advice = _ADVICE.get(kind, "")
+    failure = kind(f"{operation} {key}: {text}. {advice}".rstrip(), key=key, operation=operation)
+    failure.is_unsent = advice is TOO_MANY_FILES
+    return failure
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ S3 and GCS share the translator, most rules, and the errors of the network below
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from cloudckpt.errors import (
+    TOO_MANY_FILES,
     AccessDeniedError,
     BucketNotFoundError,
     ObjectExistsError,
@@ -59,6 +61,7 @@ CONNECT_LATE = ErrorRule(
 )
 DENIED = ErrorRule(AccessDeniedError, "Grant {permission} to these credentials.")
 EXISTS = ErrorRule(ObjectExistsError, "An object exists at this key already; it was left as it is.")
+FILES = ErrorRule(TransientStoreError, TOO_MANY_FILES)
 FOREIGN = ErrorRule(
     TransientStoreError,
     "Is a proxy or a load balancer between? Try again; if it goes on, check endpoint_url, and what answers at "
@@ -83,6 +86,7 @@ UNREACHED = ErrorRule(
     "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
 )
 
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 _NETWORK_RULES = (CLOSED, CONNECT_LATE, PROXY, READ_LATE, TLS, UNREACHED)
 _BROKEN_CONNECTIONS = (http.client.HTTPException, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
@@ -214,7 +218,9 @@ def translate_exception(
     # The texts of HTTP errors can hold headers, and with them tokens. The arguments after the first can hold a body.
     if is_quoted and error.args and isinstance(error.args[0], str):
         return build_error(rule, request, reason=f"{name}: {error.args[0]}")
-    return build_error(rule, request, reason=_network_reason(error) or name)
+    failure = build_error(rule, request, reason=_network_reason(error) or name)
+    failure.is_unsent = rule is FILES
+    return failure
 
 
 def _is_of_parsing(error: Exception, table: ErrorTable) -> bool:
@@ -240,6 +246,8 @@ def _network_rule(error: Exception) -> ErrorRule | None:
 
 def _refine_network_rule(rule: ErrorRule | None, error: Exception, *, certificate: ErrorRule) -> ErrorRule | None:
     chain = list(_causes(error))
+    if is_out_of_files(error):
+        return FILES
     if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
         return certificate
     # A body that cannot be sent in time appears as a closed connection.
@@ -249,6 +257,24 @@ def _refine_network_rule(rule: ErrorRule | None, error: Exception, *, certificat
     if rule is UNREACHED and any(isinstance(cause, _BROKEN_CONNECTIONS) for cause in chain):
         return CLOSED
     return rule
+
+
+def is_out_of_files(error: Exception) -> bool:
+    """Return True if `error` comes from this process's limit of open files."""
+    chain = list(_causes(error))
+    if any(isinstance(cause, OSError) and cause.errno in _OUT_OF_FILES for cause in chain):
+        return True
+    # Looking up a host's name opens files, and does not say that it could not.
+    return any(isinstance(cause, socket.gaierror) for cause in chain) and may_open_no_file()
+
+
+def may_open_no_file() -> bool:
+    """Return True if this process has reached its limit of open files."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in _OUT_OF_FILES
+    return False
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -23,7 +23,7 @@ from cloudckpt.stores import probe
 from cloudckpt.stores.base import Capabilities, Store, check_key, num_bytes
 from cloudckpt.stores.http_body import BodyEndedError, ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey
-from cloudckpt.stores.http_errors import FailedRequest, mask
+from cloudckpt.stores.http_errors import FILES, FailedRequest, build_error, mask, may_open_no_file
 
 if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
@@ -132,7 +132,13 @@ class HTTPSession(abc.ABC):
             translated = self.translate(error, operation, api, key)
             if translated is None:
                 raise
-            if isinstance(translated, CredentialsError) and self._client is not None:
+            if isinstance(translated, CredentialsError) and may_open_no_file():  # not those with the credentials either
+                request = self.failed_request(operation, api, key)
+                translated = build_error(FILES, request, reason="the credentials' files cannot be read")
+                translated.is_unsent = True
+                self.cache.clear()
+                self._client = None
+            elif isinstance(translated, CredentialsError) and self._client is not None:
                 self.cache.discard(self._client)  # the next client looks for credentials again
             # Not chained: the texts and attributes of HTTP errors can hold headers, and with them tokens.
             raise translated from None

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
-from typing import TYPE_CHECKING, Any
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+from awscrt.checksums import crc32c
 from tests.stores.bodies import BodyTests
 from tests.stores.scripted import CALLS, refuse
 from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
+from cloudckpt.io.retry import Retrier
+from cloudckpt.stores.s3 import S3Store
 
 MIB = 1 << 20
 
@@ -151,3 +156,36 @@ def test_a_listing_that_was_asked_for_is_believed_however_it_is_spelled(scripted
     content = f"<Prefix>{echo}</Prefix><EncodingType>url</EncodingType><KeyCount>0</KeyCount>"
     server = scripted.serve(scripted.reply(200, PAGE.format(truncated="false", content=content)))
     assert list(server.store(prefix="p").list("a b+%20/")) == []
+
+
+def test_a_limit_of_open_files_makes_fewer_connections(s3_server: Any, bucket: str) -> None:
+    """If this fails, a save ends under `ulimit -n` that two connections could make, and blames the network."""
+    options = {**s3_server.storage_options, "endpoint_url": s3_server.endpoint_url}
+    store = S3Store(bucket, "", storage_options=options, timeout_s=20, connections=8)
+    store.put("warm", [memoryview(b"x")], crc32c=crc32c(b"x"))
+    body, retrier, before = bytes(4 * MIB), Retrier(retries=0, timeout_s=20), resource.getrlimit(resource.RLIMIT_NOFILE)
+    checksum, barrier = crc32c(body), threading.Barrier(8, timeout=30)
+
+    def put(number: int) -> None:
+        barrier.wait()
+        retrier.call(store.put, f"k{number}", [memoryview(body)], crc32c=checksum)
+
+    held: list[int] = []
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(int(file.name) for file in Path("/proc/self/fd").iterdir()) + 4, before[1])
+    )
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(2):
+            os.close(held.pop())
+        with ThreadPoolExecutor(8) as pool:
+            for future in [pool.submit(put, number) for number in range(8)]:
+                future.result(60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for file in held:
+            os.close(file)
+    assert len(list(store.list("k"))) == 8
+    assert retrier.num_retries > 0

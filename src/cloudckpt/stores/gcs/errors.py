@@ -72,7 +72,7 @@ REFRESH = ErrorRule(
 )
 REFRESH_LATER = ErrorRule(
     TransientStoreError,
-    "The service that renews the credentials from {credentials} was not reached. It is asked until timeout_s is over.",
+    "The service that renews the credentials from {credentials} was not reached until timeout_s was over. Try again.",
 )
 ZONAL = ErrorRule(
     StoreError,

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import (
+    TOO_MANY_FILES,
     AccessDeniedError,
     CloudckptError,
     ObjectExistsError,
@@ -43,10 +44,10 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.EIO: (StoreError, "The device failed: look at the kernel's log, and save elsewhere."),
     errno.EOPNOTSUPP: (UnsupportedOperationError, "The file system has no such operation."),
     errno.ENOSYS: (UnsupportedOperationError, "The file system has no such operation."),
-    errno.EMFILE: (TransientStoreError, "This process has too many open files (see ulimit -n)."),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), (TransientStoreError, TOO_MANY_FILES)),
     errno.ETIMEDOUT: (StoreTimeoutError, "The file system's server did not answer in time."),
     **dict.fromkeys(
-        (errno.ENOMEM, errno.ENFILE, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOLCK),
+        (errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOLCK),
         (TransientStoreError, "The system is busy."),
     ),
     **dict.fromkeys(
@@ -68,7 +69,9 @@ def translate(error: OSError, *, key: str, operation: str) -> StoreError:
     failed = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else key
     is_another = key.startswith(f"{failed}/") or failed.startswith(f"{key.rstrip('/')}/")
     where = f" (at {failed.rstrip('/')})" if is_another else ""
-    return kind(f"{operation} {key}: {reason}{where}. {advice}".rstrip(), key=key, operation=operation)
+    failure = kind(f"{operation} {key}: {reason}{where}. {advice}".rstrip(), key=key, operation=operation)
+    failure.is_unsent = advice is TOO_MANY_FILES
+    return failure
 
 
 @contextlib.contextmanager

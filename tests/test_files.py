@@ -220,9 +220,14 @@ def test_nothing_but_close_completes_a_file(memory: Memory) -> None:
         job.commit_files()
 
 
-def test_a_process_ends_beside_an_open_file(tmp_path: Path) -> None:
-    """A script that fails while it writes a file would hang instead of ending, and keep its machines."""
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "file.itself = file; sys.exit(3)", "atexit.register(end)"])
+def test_a_process_ends_beside_an_open_file(ending: str, tmp_path: Path) -> None:
+    """A script that fails while it writes a file would hang instead of ending, and keep its machines; or it would print
+    an error that is none.
+    """
     script = """
+import atexit
+import os
 import sys
 import cloudckpt
 from cloudckpt.pipeline.context import Context
@@ -232,10 +237,15 @@ job = FilesJob(Context(parse_location(sys.argv[1]), cloudckpt.Options(), rank=0)
 job.begin()
 file = job.open("model_0.pt")
 file.write(bytes(2**26))
-sys.exit(3)
+def end():
+    global file
+    del file
+    sys.stderr.flush()
+    os._exit(3)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
-    assert done.returncode == 3
+    command = [sys.executable, "-c", script + ending, str(tmp_path)]
+    done = subprocess.run(command, timeout=120, check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (3, b"")
     assert cloudckpt.gc(tmp_path, older_than=0).num_objects == 0  # nothing is complete
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -274,25 +275,9 @@ class Hedger:
                 raise
             store.complete_multipart(key, upload_id, latest)
 
-    @contextlib.contextmanager
-    def watching(self, *, daemon: bool = False) -> Iterator[None]:
+    def watching(self, *, daemon: bool = False) -> AbstractContextManager[None]:
         """Call `watch` twice a second, in a thread of its own, while the context is open."""
-        has_ended = threading.Event()
-
-        def keep_watch() -> None:
-            while not has_ended.wait(_WATCH_EVERY_S):
-                self.watch()
-
-        thread = threading.Thread(target=keep_watch, name="cloudckpt-watch", daemon=daemon)
-        try:
-            # There may be no more threads: then nobody watches.
-            with contextlib.suppress(RuntimeError):
-                thread.start()
-            yield
-        finally:
-            has_ended.set()
-            if thread.ident is not None and not is_forked():
-                thread.join()
+        return _Watch(self.watch, daemon=daemon)
 
     def watch(self) -> None:
         """Repeat the requests that are far slower than their peers."""
@@ -359,6 +344,37 @@ class Hedger:
             now_s = self._clock()
             self._limit.decrease(begun_s=begun_s, now_s=now_s)
             self._calm_until_s = now_s + _CALM_S
+
+
+class _Watch(AbstractContextManager[None]):
+    """Calls `watch` in a thread of its own.
+
+    Not a generator: one that is never ended runs its last clause when it is collected, for a file that nobody closes at
+    the end of the process. The thread is stopped by then, and Python 3.13 waits for it for ever.
+    """
+
+    def __init__(self, watch: Callable[[], None], *, daemon: bool) -> None:
+        self._watch = watch
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_watch, name="cloudckpt-watch", daemon=daemon)
+
+    def _keep_watch(self) -> None:
+        while not self._has_ended.wait(_WATCH_EVERY_S):
+            self._watch()
+
+    def __enter__(self) -> None:
+        try:
+            # There may be no more threads: then nobody watches.
+            with contextlib.suppress(RuntimeError):
+                self._thread.start()
+        except BaseException:
+            self._has_ended.set()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        if self._thread.ident is not None and not is_forked():
+            self._thread.join()
 
 
 def _name_part(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int]:

@@ -459,11 +459,14 @@ class FileWriter(io.RawIOBase):
             self._abort(error)
         self.close()
 
-    def __del__(self) -> None:
+    # At the end of the process the module's names may be gone before the file is, so that it keeps this one.
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Garbage is collected in any thread, also in one that `_abort` would wait for.
-        if self._session is not None and not sys.is_finalizing():
+        if self._session is not None and not _is_finalizing():
             abort, error = self._session.__exit__, ResourceWarning("the file was not closed")
-            threading.Thread(target=abort, args=(type(error), error, None), name="cloudckpt-abort").start()
+            thread = threading.Thread(target=abort, args=(type(error), error, None), name="cloudckpt-abort")
+            with contextlib.suppress(RuntimeError):  # the process ends: `gc` removes what was sent
+                thread.start()
 
     def _abort(self, error: BaseException) -> None:
         session, self._session = self._session, None

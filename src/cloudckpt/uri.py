@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cloudckpt.errors import InvalidURIError
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes with "_", which RFC 3986 has not
 _SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
 _COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")

@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks, merge_plans
+from cloudckpt.dcp.shards import describe_shards
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
+from cloudckpt.io.boxes import Box
 
 
 def planned(
@@ -255,3 +257,46 @@ def test_the_verdict_of_every_torch_is_understood(
     with pytest.raises(ValueError) as raised:
         merge_plans([SavePlan([])])
     assert str(raised.value) == message
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, Box]]]:
+    """Draw the shape of a tensor, and boxes of ranks that often do not make it up."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    axes = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    cells = [
+        Box(tuple(begin for begin, _ in cell), tuple(end - begin for begin, end in cell))
+        for cell in itertools.product(*(itertools.pairwise(axis) for axis in axes))
+    ]
+    kept = draw(st.lists(st.sampled_from(cells), max_size=len(cells) + 2)) if draw(st.booleans()) else cells
+    return shape, [(draw(st.integers(0, 2)), box) for box in kept]
+
+
+@given(cut_tensors())
+def test_shards_that_do_not_make_up_a_tensor_are_named(cut: tuple[list[int], list[tuple[int, Box]]]) -> None:
+    """If this fails, a save of wrong shards ends in an error without the tensor's name, or is refused though whole."""
+    shape, shards = cut
+    counts = torch.zeros(shape, dtype=torch.int64)
+    plans = [SavePlan([]) for _ in range(3)]
+    for rank, box in shards:
+        counts[box.slices] += 1
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+        data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(shape))
+        index = MetadataIndex("w", chunk.offsets)
+        plans[rank].items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+    if bool((counts == 1).all()):
+        assert describe_shards(plans, merge_plans(plans)[1].state_dict_metadata) == ""
+    elif shards:
+        with pytest.raises(StateDictMismatchError, match="memory://a do not make up their tensors: 'w'") as raised:
+            merge_plans(plans, uri="memory://a")
+        text = str(raised.value)
+        if found := re.search(r"no shard with the element \[([0-9, ]+)\]", text):
+            assert counts[tuple(map(int, found[1].split(", ")))] == 0
+            assert int(counts.max()) <= 1
+        else:
+            found = re.search(r"has \[([0-9:, ]+)\] on rank (\d) and on rank (\d)", text)
+            assert found is not None
+            part = tuple(slice(*map(int, one.split(":"))) for one in found[1].split(", "))
+            assert int(counts[part].min()) > 1
+            for rank in found[2], found[3]:
+                assert any(counts.new_zeros(shape)[box.slices].numel() for who, box in shards if who == int(rank))

@@ -29,8 +29,10 @@ def three() -> Iterator[list[Rendezvous]]:
         one.end(one.call, None)
 
 
-def begin(one: Rendezvous, call: int, *, uri: str = "s3://b/k", timeout_s: float = WAIT_S) -> None:
-    one.begin(call, doing="saving", uri=uri, timeout_s=timeout_s)
+def begin(
+    one: Rendezvous, call: int, *, doing: str = "saving", uri: str = "s3://b/k", timeout_s: float = WAIT_S
+) -> None:
+    one.begin(call, doing=doing, uri=uri, timeout_s=timeout_s)
 
 
 def on_all(ranks: list[Rendezvous], *steps: Callable[[Rendezvous], object]) -> list[BaseException | None]:
@@ -89,6 +91,23 @@ def test_a_silent_rank_ends_the_group_and_later_calls_fail_at_once(three: list[R
     begun_s = time.monotonic()
     assert_lost(on_all(three, lambda one: begin(one, 2)), (1,), "make a new one, or restart the job")
     assert time.monotonic() - begun_s < TIMEOUT_S * 5
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_load_of_some_ranks_says_that_all_must_make_the_call(three: list[Rendezvous], call: int) -> None:
+    """If this fails, a load under ``if rank == 0`` tells the user to look for a save that may have been committed."""
+    if call > 1:
+        on_all(
+            three,
+            lambda one: begin(one, 1, timeout_s=TIMEOUT_S),
+            lambda one: one.barrier(),
+            lambda one: one.end(1, None),
+        )
+    steps = (lambda one: begin(one, call, doing="loading", timeout_s=TIMEOUT_S), lambda one: one.barrier())
+    errors = on_all(three[:1], *steps)
+    assert_lost(errors, (1, 2), "all ranks must make this call, and none under 'if rank == 0' alone")
+    assert_lost(errors, (1, 2), "load again before training goes on")
+    assert "committed" not in str(errors[0])
 
 
 def test_a_rank_that_is_slow_but_alive_is_waited_for(three: list[Rendezvous]) -> None:

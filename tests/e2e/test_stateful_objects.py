@@ -280,3 +280,10 @@ def test_a_model_under_an_empty_name_hides_no_other(tmp_path: Path) -> None:
     cloudckpt.load(tmp_path / "a", model=loaded, no_dist=True)
     for name, module in saved.items():
         assert torch.equal(loaded[name].weight, module.weight), name
+
+
+def test_an_entry_under_an_empty_name_can_be_read(tmp_path: Path) -> None:
+    """If this fails, a checkpoint that was saved with such a name can be loaded but not read."""
+    saved = {"": torch.ones(1), "a": {"": torch.zeros(1)}}
+    cloudckpt.save(saved, tmp_path / "a", no_dist=True)
+    assert_equal(cloudckpt.read(tmp_path / "a"), saved)

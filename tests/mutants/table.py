@@ -1225,5 +1225,19 @@ MUTANTS = {
         new='models.get("") or EntryGroup(models)',
         tests=("tests/e2e/test_stateful_objects.py::test_a_model_under_an_empty_name_hides_no_other",),
     ),
+    "shards-without-a-name": Mutant(
+        breaks="G11: a save of shards that overlap ends in torch's error, which names no tensor.",
+        file="dcp/shards.py",
+        old="        if (common := intersect(one.box, other.box)) is not None:\n",
+        new="        if (common := None) is not None:\n",
+        tests=("tests/dcp/test_save_planner.py::test_shards_that_do_not_make_up_a_tensor_are_named",),
+    ),
+    "a-load-speaks-of-a-save": Mutant(
+        breaks="G7: a load under `if rank == 0` says that a save may have been committed.",
+        file="distributed/rendezvous.py",
+        old='        if "sav" in self._doing:\n',
+        new="        if True:\n",
+        tests=("tests/distributed/test_rendezvous.py::test_a_load_of_some_ranks_says_that_all_must_make_the_call",),
+    ),
 }
 """Each defect by its name."""

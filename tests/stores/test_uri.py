@@ -91,6 +91,8 @@ def test_the_home_directory_is_expanded(monkeypatch):
         ("s3://bucket/\udcff", "not valid Unicode"),
         ("s3://bucket/" + "k" * 901, "longer than 900 bytes"),
         ("simplecache::s3://bucket/x", "cache could serve a stale manifest"),
+        ("async_wrapper://x", "is a layer over another file system"),
+        ("my_store://bucket/x", "unknown scheme 'my_store'"),
         ("sftp://host:port/x", "not a port number"),
         ("file://data/run", "three slashes"),
         ("file:relative", "pathlib.Path"),
@@ -104,6 +106,12 @@ def test_what_cannot_name_a_checkpoint_is_refused(text, words):
         parse_location(text)
     assert words in str(caught.value)
     assert not is_valid_location(text)
+
+
+def test_a_scheme_of_fsspec_with_an_underscore_is_accepted():
+    """If this fails, ``arrow_hdfs://`` is taken for a chain of file systems, and nobody on HDFS can save."""
+    assert parse_location("arrow_hdfs://namenode:8020/run/step-1").uri == "arrow_hdfs://namenode:8020/run/step-1"
+    assert is_remote_uri("arrow_hdfs://namenode:8020/run/step-1")
 
 
 @pytest.mark.parametrize(

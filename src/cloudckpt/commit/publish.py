@@ -276,8 +276,8 @@ def check_conditional_create(store: Store, retrier: Retrier) -> None:
         saw = found.observed or "this store cannot create an object only if it is absent"
         raise NoConditionalCommitError(
             f"{store.uri}: {saw}. So nothing would keep two saves from overwriting each other, and nothing was "
-            "written. Use another store, or a newer version of this one's server; or accept that with "
-            "Options(commit='unconditional')",
+            "written. Use another store, a newer version of this one's server, or, on Ceph, a bucket without "
+            "versioning; or accept that with Options(commit='unconditional')",
             uri=store.uri,
         )
 

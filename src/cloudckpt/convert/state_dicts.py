@@ -66,7 +66,7 @@ class Selection:
         taken: dict[str, str] = {}
         for fqn in kept:
             name = added + fqn.removeprefix(stripped)
-            if not name:
+            if not name and fqn:
                 raise UnsupportedValueError(
                     f"nothing is left of the name {fqn!r} of {self.uri} without {stripped!r}", uri=self.uri
                 )

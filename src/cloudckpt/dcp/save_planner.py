@@ -36,6 +36,7 @@ from cloudckpt.dcp.replicas import (
     ranks_text,
     take_fingerprints,
 )
+from cloudckpt.dcp.shards import describe_shards
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, answers_planners, flatten
@@ -134,7 +135,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         check_wrappers(all_plans, uri=self._uri)
         copies_of = copies_of_items(all_plans)
         check_replicas(copies_of, uri=self._uri)
-        plans, metadata = merge_plans(balance_plans(all_plans, copies_of))
+        plans, metadata = merge_plans(balance_plans(all_plans, copies_of), uri=self._uri)
         metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
@@ -268,10 +269,10 @@ def _describe_item(item: WriteItem) -> str:
     return f"{what} of {data.properties.dtype} {list(data.size)}"
 
 
-def merge_plans(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+def merge_plans(plans: Sequence[SavePlan], *, uri: str = "the checkpoint") -> tuple[list[SavePlan], Metadata]:
     """Return the plans with the position of each item among its tensor's chunks, and the metadata of all plans.
 
-    No item may be in two plans. Raises ``ValueError`` where the chunks of a tensor overlap, or do not fill it
+    No item may be in two plans. Raises `StateDictMismatchError` where the chunks of a tensor overlap, or do not fill it
     (``create_default_global_save_plan`` and the check that follows it in ``DefaultSavePlanner``).
     """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -279,6 +280,12 @@ def merge_plans(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     doubtful = {fqn: entry for fqn, entry in entries.items() if not _is_whole(entry)}
     problems = "; ".join(validate_global_plan(new_plans, Metadata(doubtful)))
     if problems:
+        if described := describe_shards(plans, doubtful):
+            raise StateDictMismatchError(
+                f"the shards that the ranks save to {uri} do not make up their tensors: {described}. Nothing was "
+                "written. Save from all ranks that hold shards, each with its own",
+                uri=uri,
+            )
         shown = problems[:_MAX_SHOWN] + ("... (truncated)" if len(problems) > _MAX_SHOWN else "")
         raise ValueError(f"Failed to validate global plan: {shown}")
     return new_plans, Metadata(entries)

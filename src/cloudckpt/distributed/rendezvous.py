@@ -236,10 +236,10 @@ class Rendezvous:
         if not self._state.has_failed(call):
             return
         failure = self._state.failure
-        text = (
-            f"{self._doing} {self._uri} failed: {failure.reason}. Nothing was removed. A save may have been committed: "
-            "look at what is there"
-        )
+        after = "The objects may hold a part of what was loaded: load again before training goes on"
+        if "sav" in self._doing:
+            after = "Nothing was removed. A save may have been committed: look at what is there"
+        text = f"{self._doing} {self._uri} failed: {failure.reason}. {after}"
         if failure.is_final:
             text += ". This process group cannot be used any more: make a new one, or restart the job"
         raise RankLostError(text, uri=self._uri, ranks=failure.ranks)
@@ -371,6 +371,8 @@ class Rendezvous:
         silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
         if silent:
             hint = "if ranks come that late, raise Options(timeout_s=…)"
+            if not all(rank in self._others and self._others[rank].call == mine.call for rank in silent):
+                hint = f"all ranks must make this call, and none under 'if rank == 0' alone; {hint}"
             why = f"gave no sign of life for {self.timeout_s:.3g} s ({hint})"
             return Failure(tuple(silent), f"{_named(silent)} {why}", is_final=True)
         return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import pickle
-from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +24,13 @@ PLAIN = torch.zeros(2)
 
 class Listed(list[Any]):
     """A list of somebody's own."""
+
+
+class Moments(NamedTuple):
+    """A tuple as functional optimizers have it."""
+
+    mean: Any
+    count: Any
 
 
 class Color(enum.Enum):
@@ -48,6 +55,7 @@ nestings = st.recursive(
         | st.dictionaries(keys, inner, max_size=2).map(UserDict)
         | st.dictionaries(keys, inner, max_size=2).map(lambda made: defaultdict(int, made))
         | st.tuples(inner)
+        | st.builds(Moments, inner, inner)
     ),
     max_leaves=8,
 )
@@ -63,7 +71,7 @@ def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
     """If this fails, what torch's planners saved is not found, or theirs do not find what was saved here."""
     planner = DefaultSavePlanner()
     try:
-        planner.set_up_planner(state, is_coordinator=True)
+        planner.set_up_planner(listed(state), is_coordinator=True)
     except ValueError:  # which it raises for nothing else
         with pytest.raises(UnsupportedValueError, match="two entries"):
             flatten(state, uri=URI)
@@ -74,19 +82,40 @@ def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
     assert dict(Nesting.of(flat, uri=URI)) == planner.mappings
 
 
+def listed(value: Any) -> Any:
+    """With lists in place of the tuples that hold tensors, which torch saves as values."""
+    if not has_tensor(value) or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {key: listed(each) for key, each in value.items()}
+    return [listed(each) for each in value]
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether there is a tensor at any depth."""
+    if isinstance(value, (list, tuple, Mapping)):
+        return any(map(has_tensor, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, torch.Tensor)
+
+
 def form(value: Any) -> Any:
     """What a rebuilt state dict has of it: dicts and lists alone, as far as torch looks into them, and typed keys."""
     if isinstance(value, Mapping):
         return {repr(key): form(each) for key, each in value.items()}
     if isinstance(value, list) and looks_into(value):
         return [form(each) for each in value]
+    if isinstance(value, tuple) and has_tensor(value):
+        return type(value), [form(each) for each in value]
     return repr(value)
 
 
 def looks_into(values: list[Any]) -> bool:
-    """Whether a tensor or a dict is in the list, or in a list in it."""
+    """Whether a tensor or a dict is in the list, or in a list in it, or a tensor in a tuple."""
     return any(
-        isinstance(one, (torch.Tensor, Mapping)) or (isinstance(one, list) and looks_into(one)) for one in values
+        isinstance(one, (torch.Tensor, Mapping))
+        or (isinstance(one, list) and looks_into(one))
+        or (isinstance(one, tuple) and has_tensor(one))
+        for one in values
     )
 
 
@@ -100,7 +129,8 @@ def test_what_was_made_flat_is_nested_as_it_was(state: dict[Any, Any]) -> None:
         return
     nesting = Nesting.of(flat, uri=URI)
     paths = {**nesting, **{name: path_from_json(path_to_json(path)) for name, path in nesting.typed.items()}}
-    rebuilt = unflatten(flat.entries, paths, [path_from_json(path_to_json(path)) for path in nesting.empty])
+    empty, tuples = ([path_from_json(path_to_json(path)) for path in of] for of in (nesting.empty, nesting.tuples))
+    rebuilt = unflatten(flat.entries, paths, empty, dict(zip(tuples, nesting.tuples.values(), strict=True)))
     assert form(rebuilt) == form(state)
 
 
@@ -149,6 +179,20 @@ def test_what_is_no_text_is_refused_in_keys(state: dict[str, Any]) -> None:
     """If this fails, all data is uploaded, and then the manifest cannot be written."""
     with pytest.raises(UnsupportedValueError, match=r"\\ud"):
         Nesting.of(flatten(state, uri=URI), uri=URI)
+
+
+def test_a_named_tuple_of_a_class_that_is_not_found_is_refused_or_becomes_a_tuple(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """If this fails, a load makes an object of a class that the checkpoint names, or no other process can load it."""
+    local = namedtuple("local", "mean")  # noqa: PYI024  # within a function
+    with pytest.raises(UnsupportedValueError, match=r"\['v'\] .* its class .*local is not found"):
+        flatten({"v": local(PLAIN)}, uri=URI)
+    for name in ("absent.Moments", "builtins.tuple", "os.system", f"{__name__}.Color", f"{__name__}.Moments"):
+        caplog.clear()
+        rebuilt = unflatten({"v.0": 1}, {"v.0": ("v", 0)}, tuples={("v",): name})  # the last has two fields
+        assert type(rebuilt["v"]) is tuple
+        assert name in caplog.text
 
 
 def test_the_nesting_of_several_ranks_is_that_of_all() -> None:

@@ -219,7 +219,10 @@ def nesting_problems(manifest: dict[str, Any], fqns: set[str]) -> Iterator[str]:
     nesting, typed = manifest.get("nesting", {}), manifest.get("typed_nesting", {})
     if not fqns >= {*nesting, *typed}:
         yield "nesting of what is not stored"
-    for path in [*nesting.values(), *typed.values(), *manifest.get("empty_mappings", [])]:
+    if not all(name is None or isinstance(name, str) for _, name in manifest.get("tuples", [])):
+        yield "class of a tuple"
+    tuples = [path for path, _ in manifest.get("tuples", [])]
+    for path in [*nesting.values(), *typed.values(), *manifest.get("empty_mappings", []), *tuples]:
         if not path or not all(is_step(step) for step in path):
             yield f"path {path}"
 

@@ -226,6 +226,9 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "11 two keys at once": lambda manifest: manifest.update(typed_nesting={"weight": [[0, 1]]}),
     "11 keys within keys": lambda manifest: manifest.update(empty_mappings=[[[[[1]]]]]),
     "11 negative index": lambda manifest: manifest.update(empty_mappings=[["a", -1]]),
+    "11 empty path of a tuple": lambda manifest: manifest.update(tuples=[[[], None]]),
+    "11 negative index of a tuple": lambda manifest: manifest.update(tuples=[[["a", -1], None]]),
+    "2 class of a tuple": lambda manifest: manifest.update(tuples=[[["a"], 1]]),
 }
 
 

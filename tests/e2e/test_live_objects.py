@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -57,8 +57,15 @@ class Factored(torch.optim.Optimizer):
             param.sub_(self.param_groups[0]["lr"] * param.grad / (state["row"] * state["column"]).sqrt())
 
 
+class Moments(NamedTuple):
+    """A tuple as functional optimizers have it."""
+
+    mean: Any
+    count: int
+
+
 class Nested(torch.optim.Optimizer):
-    """Keeps its moments in lists and dicts, as LBFGS and Shampoo do. The list grows after the first step."""
+    """Keeps its moments in lists, dicts and tuples, as LBFGS and Shampoo do. The list grows after the first step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -69,10 +76,11 @@ class Nested(torch.optim.Optimizer):
         for param in self.param_groups[0]["params"]:
             state = self.state[param]
             past = [*state.get("past", []), param.grad.clone()][-3:]
-            block = state.get("block", {"mean": [{"m": torch.zeros_like(param)}], "count": 0, "name": "mean"})
-            block["mean"][0]["m"].lerp_(past[0], 0.1)
-            state.update(past=past, block={**block, "count": block["count"] + 1})
-            param.sub_(sum(past) + block["mean"][0]["m"], alpha=0.01)
+            block = state.get("block", {"moments": Moments([(torch.zeros_like(param), 1)], 0), "name": "mean"})
+            ((mean, _),), count = block["moments"].mean, block["moments"].count
+            mean.lerp_(past[0], 0.1)
+            state.update(past=past, block={**block, "moments": Moments([(mean, 1)], count + 1)})
+            param.sub_(sum(past) + mean, alpha=0.01)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -326,6 +334,7 @@ def test_state_keeps_its_dtypes_and_types_at_every_depth(tmp_path: Path) -> None
         "block": {"factor": torch.rand(3), "index": torch.tensor([70001]), 7: {"count": torch.tensor(3)}},
         "history": [torch.rand(2, 3), [torch.rand(1, dtype=torch.float64)], {"m": torch.rand(2)}],
         "pair": (1.5, "text"),
+        "moments": Moments((torch.rand(2, 3), [torch.rand(3)]), 3),
         "queue": deque([1, 2], maxlen=2),
         "array": np.arange(3),
         "name": "text",

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import cloudckpt
 
 HERE = Path(__file__).resolve().parent
-VERSION = "1.2"
+VERSION = "1.3"
 DTYPES = (
     "bfloat16", "bool", "complex64", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int16", "int64",
     "int8", "uint16", "uint8",
@@ -59,6 +59,7 @@ def full_tensors() -> dict[str, torch.Tensor]:
         "model.scaled.data_": make_scaled(6, 4).data_,
         "model.scaled.scale": make_scaled(6, 4).scale,
         "optimizer.state.0.step": torch.tensor(12.0),
+        "optimizer.moments.0": bits(torch.float32, 8, 3),
     }
 
 
@@ -67,6 +68,7 @@ VALUES: dict[str, Any] = {
     "optimizer.name": "sgd",
     "optimizer.betas": [0.9, 0.999],
     "optimizer.nothing": None,
+    "optimizer.moments.1": 7,
     "epoch": 3,
 }
 
@@ -88,7 +90,8 @@ def state_dict() -> dict[str, Any]:
         "model": {name.removeprefix("model."): tensor for name, tensor in whole.items() if name.startswith("model.")},
         "optimizer": {
             "state": {0: {"step": whole["optimizer.state.0.step"]}},
-            **{name.removeprefix("optimizer."): VALUES[name] for name in VALUES if name.startswith("optimizer.")},
+            "moments": (distribute_tensor(whole["optimizer.moments.0"], line, [Shard(0)]), 7),  # since 1.3
+            **{name: VALUES[f"optimizer.{name}"] for name in ("lr", "name", "betas", "nothing")},
         },
         "epoch": VALUES["epoch"],
         "callbacks": {},

@@ -136,6 +136,18 @@ def test_tensors_that_consist_of_others_are_kept(version: str) -> None:
     assert_same_scaled(read["model"]["scaled"], make_scaled(6, 4))
 
 
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version not in ("1.0", "1.1", "1.2")])
+def test_tuples_are_kept(version: str) -> None:
+    """If this fails, the moments of a functional optimizer of this version come back as a list, or not at all."""
+    read = cloudckpt.read(HERE / version / "once", include="optimizer.moments")["optimizer"]["moments"]
+    target = {"optimizer": {"moments": (torch.zeros(8, 3), 0)}}
+    cloudckpt.load(target, HERE / version / "once")
+    for moments in (read, target["optimizer"]["moments"]):
+        assert type(moments) is tuple
+        assert hex_of(moments[0]) == expected_of(HERE / version)["tensors"]["optimizer.moments.0"]["hex"]
+        assert moments[1] == 7
+
+
 def test_the_highest_number_counts(golden: Path) -> None:
     """If this fails, an overwritten checkpoint of this version loads what it had replaced."""
     assert {path.name for path in (golden / "overwritten").glob("manifest*")} == {"manifest.json", "manifest.1.json"}

@@ -519,7 +519,7 @@ MUTANTS = {
     ),
     "fill-one-tensor-for-a-whole-list": Mutant(
         breaks="G11: an optimizer with a shorter list gets one moment for several.",
-        file="dcp/live_optimizers.py",
+        file="dcp/live_entry.py",
         old="is_within = isinstance(held, (list, tuple)) and type(key) is int and 0 <= key < len(held)",
         new="is_within, key = isinstance(held, (list, tuple)) and len(held) > 0, 0",
         tests=("tests/e2e/test_live_objects.py::test_state_keeps_its_dtypes_and_types_at_every_depth",),
@@ -537,6 +537,27 @@ MUTANTS = {
         old="return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()",
         new="return nullcontext()",
         tests=("tests/test_writer.py::test_tensors_of_inference_mode_are_filled_in_and_outside_it",),
+    ),
+    "load-tuples-as-lists": Mutant(
+        breaks="G11: a fresh optimizer gets lists in place of named tuples.",
+        file="format/nesting.py",
+        old="        _make_tuple(root, path, kind, unknown)",
+        new="        pass",
+        tests=("tests/test_flat.py::test_what_was_made_flat_is_nested_as_it_was",),
+    ),
+    "leave-values-of-tuples-as-they-are": Mutant(
+        breaks="G11: a number beside a sharded tensor in a tuple keeps the value of the target.",
+        file="format/nesting.py",
+        old="return rebuild_tuple(container, (*container[:key], value, *container[key + 1 :]))",
+        new="return container",
+        tests=("tests/test_structures.py::test_a_structure_that_was_saved_loads_into_itself",),
+    ),
+    "take-a-shard-from-a-value": Mutant(
+        breaks="G11: a rank takes the shard of another rank from a tuple that was saved as one value.",
+        file="format/nesting.py",
+        old="return type(value) in PLAIN_TENSORS\n    parts",
+        new="return True\n    parts",
+        tests=("tests/test_structures.py::test_a_tuple_that_was_saved_as_a_value_loads_as_one",),
     ),
     "shards-within-values-are-stored": Mutant(
         breaks="G11: a dataclass with a sharded tensor is stored by one rank, and the other shards are lost.",

@@ -162,13 +162,13 @@ class _Planner(DefaultLoadPlanner):
         """Return what was loaded, nested as it was saved. Keys have the types that the checkpoint recorded."""
         assert self.metadata is not None  # noqa: S101  # torch sets it before a load ends
         saved = {} if self.metadata.planner_data is None else self.metadata.planner_data
-        typed, empty = (saved.typed, saved.empty) if isinstance(saved, Nesting) else ({}, [])
+        typed, empty, tuples = (saved.typed, saved.empty, saved.tuples) if isinstance(saved, Nesting) else ({}, [], {})
         included = [path for path in empty if self._selection.takes(name_path(path))]
         try:
             entries, paths = collapse(
                 stored_wrappers(self.metadata), self.state_dict, {**saved, **typed}, self._registry.rebuild
             )
-            return unflatten(entries, paths, included)
+            return unflatten(entries, paths, included, tuples)
         except ValueError as error:
             uri = self._selection.uri
             raise CorruptCheckpointError(f"{uri} cannot be nested as it was: {error}", uri=uri) from error

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
@@ -24,7 +25,7 @@ from cloudckpt.errors import (
     StateDictMismatchError,
     quote_names,
 )
-from cloudckpt.format.nesting import Nesting, unflatten
+from cloudckpt.format.nesting import Nesting, rebuild_tuple, unflatten
 from cloudckpt.format.wrapper_metadata import Registry
 from cloudckpt.format.wrappers import SavedWrapper, collapse
 
@@ -97,7 +98,7 @@ def nest_metadata(metadata: Metadata) -> dict[Any, Any]:
     uri = str(metadata.storage_meta.checkpoint_id) if metadata.storage_meta is not None else ""
     make = functools.partial(SavedWrapper, Registry(uri=uri))
     entries, paths = collapse(nesting.wrappers, metadata.state_dict_metadata, {**nesting, **nesting.typed}, make)
-    return unflatten(entries, paths, nesting.empty)
+    return unflatten(entries, paths, nesting.empty, nesting.tuples)
 
 
 def _plan(entry: LiveEntry, saved: Mapping[Any, Any], key: str, *, where: str, uri: str) -> Any:
@@ -174,14 +175,28 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
         ) from error
 
 
-def make_empty(saved: Any) -> Any:
-    """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value."""
+def make_empty(saved: Any, like: Any = None) -> Any:
+    """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value.
+
+    A tensor that is a DTensor in the same place of `like` is laid out over the ranks as that.
+    """
     if isinstance(saved, SavedWrapper):
         return saved.rebuild(lambda _, entry: make_empty(entry))
     if isinstance(saved, TensorStorageMetadata):
+        if isinstance(like, DTensor) and like.size() == saved.size:
+            return torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False)
         return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     if isinstance(saved, Mapping):
-        return {key: make_empty(value) for key, value in saved.items()}
-    if isinstance(saved, list):
-        return [make_empty(value) for value in saved]
+        return {key: make_empty(value, part_of(like, key)) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        made = [make_empty(value, part_of(like, position)) for position, value in enumerate(saved)]
+        return made if isinstance(saved, list) else rebuild_tuple(saved, made)
     return None
+
+
+def part_of(held: Any, key: Any) -> Any:
+    """Return the value at `key` of a mapping, list or tuple; None if there is none."""
+    if isinstance(held, Mapping):
+        return held.get(key)
+    is_within = isinstance(held, (list, tuple)) and type(key) is int and 0 <= key < len(held)
+    return held[key] if is_within else None

@@ -162,7 +162,7 @@ class ValuesEntry(LiveEntry):
         live, value = self._live.get(key), self._values.get(key)
         if live is not None and (isinstance(saved, Mapping) or not isinstance(live, ValuesEntry)):
             return live.plan_load(saved, where=f"{where}.{key}", uri=uri)
-        return value if isinstance(value, torch.Tensor) else make_empty(saved)
+        return value if isinstance(value, torch.Tensor) else make_empty(saved, value)
 
 
 def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
@@ -219,32 +219,45 @@ class RefusedEntry(OptionalEntry):
 
 
 class RandomState(NamedTuple):
-    """State of this process's random generators: Python's, numpy's, torch's, and that of the current GPU."""
+    """State of this process's random generators: Python's, numpy's, torch's, and that of the current GPU.
+
+    It has no tensors, so that a save stores one value, and not an entry for each part of each rank's state.
+    """
 
     python: Any
     numpy: Any
-    cpu: torch.Tensor
-    devices: list[torch.Tensor]
+    cpu: bytes
+    devices: list[bytes]
 
     @classmethod
     def capture(cls) -> RandomState:
         """Return the current state of the generators; that of a GPU only if this process uses one."""
         kind, keys, *rest = np.random.get_state()
         devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-        numpy = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
-        return cls(python=random.getstate(), numpy=numpy, cpu=torch.get_rng_state(), devices=devices)
+        return cls(
+            python=random.getstate(),
+            numpy=(kind, tuple(np.asarray(keys).tolist()), *rest),
+            cpu=torch.get_rng_state().numpy().tobytes(),
+            devices=[state.numpy().tobytes() for state in devices],
+        )
 
     def restore(self) -> None:
         """Set the generators to this state. States of several GPUs count only if this machine has as many."""
         random.setstate(self.python)
         kind, keys, *rest = self.numpy
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-        torch.set_rng_state(self.cpu)
-        if self.devices and torch.cuda.is_available():
-            if len(self.devices) == 1:
-                torch.cuda.set_rng_state(self.devices[0])
-            elif len(self.devices) == torch.cuda.device_count():
-                torch.cuda.set_rng_state_all(self.devices)
+        np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
+        torch.set_rng_state(_generator_state(self.cpu))
+        devices = list(map(_generator_state, self.devices))
+        if devices and torch.cuda.is_available():
+            if len(devices) == 1:
+                torch.cuda.set_rng_state(devices[0])
+            elif len(devices) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(devices)
+
+
+def _generator_state(saved: bytes | torch.Tensor) -> torch.Tensor:
+    """Return the state that torch takes. Checkpoints before format 1.3 have tensors."""
+    return saved if isinstance(saved, torch.Tensor) else torch.frombuffer(bytearray(saved), dtype=torch.uint8)
 
 
 class RandomStateEntry(OptionalEntry):

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, get_model_state, load_object, make_empty
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, get_model_state, load_object, make_empty, part_of
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
+from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -369,7 +370,7 @@ class _Layout:
             raise NotImplementedError from error
         for key in path:  # a list can have become longer since the first step
             is_beyond = isinstance(stepped, (list, tuple)) and type(key) is int and key >= len(stepped)
-            stepped = _part(stepped, len(stepped) - 1 if is_beyond else key)
+            stepped = part_of(stepped, len(stepped) - 1 if is_beyond else key)
         if not isinstance(stepped, torch.Tensor):
             raise NotImplementedError
         return stepped
@@ -396,22 +397,15 @@ def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = 
     if isinstance(saved, SavedWrapper):
         return held if isinstance(held, torch.Tensor) else layout.make_wrapper(path, saved)
     if isinstance(saved, Mapping):
-        return {key: _plan_state(one, _part(held, key), layout, (*path, key)) for key, one in saved.items()}
-    if isinstance(saved, list):
-        return [_plan_state(one, _part(held, at), layout, (*path, at)) for at, one in enumerate(saved)]
+        return {key: _plan_state(one, part_of(held, key), layout, (*path, key)) for key, one in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        planned = [_plan_state(one, part_of(held, at), layout, (*path, at)) for at, one in enumerate(saved)]
+        return planned if isinstance(saved, list) else rebuild_tuple(saved, planned)
     if not isinstance(saved, TensorStorageMetadata):
         return make_empty(saved)
     if isinstance(held, torch.Tensor) and held.size() == saved.size and held.dtype is saved.properties.dtype:
         return held
     return layout.make(path, saved)
-
-
-def _part(held: Any, key: Any) -> Any:
-    """Return the value at `key` of a state; None if there is none."""
-    if isinstance(held, Mapping):
-        return held.get(key)
-    is_within = isinstance(held, (list, tuple)) and type(key) is int and 0 <= key < len(held)
-    return held[key] if is_within else None
 
 
 def _load_state(optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> None:
@@ -445,7 +439,7 @@ def _restored(loaded: Any, cast: Any) -> Any:
         return {**cast, **{key: _restored(value, cast[key]) for key, value in loaded.items() if key in cast}}
     if isinstance(loaded, (list, tuple)) and isinstance(cast, list) and len(cast) == len(loaded):
         values = [_restored(*pair) for pair in zip(loaded, cast, strict=True)]
-        return values if isinstance(loaded, list) else tuple.__new__(type(loaded), values)
+        return values if isinstance(loaded, list) else rebuild_tuple(loaded, values)
     return loaded if isinstance(loaded, Iterable) else cast
 
 
@@ -465,17 +459,12 @@ def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, u
 
 def _refuse_containers(optimizer: Optimizer) -> None:
     """Refuse tensors in lists and dicts of a flat parameter's state, which torch takes for values of all ranks."""
-    found = {name for state in optimizer.state.values() for name, value in state.items() if _holds_tensors(value)}
+    found = {name for state in optimizer.state.values() for name, value in state.items() if holds_tensors(value)}
     if found:
         raise InvalidOptionError(
             f"the optimizer ({type(optimizer).__name__}) keeps tensors within {quote_names(sorted(map(str, found)))}, "
             "which torch's first FSDP cannot take apart by parameters. Shard the model with fully_shard"
         )
-
-
-def _holds_tensors(value: Any) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(isinstance(part, torch.Tensor) or _holds_tensors(part) for part in parts)
 
 
 def _unwrapped(name: str) -> str:

@@ -60,9 +60,9 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # torch's signature
     ) -> None:
-        flat = flatten(state_dict, uri=self._uri)
-        self._containers = flat.containers
         self._saved = {} if metadata is None else metadata.state_dict_metadata
+        flat = flatten(state_dict, uri=self._uri, is_value=self._holds_value)
+        self._containers = flat.containers
         self._wrappers, self._saved_wrappers = flat.wrappers, stored_wrappers(metadata)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings = flat.entries, flat.paths

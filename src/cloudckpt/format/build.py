@@ -26,6 +26,7 @@ from cloudckpt.format.model import (
     Manifest,
     StoredObject,
     StoredTensor,
+    StoredTuple,
     StoredValue,
 )
 from cloudckpt.format.nesting import Nesting, path_to_json
@@ -239,6 +240,7 @@ def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, A
         "nesting": nesting,
         "typed_nesting": typed or None,
         "empty_mappings": [path_to_json(path) for path in planner_data.empty],
+        "tuples": [StoredTuple(path_to_json(path), kind) for path, kind in planner_data.tuples.items()],
         "wrappers": planner_data.wrappers,
     }
 

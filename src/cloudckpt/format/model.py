@@ -10,7 +10,7 @@ import msgspec
 
 FORMAT_NAME = "cloudckpt"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 2
+FORMAT_MINOR = 3
 
 
 CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -68,6 +68,15 @@ class StoredWrapper(msgspec.Struct, frozen=True, kw_only=True, rename={"kind": "
     stride: tuple[int, ...]
 
 
+class StoredTuple(msgspec.Struct, frozen=True, array_like=True):
+    """A tuple whose entries are stored apart."""
+
+    path: list[str | int | list[Any]]
+    """As in `Manifest.typed_nesting`."""
+    kind: str | None
+    """The full name of its class; None for a plain tuple."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A whole checkpoint."""
 
@@ -89,6 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The path of each entry that stands under a key which is not a string; such keys stand in lists of their own."""
     empty_mappings: list[list[str | int | list[Any]]] = []
     """The paths of mappings that hold no entry, as in `typed_nesting`."""
+    tuples: list[StoredTuple] = []
     wrappers: dict[str, StoredWrapper] = {}
     save_id: str | None = None
     metadata: dict[str, Any] = {}

@@ -3,23 +3,25 @@
 torch's own functions make text of every key, and a load of theirs first rebuilds the state dict with None in place of
 what is empty. Here keys keep their types, and nothing is rebuilt.
 
-A path leads from the state dict to one of its entries. Its steps are the index of a list (an ``int``), a key of a
-mapping that is a ``str``, or any other key of a mapping, in a tuple of its own: ``("state", (0,), "step")``.
+A path leads from the state dict to one of its entries. Its steps are the index of a list or tuple (an ``int``), a key
+of a mapping that is a ``str``, or any other key of a mapping, in a tuple of its own: ``("state", (0,), "step")``.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
+import sys
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from cloudckpt._torch_compat import ShardedTensor, flatten_sharded_tensors
-from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.errors import UnsupportedValueError, quote_names
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.wrappers import Parts, take_apart
 
@@ -29,8 +31,10 @@ PART_ATTRIBUTES = frozenset({"global_shape", "global_offsets", "local_offsets", 
 PLANNER_HOOKS = frozenset({"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"})
 """The methods by which any object tells torch's planners what a save writes and what a load fills."""
 _ASKED = PART_ATTRIBUTES | PLANNER_HOOKS
-_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device})
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _MAX_INTEGER_KEY = 2**63 - 1
+
+_log = logging.getLogger("cloudckpt")
 
 Path = tuple[Any, ...]
 
@@ -57,8 +61,12 @@ class FlatStateDict:
     """The tensors that consist of others, which are entries below these names."""
     compared: list[str] = field(default_factory=list)
     """The entries that several ranks must hold with the same bits."""
+    tuples: dict[Path, str | None] = field(default_factory=dict)
+    """The class of each named tuple that holds tensors, by its path; None for a tuple. torch saves these as values."""
     takes_apart: bool = True
     """False if wrappers are entries themselves."""
+    is_value: Callable[[str], bool] | None = None
+    """Returns whether a checkpoint holds a tuple of this name as one value."""
 
 
 class Nesting(dict[str, Path]):
@@ -70,6 +78,8 @@ class Nesting(dict[str, Path]):
     """See `FlatStateDict`."""
     wrappers: dict[str, StoredWrapper]
     """See `FlatStateDict`."""
+    tuples: dict[Path, str | None]
+    """See `FlatStateDict`."""
     fingerprints: Sequence[int]
     """One for each item of a rank's plan, by which ranks find out that they hold the same."""
 
@@ -80,11 +90,13 @@ class Nesting(dict[str, Path]):
         typed: Mapping[str, Path],
         empty: Iterable[Path],
         wrappers: Mapping[str, StoredWrapper],
+        tuples: Mapping[Path, str | None],
     ) -> None:
         super().__init__(paths)
         self.typed = dict(typed)
         self.empty = list(empty)
         self.wrappers = dict(wrappers)
+        self.tuples = dict(tuples)
         self.fingerprints = ()
 
     @classmethod
@@ -93,8 +105,9 @@ class Nesting(dict[str, Path]):
         typed = {name: _checked(flat.paths[name], uri) for name in flat.keyed}
         paths = {**flat.paths, **{name: _as_text(path) for name, path in typed.items()}} if typed else flat.paths
         empty = [_checked(path, uri) for path in flat.empty]
-        check_names((step for path in empty for step in path if isinstance(step, str)), uri=uri)
-        return cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers)
+        tuples = {_checked(path, uri): kind for path, kind in flat.tuples.items()}
+        check_names((step for path in (*empty, *tuples) for step in path if isinstance(step, str)), uri=uri)
+        return cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers, tuples=tuples)
 
     @classmethod
     def merged(cls, nestings: Sequence[Nesting]) -> Nesting:
@@ -104,14 +117,22 @@ class Nesting(dict[str, Path]):
             typed=ChainMap(*(nesting.typed for nesting in nestings)),
             empty=dict.fromkeys(path for nesting in nestings for path in nesting.empty),
             wrappers=ChainMap(*(nesting.wrappers for nesting in nestings)),
+            tuples=ChainMap(*(nesting.tuples for nesting in nestings)),
         )
 
 
-def flatten(state_dict: Mapping[Any, Any], *, uri: str, takes_apart: bool = True) -> FlatStateDict:
+def flatten(
+    state_dict: Mapping[Any, Any],
+    *,
+    uri: str,
+    takes_apart: bool = True,
+    is_value: Callable[[str], bool] | None = None,
+) -> FlatStateDict:
     """The entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
-    ``flatten_sharded_tensors`` of each entry). Raises `UnsupportedValueError` where two would have one name.
+    ``flatten_sharded_tensors`` of each entry), and those of tuples that hold tensors, as if they were lists. Raises
+    `UnsupportedValueError` where two would have one name.
     """
-    flat = FlatStateDict(takes_apart=takes_apart)
+    flat = FlatStateDict(takes_apart=takes_apart, is_value=is_value)
     try:
         _add_all(flat, state_dict, "", (), is_keyed=False, uri=uri)
     except RecursionError:
@@ -122,9 +143,15 @@ def flatten(state_dict: Mapping[Any, Any], *, uri: str, takes_apart: bool = True
 
 
 def _add_all(
-    flat: FlatStateDict, container: Mapping[Any, Any] | list[Any], prefix: str, path: Path, *, is_keyed: bool, uri: str
+    flat: FlatStateDict,
+    container: Mapping[Any, Any] | Sequence[Any],
+    prefix: str,
+    path: Path,
+    *,
+    is_keyed: bool,
+    uri: str,
 ) -> None:
-    if isinstance(container, list):
+    if not isinstance(container, Mapping):
         for index, value in enumerate(container):
             _add(flat, f"{prefix}{index}", (*path, index), value, is_keyed=is_keyed, uri=uri)
         return
@@ -145,6 +172,12 @@ def _add_all(
 def _add(flat: FlatStateDict, name: str, path: Path, value: Any, *, is_keyed: bool, uri: str) -> None:
     kind = type(value)
     if kind in PLAIN_TENSORS or kind in _LEAVES:
+        flat.entries[name] = value
+    elif isinstance(value, tuple):
+        if _is_nested_tuple(value) and not (flat.is_value is not None and flat.is_value(name) and _is_plain(value)):
+            flat.tuples[path] = None if kind is tuple else _name_class(kind, path, uri)
+            _add_all(flat, value, name + ".", path, is_keyed=is_keyed, uri=uri)
+            return
         flat.entries[name] = value
     elif isinstance(value, Mapping):
         flat.containers[name] = path
@@ -191,24 +224,88 @@ def _add_path(flat: FlatStateDict, name: str, path: Path, *, is_keyed: bool, uri
 def _holds_entries(values: list[Any]) -> bool:
     """Return whether torch looks into the list: a tensor or a mapping is in it, or in a list in it."""
     return not _LEAVES.issuperset(map(type, values)) and any(
-        isinstance(value, (torch.Tensor, Mapping)) or (isinstance(value, list) and _holds_entries(value))
+        isinstance(value, (torch.Tensor, Mapping))
+        or (isinstance(value, list) and _holds_entries(value))
+        or (isinstance(value, tuple) and _is_nested_tuple(value))
         for value in values
     )
 
 
-def assign(state_dict: Any, path: Path, value: Any) -> None:
-    """Assign `value` to the entry of `state_dict` at `path`."""
-    container = state_dict
-    for step in path[:-1]:
-        container = container[_key(step)]
-    container[_key(path[-1])] = value
+def holds_tensors(value: object) -> bool:
+    """Return whether there is a tensor in a mapping, list or tuple, at any depth."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return not _LEAVES.issuperset(map(type, parts)) and any(
+        isinstance(part, torch.Tensor) or holds_tensors(part) for part in parts
+    )
 
 
-def unflatten(entries: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Path] = ()) -> dict[Any, Any]:
+def _is_nested_tuple(value: tuple[Any, ...]) -> bool:
+    """Return whether the entries of a tuple are saved apart: it holds tensors, and nothing but its entries."""
+    is_named = hasattr(value, "_fields") and not getattr(value, "__dict__", None)
+    return (type(value) is tuple or is_named) and holds_tensors(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether all tensors in a tuple are such as a value can hold."""
+    if isinstance(value, torch.Tensor):
+        return type(value) in PLAIN_TENSORS
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return all(map(_is_plain, parts))
+
+
+def _name_class(kind: type, path: Path, uri: str) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if _find_class(name) is not kind:
+        raise UnsupportedValueError(
+            f"cannot save {_shown(path)} to {uri}: its class {name} is not found under this name, so a load could not "
+            "make it. Define the named tuple in a module, or save a tuple or a dict",
+            uri=uri,
+        )
+    return name
+
+
+def _find_class(name: str) -> type[tuple[Any, ...]] | None:
+    """Return the class of named tuples of this name. It must be imported already: a checkpoint imports nothing."""
+    parts = name.split(".")
+    for at in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:at]))
+        for part in parts[at:]:
+            found = getattr(found, "__dict__", {}).get(part)
+        if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
+            return found
+    return None
+
+
+def rebuild_tuple(like: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the class of `like`, a tuple or named tuple, which holds `values`."""
+    return tuple.__new__(type(like), values)  # the class's own code is not run
+
+
+def assign(container: Any, path: Path, value: Any) -> Any:
+    """Assign `value` to the entry of `container` at `path`. Returns `container`, or a new tuple in place of a tuple."""
+    key = _key(path[0])
+    if path[1:]:
+        held = container[key]
+        value = assign(held, path[1:], value)
+        if value is held:
+            return container
+    if isinstance(container, tuple):
+        return rebuild_tuple(container, (*container[:key], value, *container[key + 1 :]))
+    container[key] = value
+    return container
+
+
+def unflatten(
+    entries: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    empty: Iterable[Path] = (),
+    tuples: Mapping[Path, str | None] | None = None,
+) -> dict[Any, Any]:
     """The state dict that has `entries` at their `paths`, and mappings that hold nothing at the paths `empty`.
 
-    An entry without a path has its name as a key. Places of lists without an entry hold None. Raises ``ValueError``
-    where the paths contradict each other.
+    A list at a path of `tuples` is a tuple, or a named tuple where this process has imported the class. An entry
+    without a path has its name as a key. Places of lists without an entry hold None. Raises ``ValueError`` where the
+    paths contradict each other.
     """
     root: dict[Any, Any] = {}
     for name, value in entries.items():
@@ -222,7 +319,33 @@ def unflatten(entries: Mapping[str, Any], paths: Mapping[str, Path], empty: Iter
         container = _container_at(root, path)
         if _get(container, _key(path[-1])) is None:
             container[_key(path[-1])] = {}
+    unknown: set[str] = set()
+    for path, kind in sorted((tuples or {}).items(), key=lambda one: -len(one[0])):  # from the inside
+        _make_tuple(root, path, kind, unknown)
+    if unknown:
+        _log.warning("named tuples become tuples, since this process has not imported %s", quote_names(sorted(unknown)))
     return root
+
+
+def _make_tuple(root: dict[Any, Any], path: Path, name: str | None, unknown: set[str]) -> None:
+    """Replace the list at `path`, if there is one. Adds the class `name` to `unknown` if it does not fit."""
+    container: Any = None
+    held: Any = root
+    for step in path:
+        container, held = held, _find(held, step)
+    if not isinstance(held, list):
+        return
+    kind: Any = tuple if name is None else _find_class(name)
+    if name is not None and (kind is None or len(kind._fields) != len(held)):
+        unknown.add(name)
+        kind = tuple
+    container[_key(path[-1])] = tuple.__new__(kind, held)
+
+
+def _find(container: Any, step: Any) -> Any:
+    if type(step) is int:
+        return container[step] if isinstance(container, list) and step < len(container) else None
+    return container.get(_key(step)) if isinstance(container, dict) else None
 
 
 def _container_at(root: dict[Any, Any], path: Path) -> Any:

@@ -289,6 +289,7 @@ def _nesting_of(manifest: Manifest) -> Nesting | None:
         typed={fqn: path_from_json(path) for fqn, path in (manifest.typed_nesting or {}).items()},
         empty=map(path_from_json, manifest.empty_mappings),
         wrappers=manifest.wrappers,
+        tuples={path_from_json(one.path): one.kind for one in manifest.tuples},
     )
 
 

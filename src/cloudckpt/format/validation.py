@@ -75,9 +75,10 @@ def _nesting_problems(manifest: Manifest) -> Iterator[str]:
         unknown = by_fqn.keys() - manifest.tensors.keys() - manifest.values.keys()
         yield from (f"{member} names {fqn!r}, which is not stored" for fqn in sorted(unknown))
         yield from (f"{member} of {fqn!r} is empty" for fqn, path in by_fqn.items() if not path)
-    if not all(manifest.empty_mappings):
-        yield "empty_mappings has an empty path"
-    with_keys: list[_Path] = [*typed.values(), *manifest.empty_mappings]
+    tuples = [one.path for one in manifest.tuples]
+    if not all(manifest.empty_mappings) or not all(tuples):
+        yield "empty_mappings or tuples has an empty path"
+    with_keys: list[_Path] = [*typed.values(), *manifest.empty_mappings, *tuples]
     for step in itertools.chain.from_iterable(with_keys):
         if isinstance(step, list) and not (len(step) == 1 and _is_key(step[0])):
             yield f"{step!r:.80} is not the key of a mapping"

@@ -42,13 +42,14 @@ FULL: dict[Any, Any] = {
     "history": [torch.tensor([1]), torch.tensor([2])],
     "steps": [{"at": 1, "rows": torch.tensor([5])}, {"at": 2, "rows": torch.tensor([6])}],
     "by_number": {7: torch.tensor([7]), (1, 2): {"x": 1}},
+    "pair": (torch.tensor([8]), {"x": (1,)}),
     "name": "run",
     "nothing": None,
     "values": [],
 }
 FRESH: dict[str, Callable[[], Any]] = {
     "empty": dict,
-    "empty places": lambda: {"epoch": 0, "best": {}, "history": [], "steps": [], "by_number": {}},
+    "empty places": lambda: {"epoch": 0, "best": {}, "history": [], "steps": [], "by_number": {}, "pair": ()},
     "places with None": lambda: dict.fromkeys(FULL),
     "parts of places": lambda: {"loss": torch.zeros(2), "best": {"value": 0.0}, "by_number": {(1, 2): {}}},
     "parts of lists": lambda: {"history": [torch.tensor([0])], "steps": [{"at": 0}], "name": ""},
@@ -64,8 +65,8 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert_equal(found[key], value)
-    elif isinstance(expected, list):
-        assert isinstance(found, list)
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected)
         assert len(found) == len(expected)
         for pair in zip(found, expected, strict=True):
             assert_equal(*pair)

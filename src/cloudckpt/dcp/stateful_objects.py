@@ -23,7 +23,7 @@ _log = logging.getLogger("cloudckpt")
 
 
 def leave_open(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
-    """Return `state` with an empty dict in the place of each None or empty list that was saved as something larger.
+    """Return `state` with an empty dict in place of each None, empty list or tuple that was saved as something larger.
 
     So a plan asks for nothing there, and `hand_over` can fill it.
     """
@@ -31,7 +31,7 @@ def leave_open(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
         changed = {key: made for key, one in pairs if (made := leave_open(one, f"{name}.{key}", saved)) is not one}
         return _replace(state, changed)
-    if (state is None or (isinstance(state, list) and not state)) and not _is_value(saved.get(name)):
+    if (state is None or (isinstance(state, (list, tuple)) and not state)) and not _is_value(saved.get(name)):
         below = f"{name}."
         if name in saved or any(other.startswith(below) for other in saved):
             return {}
@@ -113,7 +113,7 @@ class _Adding:
                     break
                 made.append(make_empty(one))
             return made
-        if self._is_sharded(extra):
+        if self._is_sharded(extra) or (isinstance(state, tuple) and state):  # a shorter one
             self.refused.append(name)
             return state
         return make_empty(extra)
@@ -136,7 +136,7 @@ def _tensors_in(extra: Any) -> Iterator[TensorStorageMetadata]:
         yield extra
     elif isinstance(extra, SavedWrapper):
         yield from _tensors_in(extra.parts)
-    elif isinstance(extra, (Mapping, list)):
+    elif isinstance(extra, (Mapping, list, tuple)):
         for one in extra.values() if isinstance(extra, Mapping) else extra:
             yield from _tensors_in(one)
 

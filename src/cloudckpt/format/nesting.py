@@ -248,7 +248,7 @@ def _is_nested_tuple(value: tuple[Any, ...]) -> bool:
 def _is_plain(value: object) -> bool:
     """Return whether all tensors in a tuple are such as a value can hold."""
     if isinstance(value, torch.Tensor):
-        return type(value) in PLAIN_TENSORS
+        return type(value) in PLAIN_TENSORS and not answers_planners(value)
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return all(map(_is_plain, parts))
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor
 from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedValueError
+from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 from cloudckpt.format.wrapper_metadata import allowed_by_user
 from cloudckpt.tensors.unpickling import is_known, is_loadable, load_safely
 
@@ -51,7 +52,7 @@ def check_value(value: object, name: str, *, uri: str) -> None:
         ) from error
     if inspector.holds_shards:
         path, part = _find_cause(value, name, _parts_and_attributes, is_cause=_holds_shards)
-        held = "is" if isinstance(part, _OF_RANKS) else "holds"
+        held = "is" if isinstance(part, torch.Tensor) else "holds"
         raise UnsupportedValueError(
             f"cannot save {name!r} ({_describe(value)}) to {uri}: one rank stores it as one value, and {path!r} {held} "
             "a tensor of several ranks, whose other shards would be lost. Put its tensors into a dict or a list",
@@ -152,7 +153,7 @@ class _Inspector(pickle.Pickler):
 
     def persistent_id(self, value: object) -> object:
         """Keep storages, and tensors that several ranks hold, out of the pickle. pickle calls this for each object."""
-        if isinstance(value, _OF_RANKS):
+        if isinstance(value, _OF_RANKS) or (type(value) in PLAIN_TENSORS and answers_planners(value)):
             self.holds_shards = True
             return "shards"
         return "storage" if isinstance(value, _STORAGES) else None

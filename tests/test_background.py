@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
 from cloudckpt import Options
+from cloudckpt.background import in_flight
 from cloudckpt.background.process import _Staged
 from cloudckpt.background.runner import ExternalStaging
 from cloudckpt.options import KIB, MIB
@@ -347,7 +349,53 @@ def test_a_script_that_just_ends_loses_nothing(tmp_path: Path, how: str) -> None
     cloudckpt.load(state, uri)
     assert bool((state["w"] == 7).all())
     assert ("of the script's own" in found.stderr) == (how == "raises")
-    assert ("the background save to" in found.stderr) == (how == "fails"), found.stderr
     if how == "fails":
-        assert uri in found.stderr
+        assert found.returncode == in_flight.EXIT_CODE
+        assert "the background save to" in found.stderr
         assert "rank 0" in found.stderr
+        assert f"save, to {uri}, failed" in found.stderr.splitlines()[-1]
+    else:
+        assert found.returncode == (how == "raises")
+        assert "save to" not in found.stderr, found.stderr
+
+
+ENDING = """
+import atexit, multiprocessing, sys
+atexit.register(lambda: print("flushed", file=sys.stderr, flush=True))  # which runs after the package's own
+
+import torch
+import cloudckpt
+from multiprocessing import util
+
+def save():
+    cloudckpt.async_save({"w": torch.ones(2)}, "/proc/nowhere/c")
+    util.Finalize(None, print, args=("finalized",), exitpriority=-100)
+
+if __name__ == "__main__":
+    how = sys.argv[1]
+    kept_open = open(sys.argv[2], "w")
+    kept_open.write("buffered")
+    if how == "fork":
+        child = multiprocessing.get_context(how).Process(target=save)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+    save()
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["exits", "fork"])
+@pytest.mark.slow
+def test_a_failed_save_that_nobody_asks_for_is_the_exit_code(tmp_path: Path, how: str) -> None:
+    """If this fails, a job without its last checkpoint counts as a success, or its open files lose their last lines."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    command = [sys.executable, "-W", "ignore", os.fspath(script), how, os.fspath(tmp_path / "open")]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+    assert found.returncode == in_flight.EXIT_CODE, found.stderr
+    assert "save, to /proc/nowhere/c, failed" in found.stderr
+    assert "flushed" in found.stderr
+    assert "finalized" in found.stdout
+    assert "Exception ignored" not in found.stderr
+    assert (tmp_path / "open").read_text() == "buffered"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,3 +144,33 @@ def test_a_child_of_fork_is_refused_and_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def objects_of_this_process(uri: str) -> Iterator[object]:
+    manager = cloudckpt.CheckpointManager(uri)
+    handle = manager.save(1, STATE)
+    assert isinstance(handle, cloudckpt.AsyncSave)
+    yield from (manager, handle, handle.staged, handle.committed, handle._cancellation, cloudckpt.PinnedStager())
+    manager.close()
+    with cloudckpt.on_sigterm() as preemption:
+        yield preemption
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_what_belongs_to_this_process_says_so_if_it_is_copied(tmp_path: Path, how: Callable[[object], object]) -> None:
+    """If this fails, an EMA of a wrapper or a spawned worker fails with an error about a lock that nobody knows."""
+    for value in objects_of_this_process(os.fspath(tmp_path)):
+        with pytest.raises(TypeError, match=f"^{type(value).__name__} cannot be pickled or copied") as caught:
+            how({"trainer": [value]} if how is not copy.copy else value)
+        assert "Make one in each process" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [lambda value: pickle.loads(pickle.dumps(value)), copy.deepcopy])
+def test_writers_and_readers_can_be_copied(tmp_path: Path, how: Callable[[Any], Any]) -> None:
+    """If this fails, a trainer that hands its writer to a spawned process no longer starts."""
+    writer = how(cloudckpt.ObjectStoreWriter(tmp_path / "c"))
+    cloudckpt.save({"w": torch.ones(2)}, storage_writer=writer)
+    cloudckpt.save({"w": torch.ones(2)}, tmp_path / "d", storage_writer=how(writer))
+    state = {"w": torch.zeros(2)}
+    cloudckpt.load(state, storage_reader=how(cloudckpt.ObjectStoreReader(tmp_path / "d")))
+    assert bool((state["w"] == 1).all())

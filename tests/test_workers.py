@@ -102,3 +102,18 @@ def test_submitting_waits_until_there_is_room():
         thread.join(WAIT_S)
         assert not thread.is_alive()
     assert submitted == list(range(8))
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit("x"), KeyboardInterrupt("x")])
+def test_a_task_that_raises_ends_no_thread_and_is_heard_of(error: BaseException):
+    """If this fails, later tasks wait for a thread that is gone, and nobody learns why."""
+    done = []
+
+    def fail() -> None:
+        raise error
+
+    tasks = WorkQueue(lambda: 1, name="t")
+    with pytest.raises(type(error), match="x"), tasks:  # noqa: PT012  # the end of the context raises
+        tasks.submit(fail)
+        tasks.submit(lambda: done.append(1))
+    assert done == [1]

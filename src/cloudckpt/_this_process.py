@@ -12,6 +12,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any, SupportsIndex
 
 from cloudckpt.errors import ForkedProcessError
 
@@ -37,6 +38,18 @@ def refuse_in_fork() -> None:
 def is_forked() -> bool:
     """True in a process that was forked from one that has used cloudckpt."""
     return bool(_user_processes) and os.getpid() not in _user_processes
+
+
+class OfThisProcess:
+    """Base of objects that hold threads, locks or futures, so that no copy of them could work."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Raise ``TypeError``: pickling and copying come here."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied, because it holds threads and locks of this process. "
+            "Make one in each process that needs it, and leave it out of what is pickled or deep-copied (such as a "
+            "data set, a module, or arguments of spawned workers)"
+        )
 
 
 @contextlib.contextmanager

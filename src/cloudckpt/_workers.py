@@ -6,12 +6,14 @@ is still running when a script ends has to be completed, not lost.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
+import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,15 +22,16 @@ from typing_extensions import Self
 from cloudckpt._this_process import is_forked
 
 _T = TypeVar("_T")
+_log = logging.getLogger("cloudckpt")
 
 
 class WorkQueue(queue.Queue["Callable[[], None] | None"]):
     """A queue of tasks that threads run in their order. The threads are started as they are needed.
 
     At most as many tasks as `width` returns run at once; the number may change while they run. `put` waits while
-    `max_waiting` tasks wait for a thread (0: no bound), and `join` waits until every task has run. Tasks must not
-    raise. A context: at its end, all tasks have run, and the threads have ended. The interpreter does not wait for
-    threads that are `daemon`.
+    `max_waiting` tasks wait for a thread (0: no bound), and `join` waits until every task has run. A context: at its
+    end, all tasks have run, and the threads have ended. It raises the first exception of a task there, whose thread
+    goes on. The interpreter does not wait for threads that are `daemon`.
     """
 
     def __init__(self, width: Callable[[], int], *, name: str, max_waiting: int = 0, daemon: bool = False) -> None:
@@ -39,6 +42,7 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
         self._threads: list[threading.Thread] = []
         self._num_taking = 0
         self._has_room = threading.Condition()
+        self._error: BaseException | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -57,6 +61,8 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
                 self.not_empty.notify()
         for thread in self._threads:
             thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run `task` as soon as a thread is free."""
@@ -83,11 +89,28 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
                     self.put(None)  # for the next thread
                     return
                 task()
+            except BaseException as error:  # noqa: BLE001  # the context raises it
+                self._error = self._error or error
             finally:
                 with self._has_room:
                     self._num_taking -= 1
                     self._has_room.notify_all()
                 self.task_done()
+
+
+@contextlib.contextmanager
+def logging_failures(text: str, *values: object) -> Iterator[None]:
+    """Log what a callback raises in this context. Others wait for the thread that calls it, so it must not end.
+
+    Raises an interrupt or an exit of the main thread, which ends the program.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        _log.exception(text, *values)
 
 
 def each_done(

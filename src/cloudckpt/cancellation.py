@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
+from cloudckpt._this_process import OfThisProcess
 from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SavePhase, SaveProgress
 
 
-class Cancellation:
+class Cancellation(OfThisProcess):
     """Decides once, under one lock, if one save on one rank is cancelled or committed. Safe to use from any thread."""
 
     def __init__(self, uri: str = "", *, rank: int = 0) -> None:

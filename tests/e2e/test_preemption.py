@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,6 +92,70 @@ def test_the_signal_is_noted_and_passed_on(handler: list[int]) -> None:
         assert preemption.remaining_s <= first_s  # a second signal gives no more time
         assert preemption.agreed()
     assert signal.getsignal(signal.SIGTERM) is installed
+
+
+FORKING = """
+import multiprocessing, os, signal, subprocess, sys, threading
+import torch
+import cloudckpt
+
+told = []
+held = threading.Event()
+
+def wait(ready):
+    ready.send(None)
+    while not told:
+        signal.pause()
+    os._exit(7)  # the handler that was there before has returned
+
+def wait_in_pool(_):
+    signal.pause()
+
+before = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "handler": lambda *seen: told.append(seen)}[sys.argv[1]]
+signal.signal(signal.SIGTERM, before)
+context = multiprocessing.get_context("fork")
+with cloudckpt.on_sigterm() as outer, cloudckpt.on_sigterm() as preemption:
+    ours, theirs = context.Pipe()
+    child = context.Process(target=wait, args=(theirs,))
+    child.start()
+    ours.recv()
+    child.terminate()
+    if sys.argv[1] == "ignored":
+        child.join(0.2)
+        assert child.exitcode is None
+        child.kill()
+    child.join()
+    assert child.exitcode == {"default": -15, "ignored": -9, "handler": 7}[sys.argv[1]], child.exitcode
+    if sys.argv[1] == "default":
+        with context.Pool(2) as pool:
+            pool.map_async(wait_in_pool, range(2))
+        loader = torch.utils.data.DataLoader(range(8), num_workers=1, multiprocessing_context="fork")
+        batches = iter(loader)
+        next(batches)
+        (worker,) = batches._workers
+        worker.terminate()
+        worker.join()
+        assert worker.exitcode in (0, -15), worker.exitcode
+        batches._shutdown_workers()
+        command = subprocess.Popen(["sleep", "60"])
+        command.terminate()
+        assert command.wait() == -15
+    assert not preemption.requested and not outer.requested
+    assert not told
+    if sys.argv[1] != "default":  # the process itself still notes the signal
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested and outer.requested
+        assert len(told) == (sys.argv[1] == "handler")
+assert signal.getsignal(signal.SIGTERM) == before
+"""
+
+
+@pytest.mark.parametrize("before", ["default", "ignored", "handler"])
+def test_in_a_forked_child_the_signal_does_what_it_did_before(before: str) -> None:
+    """If this fails, `Process.terminate` and the end of a `Pool` no longer end helpers, which outlive the job."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, before]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+    assert found.returncode == 0, found.stderr
 
 
 # --- what is in flight

@@ -311,3 +311,25 @@ def test_a_loser_that_lands_late_fails_no_upload(hedger: Hedger, was_hedged: obj
     store.upload_part("k", "u", part, [], crc32c=8)  # somebody else's bytes
     with pytest.raises(StoreError, match="InvalidPart"):
         hedger.complete_multipart(store, "k", "u", [uploaded])
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), ValueError()])
+def test_a_second_request_that_raises_is_as_if_there_were_none(
+    hedger: Hedger, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """If this fails, an exit in the store's code ends the thread, or the first request waits for a second for ever."""
+    died: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    def raise_error() -> str:
+        raise error
+
+    with lines(1) as (line,):
+        first = InThread(lambda: make(hedger, "slow", line.ask, raise_error))
+        assert line.waits.wait(_TIMEOUT_S)
+        clock.now_s += 3 + LATE_S
+        hedger.watch()
+        assert hedger.num_hedges == 1
+        line.answer("first")
+        assert first.result() == "first"
+    assert not died

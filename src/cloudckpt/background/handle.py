@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol, TypeVar
 
-from cloudckpt._this_process import refuse_in_fork
+from cloudckpt._this_process import OfThisProcess, refuse_in_fork
+from cloudckpt._workers import logging_failures
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.protocol import SavedMetadata
 from cloudckpt.errors import SaveCancelledError
@@ -30,7 +32,19 @@ class SnapshotProgress(Protocol):
         """The bytes that are copied so far."""
 
 
-class Outcome(Future[SavedMetadata]):
+class _HandleFuture(OfThisProcess, Future[_T]):
+    """A future whose callbacks cannot end the thread that sets it."""
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        super().add_done_callback(functools.partial(_call_and_log, fn))
+
+
+def _call_and_log(callback: Callable[[Future[_T]], object], future: Future[_T]) -> None:
+    with logging_failures("a callback of a background save's future failed"):
+        callback(future)
+
+
+class Outcome(_HandleFuture[SavedMetadata]):
     """A future that remembers if somebody has got its result or its exception."""
 
     def __init__(self) -> None:
@@ -67,7 +81,7 @@ class Outcome(Future[SavedMetadata]):
         return bool(concurrent.futures.wait([self], timeout).done)
 
 
-class AsyncSave:
+class AsyncSave(OfThisProcess):
     """A save that runs in the background, as one rank sees it. `async_save` returns it.
 
     If nobody gets a failure from `result`, `exception` or `committed`, it is raised by this process's next `save` or
@@ -91,7 +105,7 @@ class AsyncSave:
         staging: SnapshotProgress,
         tell_others: Callable[[], None] | None = None,
     ) -> None:
-        self.staged: Future[None] = Future()
+        self.staged: Future[None] = _HandleFuture()
         """Done when the state dict is copied: from here on the model may change."""
         self.committed: Outcome = Outcome()
         """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.process
 import multiprocessing.util
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -258,13 +259,53 @@ def _end(timeout: float | None, *, within_s: float | None) -> None:
         raise error
 
 
+EXIT_CODE = 120
+"""Exit code of a program that ends with a failed save nobody has asked about: Python's own for errors at its end."""
+
+
+class _FailingAtTheEnd:
+    """Stands for a standard stream while the interpreter ends, and makes it end with `EXIT_CODE`.
+
+    The interpreter flushes the standard streams after all exit handlers, and has that exit code if this fails
+    (documentation of ``sys.exit``). ``os._exit`` would skip the other handlers, and lose what open files buffer.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys._getframe().f_back is None:  # noqa: SLF001  # the interpreter itself calls; a program calls from a frame
+            raise OSError("a background save failed")
+
+
+def _end_process_of_multiprocessing() -> None:
+    """Make a process of multiprocessing end with `EXIT_CODE`: it has an exit of its own."""
+    if sys.exc_info()[1] is None:  # or it fails already
+        raise SystemExit(EXIT_CODE)
+
+
 def _at_exit() -> None:
     if is_forked():
         return
+    handle = _slot.handle
     try:
         _end(None, within_s=None)
     except BaseException as error:  # there is no caller left who could get it
         sys.excepthook(type(error), error, error.__traceback__)
+        if handle is None or sys.stderr is None or not isinstance(error, CheckpointException):
+            return
+        sys.stderr.write(
+            f"cloudckpt: the last background save, to {handle.uri}, failed, and the program did not ask for its "
+            f"outcome: exit code {EXIT_CODE}. Call cloudckpt.close() or handle.result() at the end to handle it\n"
+        )
+        if multiprocessing.process.parent_process() is None:
+            sys.stderr = _FailingAtTheEnd(sys.stderr)
+        else:  # after all other finalizers
+            multiprocessing.util.Finalize(None, _end_process_of_multiprocessing, exitpriority=-1_000_000)
 
 
 atexit.register(_at_exit)

@@ -32,7 +32,7 @@ from cloudckpt.dcp.protocol import SavedMetadata, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.collectives import CollectiveCall, unguarded_ranks
-from cloudckpt.errors import RankLostError, UnsupportedValueError, portable
+from cloudckpt.errors import RankLostError, portable
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.tensors.answers import refuse_attributes
 from cloudckpt.tensors.copying import Staging
@@ -129,17 +129,18 @@ class ExternalStaging:
         return staging
 
     def _take(self, future: Future[dict[str, Any]]) -> None:
-        error = future.exception()
-        if error is not None:
+        try:
+            state_dict = future.result()
+        except BaseException as error:  # the stager's, which may have cancelled its future
             self.completed.set_exception(error)
-            return
-        self._end(future.result())
+        else:
+            self._end(state_dict)
 
     def _end(self, state_dict: dict[str, Any]) -> None:
         try:
             if self._is_sent:
                 refuse_attributes(state_dict)
-        except UnsupportedValueError as error:
+        except BaseException as error:  # whoever waits for the copy raises it
             self.completed.set_exception(error)
             return
         self.state_dict = state_dict
@@ -267,12 +268,14 @@ class BackgroundSave:
             outcome = error
             if isinstance(error, CheckpointException):
                 error.__traceback__ = None  # it says itself where it comes from, and would keep this frame
-        if isinstance(outcome, BaseException):
-            self.writer.lifecycle.end(outcome)
-        concurrent.futures.wait([staging.completed])  # the memory is written to until then
-        staging.state_dict = {}  # or its tensors would live until the next save
-        self.staging = self.planner = self.process = self.handle = None
-        handle.end(outcome)
+        try:
+            if isinstance(outcome, BaseException):
+                self.writer.lifecycle.end(outcome)
+        finally:  # whoever waits for the handle waits for this thread
+            concurrent.futures.wait([staging.completed])  # the memory is written to until then
+            staging.state_dict = {}  # or its tensors would live until the next save
+            self.staging = self.planner = self.process = self.handle = None
+            handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
             forget(handle)
         del outcome  # whose traceback holds this frame

@@ -326,7 +326,7 @@ class Hedger:
                 request.second_result = request.second()
         except ThrottledError:
             self._slow_down(begun_s)
-        except Exception:  # noqa: BLE001, S110  # the first request goes on as if there were no second one
+        except BaseException:  # noqa: BLE001, S110  # the first request goes on as if there were no second one
             pass
         else:
             request.scope.cancel()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from typing_extensions import Self
 
-from cloudckpt._this_process import refuse_in_fork
+from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt.api import async_save, entries_of, load, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
@@ -89,7 +89,7 @@ class _LastSave:
         return self.result.committed.failure()
 
 
-class CheckpointManager:
+class CheckpointManager(OfThisProcess):
     """Manages the checkpoints of one run, each at ``<root>/step-<n>``.
 
     Every rank makes one with the same arguments and uses it from one thread. As a context manager, it ends with

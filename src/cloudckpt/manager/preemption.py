@@ -6,6 +6,7 @@ import contextlib
 import datetime as dt
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from cloudckpt._this_process import OfThisProcess
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import latest
 from cloudckpt.background.runner import GlooGroupCache
@@ -54,7 +56,7 @@ class PreemptionReport:
     """Seconds from the return to the deadline."""
 
 
-class Preemption:
+class Preemption(OfThisProcess):
     """Request to stop this job. `on_sigterm` makes it. For the main thread.
 
     Example::
@@ -217,7 +219,8 @@ def on_sigterm(*, deadline_s: float = 25.0, timeout_s: float = 1800.0) -> Iterat
     """Turn SIGTERM into a request to stop, which the training loop answers through `Preemption`.
 
     The handler notes the time and calls the handler that was installed before, which is restored at the end of the
-    context. Further signals change nothing. The training loop ends the process.
+    context. Further signals change nothing. The training loop ends the process. In a process that is forked within the
+    context, the signal does what it did before.
 
     Args:
         deadline_s: Time from the signal for which the job may still run. It must be shorter than the scheduler's time
@@ -247,20 +250,26 @@ def on_sigterm(*, deadline_s: float = 25.0, timeout_s: float = 1800.0) -> Iterat
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("on_sigterm must be entered in the main thread, because Python handles signals only there")
     preemption = Preemption(deadline_s=deadline_s, timeout_s=timeout_s)
-    before = signal.getsignal(signal.SIGTERM)
+    process = os.getpid()
+    # None stands for a handler that was not installed by Python, and that Python cannot restore.
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
     def handle_signal(number: int, frame: FrameType | None) -> None:
-        preemption.note()
+        if os.getpid() == process:
+            preemption.note()
+        else:  # a forked child has no training loop that could answer
+            signal.signal(signal.SIGTERM, before)
         if callable(before):
             before(number, frame)
+        elif os.getpid() != process:
+            os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, handle_signal)
     try:
         yield preemption
     finally:
         if signal.getsignal(signal.SIGTERM) is handle_signal:
-            # None stands for a handler that was not installed by Python, and that Python cannot restore.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _make_gloo_group(process_group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:

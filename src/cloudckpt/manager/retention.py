@@ -124,16 +124,24 @@ class Retention:
         return True
 
     def _run_while_wanted(self) -> None:
-        while True:
+        try:
+            while self._is_wanted_still():
+                report = self._run()
+                with self._changed:
+                    self._report = report
+        finally:
             with self._changed:
-                if not self._is_wanted:
-                    self._thread = None  # under the same lock as the check: a later `start` begins a new thread
+                if self._thread is threading.current_thread():  # it ends by an error: nobody waits for it
+                    self._thread = None
                     self._changed.notify_all()
-                    return
-                self._is_wanted = False
-            report = self._run()
-            with self._changed:
-                self._report = report
+
+    def _is_wanted_still(self) -> bool:
+        with self._changed:
+            is_wanted, self._is_wanted = self._is_wanted, False
+            if not is_wanted:
+                self._thread = None  # under the same lock as the check: a later `start` begins a new thread
+                self._changed.notify_all()
+            return is_wanted
 
     def _run(self) -> RetentionReport:
         failed: list[KeptObject] = []
@@ -154,7 +162,7 @@ class Retention:
             with self._changed:
                 self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
             self._remove_fences()
-        except Exception as error:  # noqa: BLE001  # nobody waits for this thread, so the report carries the error
+        except BaseException as error:  # noqa: BLE001  # nobody can get it from this thread, so the report has it
             failed.append(KeptObject(uri=self._steps.root.uri, reason=str(error) or repr(error)))
         for one in failed:
             words = f"did not remove the superseded checkpoint {one.uri}: {one.reason}"

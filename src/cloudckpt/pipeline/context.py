@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from cloudckpt import _this_process, telemetry
-from cloudckpt._workers import num_cores_of_rank, ranks_of_host
+from cloudckpt._workers import logging_failures, num_cores_of_rank, ranks_of_host
 from cloudckpt.errors import InterruptedReadError, SaveCancelledError
 from cloudckpt.events import LEVELS, Event, EventName
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
@@ -171,10 +171,8 @@ class Context:
 
     def announce(self, name: EventName) -> None:
         """Emit an event, and log what the user's function raises: no caller waits for this thread."""
-        try:
+        with logging_failures("Options.on_event failed at %s", name):
             self.emit(name)
-        except Exception:  # noqa: BLE001  # the user's function decides nothing
-            _log.exception("Options.on_event failed at %s", name)
 
 
 class Lifecycle:
@@ -263,10 +261,8 @@ def tell(event: Event, options: Options, *, words: str) -> None:
         _log.log(level, "%s", words, extra=extra)
     telemetry.tell(event)
     if options.on_event is not None:
-        try:
+        with logging_failures("Options.on_event failed at %s", event.name):
             options.on_event(event)
-        except Exception:  # noqa: BLE001  # the user's function decides nothing
-            _log.exception("Options.on_event failed at %s", event.name)
 
 
 def _cause_of(error: BaseException) -> BaseException:

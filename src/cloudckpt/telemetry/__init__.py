@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cloudckpt._workers import logging_failures
 from cloudckpt.errors import MissingDependencyError, install_advice
 from cloudckpt.events import Event
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["instrument", "subscribe", "uninstrument"]
 
-_log = logging.getLogger("cloudckpt")
 
 FIELDS = ("event", "uri", "rank", "operation", "attempt", "key", "num_bytes", "seconds", "error")
 """The fields that a log record can have besides its text."""
@@ -128,12 +127,8 @@ def _leave(name: str, context: AbstractContextManager[None], *failure: Any) -> N
         context.__exit__(*failure)
 
 
-@contextlib.contextmanager
-def _logging_failures(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception:  # noqa: BLE001  # a subscriber must not fail a save
-        _log.exception("a subscriber of cloudckpt's events failed at %s; the operation goes on", name)
+def _logging_failures(name: str) -> AbstractContextManager[None]:
+    return logging_failures("a subscriber of cloudckpt's events failed at %s; the operation goes on", name)
 
 
 def fields(**known: object) -> dict[str, object]:

@@ -210,12 +210,14 @@ class Staging:
     def _finish(self) -> None:
         """Wake everybody: no memory is read or written any more."""
         self._plan, self._tensors = None, ()  # or the state dict would stay in memory as long as this object
-        if self._error is None:
-            self.completed.set_result(None)
-        else:
-            self.completed.set_exception(self._error)
-        with self._changed:
-            self._changed.notify_all()
+        try:
+            if self._error is None:
+                self.completed.set_result(None)
+            else:
+                self.completed.set_exception(self._error)
+        finally:  # a callback of the future may raise an exit
+            with self._changed:
+                self._changed.notify_all()
 
 
 def num_copy_threads() -> int:

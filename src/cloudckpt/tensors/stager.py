@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from cloudckpt._this_process import rare_collections
+from cloudckpt._this_process import OfThisProcess, rare_collections
 from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor, StateDictStager, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS
@@ -82,7 +82,7 @@ class CopyPlanCache:
         return [layout_of(tensors[number]) for number in self._copied_as_memory]
 
 
-class PinnedStager(AsyncStager):
+class PinnedStager(OfThisProcess, AsyncStager):
     """Copies state dicts to host memory that is allocated once and used again.
 
     It is a `torch.distributed.checkpoint.staging.AsyncStager`, for `cloudckpt.async_save` and torch's own. The memory

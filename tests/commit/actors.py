@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
+from collections.abc import Iterable
 
 from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
@@ -13,6 +15,7 @@ from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint,
 from cloudckpt.commit.manifest_log import manifest_key, manifest_number, read_log, resolve
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
+    AccessDeniedError,
     CheckpointChangedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -23,6 +26,7 @@ from cloudckpt.errors import (
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Manifest, StoredObject
 from cloudckpt.io.retry import Retrier
+from cloudckpt.stores.base import ForwardingStore
 
 
 def manifest_for(attempt: str) -> Manifest:
@@ -131,12 +135,31 @@ def _has_changed(store: Replayed, retrier: Retrier, attempt: str) -> bool:
         return True
 
 
-def deleter() -> Actor:
-    """`cloudckpt.delete`."""
+class _Refusing(ForwardingStore):
+    """Refuses to remove keys that have a text in them."""
+
+    def __init__(self, inner: Replayed, refused: str) -> None:
+        super().__init__(inner)
+        self._refused = refused
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if self._refused in key:
+                raise AccessDeniedError("no", key=key, operation="delete")
+            self.inner.delete([key])
+
+
+def deleter(*, refused: str = "") -> Actor:
+    """`cloudckpt.delete`, whose credentials may not remove keys that have the text `refused` in them."""
 
     def act(store: Replayed, retrier: Retrier) -> str:
+        place = _place(store, retrier)
+        if refused:
+            place = dataclasses.replace(place, root=_Refusing(store, refused))
         try:
-            was_there = delete_checkpoint(_place(store, retrier), retrier, conditional=True)
+            was_there = delete_checkpoint(place, retrier, conditional=True)
+        except AccessDeniedError as error:
+            return "refused, put back" if "as before" in str(error) else "refused, hidden"
         except CheckpointChangedError:
             return "changed"
         except CommitUnknownError:
@@ -153,7 +176,7 @@ def collector() -> Actor:
 
     def act(store: Replayed, retrier: Retrier) -> str:
         try:
-            _, left = collect(_place(store, retrier), retrier, before=LATER, conditional=True)
+            left = collect(_place(store, retrier), retrier, before=LATER, conditional=True).left
         except (CheckpointChangedError, CommitUnknownError, StoreError):
             return "gave up"
         return "left something" if left else "collected"

@@ -93,7 +93,8 @@ class Replayed(MemoryStore):
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:  # each deletion is a step of its own, as on a store without batches
-            self._ask(Call("delete", key))
+            if ".cloudckpt-probe-" not in key:  # it asks for the permission, and changes nothing
+                self._ask(Call("delete", key))
 
 
 class _Ids:

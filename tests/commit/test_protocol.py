@@ -160,7 +160,8 @@ def test_a_death_at_any_moment_leaves_a_whole_checkpoint(overwrite: bool) -> Non
         [reader()],
         [saver("B", writes=True), reader()],
         [saver("B", overwrite=True, writes=True), reader()],
-        [deleter(), saver("B", writes=True)],
+        [deleter(), reader()],
+        pytest.param([deleter(), saver("B", writes=True)], marks=takes_minutes),
         [saver("B", writes=True), saver("C", overwrite=True, writes=True)],
         [zombie("B", number=1), zombie("C", number=0)],
         [zombie("B", number=1), saver("D", writes=True)],
@@ -169,6 +170,7 @@ def test_a_death_at_any_moment_leaves_a_whole_checkpoint(overwrite: bool) -> Non
         "reader",
         "writer and reader",
         "overwriter and reader",
+        "deleter and reader",
         "deleter and writer",
         "writer and overwriter",
         "two zombies",
@@ -186,6 +188,37 @@ def test_deletion_leaves_whole_checkpoints_or_none(others: list[Actor]) -> None:
     assert told <= {"deleted", "nothing there", "changed"}
     assert "deleted" in told
     assert "changed" not in told or any(" committed" in text for outcomes in result.outcomes for text in outcomes)
+
+
+@pytest.mark.parametrize("refused", ["manifest", "data/"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        [reader()],
+        [deleter()],
+        [collector()],
+        [saver("B", writes=True)],
+        [saver("B", overwrite=True, writes=True)],
+        [zombie("B", number=1)],
+        pytest.param([deleter(), reader()], marks=takes_minutes),
+        pytest.param([collector(), reader()], marks=takes_minutes),
+    ],
+    ids=lambda actors: " and ".join(actor.__qualname__.partition(".")[0] for actor in actors),
+)
+@pytest.mark.slow
+def test_a_refused_deletion_leaves_the_checkpoint_or_hides_it(others: list[Actor], refused: str) -> None:
+    """If this fails, a deletion that the store refuses puts back a checkpoint that others have begun to remove (G1), or
+    hides one that nobody wants to remove.
+    """
+    attempts = "B" if "zombie" in others[0].__qualname__ else ""
+    world = tuple(sorted((*committed(0, "A"), *written_by(*attempts))))
+    result = Check([deleter(refused=refused), *others], check_whole, world=world).run()
+    told = {outcomes[0] for outcomes in result.outcomes}
+    assert "refused, put back" in told
+    if others[0].__qualname__.startswith(("reader", "saver")):
+        assert told <= {"refused, put back", "changed"} | (
+            {"refused, hidden"} if "saver" in others[0].__qualname__ else set()
+        )
 
 
 def test_a_save_that_was_overtaken_keeps_its_data() -> None:

@@ -592,7 +592,7 @@ def test_the_manifest_goes_first_and_only_after_the_commit(memory: Memory) -> No
     save_all(manager, 1)
     seen: list[str] = []
     memory.at("step-1").once_before("put", "manifest.1", lambda: seen.extend(memory.all_keys("step-2")))
-    memory.at("step-1").once_before("delete", "data/", lambda: seen.append("data"))
+    memory.at("step-1").once_before("delete", ".safetensors", lambda: seen.append("data"))
     memory.at("step-1").once_before("delete", "manifest.json", lambda: seen.append("manifest"))
     save_all(manager, 2)
     assert "manifest.json" in seen

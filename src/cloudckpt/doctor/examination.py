@@ -43,7 +43,8 @@ _LOST_WITHOUT = {
     "get": "Without it nothing can be loaded, and a save cannot verify its commit.",
     "range reads": "Loads read ranges.",
     "head": "Overwrites and copies ask for sizes.",
-    "delete": "Failed saves leave what they wrote, overwrites what they replaced, and gc has no effect.",
+    "delete": "Failed saves leave what they wrote, overwrites what they replaced, old steps stay whatever keep_last "
+    "says, and gc has no effect.",
     "listings": "Checkpoints are found by listings.",
     "create-if-absent": "A save refuses to begin without it.",
     "checksums": "It is not known if damaged bytes are refused.",
@@ -52,7 +53,7 @@ _LOST_WITHOUT = {
     "unfinished uploads": "gc cannot find what killed saves leave, and a save that resumes sends everything again.",
 }
 """The consequence of each check's failure."""
-_OPTIONAL = ("checksums", "unfinished uploads", "head")
+_OPTIONAL = ("checksums", "unfinished uploads", "head", "delete", "abort")
 _NEED_GET = ("range reads", "head")
 
 

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, judge, walk, walk_checkpoint
+from cloudckpt.commit.collect import (
+    WalkedLocation,
+    collect,
+    delete_checkpoint,
+    judge,
+    walk,
+    walk_checkpoint,
+)
 from cloudckpt.commit.garbage import Inventory, RemovalPlan
 from cloudckpt.commit.manifest_log import manifest_key
 from cloudckpt.commit.publish import check_conditional_create
@@ -199,12 +206,15 @@ class _Collection:
     def _collect(self, prefix: str, inventory: Inventory) -> None:
         uri = _uri_of(self._location, prefix)
         left: dict[str, StoreError] = {}
+        num_untried = 0
         try:
             walked = _walked_location(self._location, self._store, inventory, prefix, self._options)
             if self._dry_run:
                 _, plan = judge(walked, self._retrier, before=self._before)
+                young = plan.young
             else:
-                plan, left = collect(walked, self._retrier, before=self._before, conditional=self._is_conditional)
+                done = collect(walked, self._retrier, before=self._before, conditional=self._is_conditional)
+                plan, left, young, num_untried = done.removed, done.left, done.young, done.num_untried
         except (StoreError, CommitUnknownError) as error:
             self._fail(uri, error)
             return
@@ -215,16 +225,19 @@ class _Collection:
             return
         for key, failure in left.items():
             self._fail(self._store.url(key), failure)
-        if plan.young:
-            uploads = sum(item.kind == "upload" for item in plan.young)
-            what = f"{_size(sum(item.size_bytes for item in plan.young))} and {_count(uploads, 'unfinished upload')}"
+        if num_untried:
+            reason = f"{_count(num_untried, 'more object')} not tried after these failures"
+            self._failed.append(KeptObject(uri=uri, reason=reason))
+        if young:
+            uploads = sum(item.kind == "upload" for item in young)
+            what = f"{_size(sum(item.size_bytes for item in young))} and {_count(uploads, 'unfinished upload')}"
             reason = f"{what} of a save that is not committed, and was alive after {self._before:%Y-%m-%d %H:%M:%S} UTC"
             self._skipped.append(KeptObject(uri=uri, reason=reason))
         if plan.is_empty:
             return
         garbage = describe_garbage(uri, prefix, plan)
         self._found.append(garbage)
-        if not self._dry_run and not left:
+        if not self._dry_run:
             _emit("gc.removed", uri, self._options, num_bytes=garbage.num_bytes, message=", ".join(garbage.reasons))
 
     def _fail(self, uri: str, error: Exception, what: str = "") -> None:

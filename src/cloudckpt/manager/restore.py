@@ -315,6 +315,13 @@ def find_step_uris(steps: Steps, options: Options) -> list[str]:
             "or pass another root to a new run",
             uri=root,
         )
+    if half_deleted := steps.find_half_deleted():
+        raise CheckpointNotFoundError(
+            f"no step is committed under {root}, but the deletion of the steps {_format_steps(half_deleted)} has begun "
+            "and not ended, and hides them. Delete them again (cloudckpt rm), or pass another root to a new run. To "
+            "load one whose data is all there, remove its last manifest.<n>.json, if that has at most 128 bytes",
+            uri=root,
+        )
     if other_mode := steps.find_steps_of_other_mode():
         raise _make_other_mode_error(root, other_mode)
     if others := _find_other_names(root, options):

@@ -29,6 +29,7 @@ _ALIVE = timedelta(days=1)
 """Time after its last write for which a save counts as running, as in `gc`."""
 _MAX_DENIED = 8
 """Denied removals after which a run stops. A few steps may be protected; after this many, the next is denied too."""
+_NOT_TRIED = "not tried, since the removals before it failed"
 _MAX_FENCES = 64
 """Fences of deleted checkpoints that one run removes. The bound keeps a run short."""
 
@@ -42,8 +43,8 @@ class RetentionReport:
     removed: tuple[str, ...]
     """URIs of the removed checkpoints, oldest first."""
     failed: tuple[KeptObject, ...]
-    """Checkpoints that should have been removed, and steps without read access, each with the reason. One of them may
-    be half removed and then cannot be loaded. The next save tries again."""
+    """Checkpoints that should have been removed, and steps without read access, each with the reason, which says if a
+    checkpoint is half removed and can no longer be loaded. The next save tries again."""
 
 
 def lock_root(root: str) -> threading.Lock:
@@ -165,6 +166,8 @@ class Retention:
         except BaseException as error:  # noqa: BLE001  # nobody can get it from this thread, so the report has it
             failed.append(KeptObject(uri=self._steps.root.uri, reason=str(error) or repr(error)))
         for one in failed:
+            if one.reason == _NOT_TRIED:
+                continue
             words = f"did not remove the superseded checkpoint {one.uri}: {one.reason}"
             tell(Event(name="retention.failed", uri=one.uri, rank=0), self._options, words=words)
         tried = {*removed, *(one.uri for one in failed)}
@@ -173,18 +176,20 @@ class Retention:
 
     def _remove_all(self, superseded: list[StepInfo], removed: list[str], failed: list[KeptObject]) -> None:
         num_denied = 0
-        for info in sorted(superseded, key=lambda info: info.uri in self._denied_uris):
+        in_order = sorted(superseded, key=lambda info: info.uri in self._denied_uris)
+        for number, info in enumerate(in_order, start=1):
             try:
                 reason = self._remove(info)
             except StoreError as error:
                 failed.append(KeptObject(uri=info.uri, reason=str(error)))
-                if not isinstance(error, AccessDeniedError):
-                    return  # the next removal would fail in the same way
-                self._denied_uris.add(info.uri)
-                num_denied += 1
-                if num_denied == _MAX_DENIED:
-                    return
-                continue
+                if isinstance(error, AccessDeniedError):
+                    self._denied_uris.add(info.uri)
+                    num_denied += 1
+                    if num_denied < _MAX_DENIED:
+                        continue
+                # The next removal would fail in the same way.
+                failed += [KeptObject(uri=other.uri, reason=_NOT_TRIED) for other in in_order[number:]]
+                return
             if reason is None:
                 removed.append(info.uri)
             else:

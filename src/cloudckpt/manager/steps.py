@@ -125,6 +125,8 @@ class StepFolder:
     """Highest number in its log, or the sum of those of its ranks; -1 for each empty log."""
     fenced_at: datetime | None = None
     """Time of the fence that a deleted checkpoint leaves, if there is nothing else."""
+    is_half_deleted: bool = False
+    """True if a deletion has hidden a checkpoint, and has not removed its manifest."""
     denied: AccessDeniedError | None = None
     """Error that hides the folder's content or its metrics. All other fields but `uri` are unknown then."""
     problem: str = ""
@@ -177,6 +179,10 @@ class Steps:
         folders = self.list_folders(with_metrics=with_metrics)
         _raise_if_denied(folders)
         return sort_newest_first([one.info for one in folders if one.info is not None])
+
+    def find_half_deleted(self) -> list[int]:
+        """Return the steps that a deletion has hidden and not removed, lowest first. Raises as `list_folders` does."""
+        return sorted({parse_step_uri(one.uri) for one in self.list_folders() if one.is_half_deleted})
 
     def find_torch_steps(self) -> list[int]:
         """Return the steps that torch's own writer has saved, lowest first. Raises as `find_committed` does."""
@@ -300,7 +306,8 @@ class Steps:
             return self._build_committed(name, counting[0], top, retrier, summaries)
         fences = [log.entries[-1].modified_at for log in logs if log.entries and log.counting is None]
         fenced_at = max(fences) if len(fences) == len(ranks) else None
-        return StepFolder(uri=self._uri_of_folder(name), top=top, fenced_at=fenced_at)
+        is_half_deleted = any(log.counting is None and not all(one.is_fence for one in log.entries) for log in logs)
+        return StepFolder(uri=self._uri_of_folder(name), top=top, fenced_at=fenced_at, is_half_deleted=is_half_deleted)
 
     def _build_committed(
         self, name: str, entry: Entry, top: int, retrier: Retrier, summaries: SummaryReader | None

@@ -1148,6 +1148,20 @@ MUTANTS = {
         new='"head")',
         tests=("tests/cli/test_doctor.py::test_each_permission_that_is_missing",),
     ),
+    "full-disk-at-the-commit-is-unknown": Mutant(
+        breaks="G10: a full disk at the commit is reported as an unknown outcome, and the data stays.",
+        file="stores/local/errors.py",
+        old="had_no_effect or error.errno in refusals",
+        new="had_no_effect",
+        tests=("tests/stores/test_local.py::test_a_commit_whose_link_fails_is_refused_unknown_or_done",),
+    ),
+    "lost-answer-of-a-link-is-a-refusal": Mutant(
+        breaks="G3: a link whose answer a file server lost counts as refused, and the data of the commit is removed.",
+        file="stores/local/errors.py",
+        old="had_no_effect or error.errno in refusals",
+        new="True",
+        tests=("tests/stores/test_local.py::test_a_commit_whose_link_fails_is_refused_unknown_or_done",),
+    ),
     "remove-what-was-just-committed": Mutant(
         breaks="G1: retention removes the checkpoint that this job committed last, because a clock went back.",
         file="manager/retention_policy.py",

@@ -1,5 +1,5 @@
 """Files as objects: what a file system adds to the contract."""
-# ruff: noqa: PTH101, PTH102, PTH103, PTH115, PTH116, PTH118, PTH120
+# ruff: noqa: PTH101, PTH102, PTH103, PTH115, PTH116, PTH118, PTH119, PTH120
 # (the calls under test are those of os)
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from tests.rights import without_roots_rights
 from tests.stores.wire_contract import DeniedContract
 
 import cloudckpt
+from cloudckpt import Options
 from cloudckpt.errors import (
     AccessDeniedError,
     ChecksumRefusedError,
+    CommitUnknownError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
@@ -362,6 +365,8 @@ class TestBadPlaces:
             ("mkdir", errno.EACCES, AccessDeniedError, "Grant this user access"),
             ("open", errno.EMFILE, TransientStoreError, "ulimit -n"),
             ("replace", errno.ESTALE, TransientStoreError, "server failed"),
+            ("replace", errno.EIO, StoreError, "The device failed"),
+            ("replace", errno.EDQUOT, StoreError, "quota is used up"),
             ("pwritev", errno.ETIMEDOUT, StoreTimeoutError, "in time"),
         ],
     )
@@ -377,9 +382,47 @@ class TestBadPlaces:
         assert caught.value.key == f"{tmp_path}/root/new/a"
         assert caught.value.operation == "put"
         assert os.strerror(number) in str(caught.value)
-        assert caught.value.had_no_effect is (function != "replace")
+        # A rename is done or lost with its answer; or it is refused.
+        assert caught.value.had_no_effect is (function != "replace" or number == errno.EDQUOT)
         assert keys(store) == ["old"]
         assert list(store.list_uploads()) == []
+
+
+NOTHING_DONE = "ENOSPC EDQUOT EROFS EACCES EPERM EMLINK ENAMETOOLONG EOPNOTSUPP ENOSYS"
+MAYBE_DONE = "EIO ESTALE ETIMEDOUT EREMOTEIO ECONNRESET EHOSTDOWN EINTR EBUSY ENOLCK EAGAIN"
+
+
+@pytest.mark.parametrize("arrives", [False, True], ids=["not done", "done"])
+@pytest.mark.parametrize("name", f"{NOTHING_DONE} {MAYBE_DONE}".split())
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_a_commit_whose_link_fails_is_refused_unknown_or_done(tmp_path, monkeypatch, name, *, arrives):
+    """A full disk at the commit would leave its outcome unknown, and the data; or data would be removed under a commit
+    whose answer was lost.
+    """
+    real, is_refusal = os.link, name in NOTHING_DONE.split()
+    if is_refusal and arrives:
+        return  # link(2) does not do that
+
+    def link(source, target, **keywords):
+        if not os.path.basename(target).startswith("manifest"):
+            return real(source, target, **keywords)
+        if arrives:
+            real(source, target, **keywords)
+        raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)), target)
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+    uri, options = tmp_path / "step-1", Options(retries=1)
+    state = {"w": torch.ones(100)}
+    if arrives:
+        cloudckpt.save(state, uri, no_dist=True, options=options)
+        cloudckpt.load(state, uri, no_dist=True)
+        return
+    with pytest.raises(StoreError if is_refusal else CommitUnknownError):
+        cloudckpt.save(state, uri, no_dist=True, options=options)
+    monkeypatch.undo()
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(left) == (0 if is_refusal else 1)
 
 
 def test_a_directory_that_cannot_be_synced_is_accepted(store, monkeypatch):

@@ -20,7 +20,7 @@ from cloudckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
@@ -60,6 +60,17 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
 }
 """Any other number is a plain `StoreError`: another try does not help."""
 
+REFUSALS = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMLINK, errno.ENAMETOOLONG),
+        *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS),
+    }
+)
+"""The errors with which ``link`` and ``rename`` say that they did nothing (link(2), rename(2)).
+
+Any other may come after the deed: a server may have done what its answer was lost of.
+"""
+
 
 def translate(error: OSError, *, key: str, operation: str) -> StoreError:
     """Return `error` as a `StoreError`. `key` is the full path of the object."""
@@ -75,13 +86,18 @@ def translate(error: OSError, *, key: str, operation: str) -> StoreError:
 
 
 @contextlib.contextmanager
-def translated(key: str, operation: str, *, had_no_effect: bool = False) -> Iterator[None]:
-    """Translate an `OSError` of the block. `had_no_effect` if others can see nothing of what was done."""
+def translated(
+    key: str, operation: str, *, had_no_effect: bool = False, refusals: Collection[int] = ()
+) -> Iterator[None]:
+    """Translate an `OSError` of the block.
+
+    `had_no_effect` if others can see nothing of what was done; with one of the numbers in `refusals`, they cannot.
+    """
     try:
         yield
     except CloudckptError:  # StoreTimeoutError is an OSError too
         raise
     except OSError as error:
         failure = translate(error, key=key, operation=operation)
-        failure.had_no_effect = had_no_effect
+        failure.had_no_effect = had_no_effect or error.errno in refusals
         raise failure from error

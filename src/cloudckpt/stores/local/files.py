@@ -105,12 +105,16 @@ def flush(temp: str) -> None:
         os.fsync(file)
 
 
-def publish(temp: str, path: str, *, root: str, if_absent: bool) -> None:
-    """Make the file `temp`, finished and flushed, appear at `path` at once, and durably. `temp` is gone afterwards."""
+def publish(temp: str, path: str, *, if_absent: bool) -> None:
+    """Make the file `temp`, finished and flushed, appear at `path` at once. `settle` makes it durable."""
     if if_absent:
         _link(temp, path)
     else:
         os.replace(temp, path)
+
+
+def settle(temp: str, path: str, *, root: str) -> None:
+    """Make the file durable that `publish` made appear at `path`. `temp` is gone afterwards."""
     with contextlib.suppress(OSError):  # the object exists; the rest of the temporary one is only garbage
         discard(temp)
     # From the object upwards: a directory's entry is what makes everything below it reachable after a crash.

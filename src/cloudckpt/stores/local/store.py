@@ -27,7 +27,7 @@ from cloudckpt.stores.base import (
     num_bytes,
 )
 from cloudckpt.stores.local import files
-from cloudckpt.stores.local.errors import translated
+from cloudckpt.stores.local.errors import REFUSALS, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -79,7 +79,9 @@ class LocalStore(Store):
                 with translated(path, "put", had_no_effect=True):
                     self._write("put", key, temp, 0, views, crc32c=crc32c)
                     files.flush(temp)
-                files.publish(temp, path, root=self._root, if_absent=if_absent)
+                with translated(path, "put", refusals=REFUSALS):
+                    files.publish(temp, path, if_absent=if_absent)
+                files.settle(temp, path, root=self._root)
             except BaseException:
                 self._discard(temp, path)
                 raise
@@ -107,7 +109,8 @@ class LocalStore(Store):
                 written = f"the upload's parts have {expected_bytes} bytes, but {size_bytes} were written"
                 raise self.error(StoreError, "complete_multipart", key, f"{written}. Nothing was completed.")
             files.flush(temp)
-            files.publish(temp, path, root=self._root, if_absent=False)
+            files.publish(temp, path, if_absent=False)
+            files.settle(temp, path, root=self._root)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         path, temp = self._upload_paths("abort_multipart", key, upload_id)

@@ -1421,5 +1421,47 @@ MUTANTS = {
         new="        if True:\n",
         tests=("tests/distributed/test_rendezvous.py::test_a_load_of_some_ranks_says_that_all_must_make_the_call",),
     ),
+    "a-reader-keeps-the-reader-of-torchs": Mutant(
+        breaks="G4: a reader that has read a checkpoint of torch's reads the next one as one of torch's.",
+        file="dcp/reader.py",
+        old="        self._metadata = self._context = self._manifest = self._torch_reader = None\n",
+        new="        self._metadata = self._context = self._manifest = None\n",
+        tests=("tests/e2e/test_reuse.py::test_a_reader_reads_checkpoints_of_both_kinds_in_turn",),
+    ),
+    "a-reader-keeps-the-manifest": Mutant(
+        breaks="G4: a reader that has read a checkpoint takes its manifest for that of one of torch's.",
+        file="dcp/reader.py",
+        old="        self._metadata = self._context = self._manifest = self._torch_reader = None\n",
+        new="        self._metadata = self._context = self._torch_reader = None\n",
+        tests=("tests/e2e/test_reuse.py::test_a_reader_reads_checkpoints_of_both_kinds_in_turn",),
+    ),
+    "the-first-timeout-of-collectives-is-kept": Mutant(
+        breaks="G7: the timeout of the first save or load of a process group holds for all later ones.",
+        file="distributed/collectives.py",
+        old="        self.gloo._set_default_timeout(timeout)  # noqa: SLF001  # torch's own way to change it\n",
+        new="",
+        tests=("tests/e2e/test_reuse.py::test_each_call_has_its_own_timeout",),
+    ),
+    "damaged-candidates-are-tried-again": Mutant(
+        breaks="G10: each candidate that is gone makes a restore read the damaged ones once more.",
+        file="manager/restore.py",
+        old='waiting = [other for other in ranks.broadcast("find", find) if other not in tried]',
+        new='waiting = list(ranks.broadcast("find", find))',
+        tests=("tests/e2e/test_reuse.py::test_a_candidate_that_was_damaged_is_not_tried_again",),
+    ),
+    "metrics-of-a-number": Mutant(
+        breaks="G9: a step that was deleted and saved again has the metrics of the one that was deleted.",
+        file="manager/steps.py",
+        old="                key = uri, entry.number, moment\n",
+        new="                key = uri, entry.number, moment.min\n",
+        tests=("tests/e2e/test_reuse.py::test_a_step_that_was_deleted_and_saved_again_is_looked_at_anew",),
+    ),
+    "time-of-a-number": Mutant(
+        breaks="G9: a step that was deleted and saved again has the time of the one that was deleted.",
+        file="commit/commit_time.py",
+        old="        place = (url, entry.modified_at, entry.size_bytes)\n",
+        new="        place = (url, entry.modified_at.min, 0)\n",
+        tests=("tests/e2e/test_reuse.py::test_a_step_that_was_deleted_and_saved_again_is_looked_at_anew",),
+    ),
 }
 """Each defect by its name."""

@@ -501,6 +501,13 @@ MUTANTS = {
         new=":",
         tests=("tests/io/test_hedging.py::test_fewer_requests_are_made_if_the_process_may_open_no_more_files",),
     ),
+    "take-the-region-of-another-thread": Mutant(
+        breaks="G3: a bucket in another region fails all requests but the first that was redirected.",
+        file="stores/s3/client.py",
+        old="self._follow(error, client, last_region=region)",
+        new="self._follow(error, client, last_region=client.region_of(self.bucket))",
+        tests=("tests/stores/s3/test_failures.py::test_many_requests_that_are_redirected_together_all_arrive",),
+    ),
     "lose-a-threads-exception": Mutant(
         breaks="G3: what fails in a worker thread is taken for done.",
         file="_workers.py",

@@ -90,7 +90,7 @@ class SDKClient(abc.ABC):
     successor: Any = None
     """The client with other credentials that took its place, if there is one."""
     credentials_source: str
-    """Where the credentials come from, for an error."""
+    """The source of the credentials, for an error."""
 
     @abc.abstractmethod
     def identity(self) -> tuple[object, ...] | None:

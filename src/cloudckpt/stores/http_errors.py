@@ -131,7 +131,7 @@ class FailedRequest:
     """The right that a policy must grant for it."""
     secrets: tuple[str, ...]
     credentials: str = "their source"
-    """Where the credentials come from."""
+    """The source of the credentials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

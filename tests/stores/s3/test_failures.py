@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import resource
 import socket
 import threading
@@ -18,8 +19,10 @@ from tests.stores.scripted import CALLS, refuse
 from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
+from cloudckpt.cli._errors import exit_code_of
 from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.errors import WrongRegionError
 
 MIB = 1 << 20
 
@@ -101,13 +104,91 @@ def test_a_bucket_in_another_region_gets_the_whole_body(scripted: Any) -> None:
     assert "/us-west-2/s3/" in second.headers["authorization"]
 
 
-def test_a_bucket_in_an_unknown_region_names_the_option(scripted: Any) -> None:
+@pytest.mark.parametrize("status", [301, 307])
+def test_a_bucket_in_an_unknown_region_names_the_option(scripted: Any, status: int) -> None:
     """boto3 asks such an endpoint (a proxy that wants https, say) until the stack is full."""
-    for moved in (scripted.error(301, "PermanentRedirect"), scripted.reply(301, "<html>Moved</html>")):
+    for moved in (scripted.error(status, "PermanentRedirect"), scripted.reply(status, "<html>Moved</html>")):
         server = scripted.serve(moved)
-        error = refuse(lambda server=server: CALLS["put"](server.store()), errors.StoreError)
+        error = refuse(lambda server=server: CALLS["put"](server.store()), WrongRegionError)
         assert "Set the storage option region" in str(error)
         assert len(server.requests) <= 3
+        assert exit_code_of(error) == 2
+        assert isinstance(pickle.loads(pickle.dumps(error)), errors.InvalidOptionError)  # our own
+
+
+LOCATION = '<LocationConstraint xmlns="http://s3.amazonaws.com/doc/2006-03-01/">us-west-2</LocationConstraint>'
+ELSEWHERE = "<Error><Code>{code}</Code><Message>m</Message>{more}</Error>"
+
+
+@pytest.mark.parametrize("operation", ["put", "head", "list", "read"])
+@pytest.mark.parametrize(
+    ("status", "where"),
+    [
+        (301, "<Region>us-west-2</Region>"),
+        (301, "<Endpoint>bucket.s3.us-west-2.amazonaws.com</Endpoint>"),
+        (307, "<Endpoint>bucket.s3-us-west-2.amazonaws.com</Endpoint>"),
+        (301, "by HeadBucket"),
+        (307, "by GetBucketLocation"),
+        (400, "by GetBucketLocation"),
+    ],
+)
+def test_a_bucket_in_another_region_is_found(scripted: Any, operation: str, status: int, where: str) -> None:
+    """If this fails, a job ends because its bucket is elsewhere, although the store says where when it is asked."""
+    code = {301: "PermanentRedirect", 307: "TemporaryRedirect", 400: "AuthorizationHeaderMalformed"}[status]
+    more = "" if where.startswith("by ") else where
+    s3, moved = scripted.any_s3(), scripted.reply(status, ELSEWHERE.format(code=code, more=more))
+    headed = scripted.reply(status, "", {"x-amz-bucket-region": "us-west-2"} if where == "by HeadBucket" else {})
+
+    def answer(connection: socket.socket, request: Any) -> None:
+        if "/us-west-2/s3/" in request.headers["authorization"]:
+            s3(connection, request)
+        elif "location" in request.query:
+            refused = scripted.error(403, "AccessDenied")
+            (scripted.reply(200, LOCATION) if where == "by GetBucketLocation" else refused)(connection, request)
+        else:
+            (headed if request.path == "/bucket" and request.method == "HEAD" else moved)(connection, request)
+
+    server = scripted.serve(answer)
+    store = server.store()
+    CALLS[operation](store)
+    num_requests = len(server.requests)
+    CALLS[operation](store)
+    assert len(server.requests) == num_requests + 1  # it is remembered
+
+
+def test_many_requests_that_are_redirected_together_all_arrive(scripted: Any) -> None:
+    """If this fails, the first of them to learn the region makes the others believe that they were sent there."""
+    barrier, s3 = threading.Barrier(4, timeout=30), scripted.any_s3()
+    knows_region = threading.Event()
+    moved = scripted.reply(307, ELSEWHERE.format(code="TemporaryRedirect", more=""))
+
+    def answer(connection: socket.socket, request: Any) -> None:
+        if "location" in request.query:
+            scripted.reply(200, LOCATION)(connection, request)
+        elif "/us-west-2/s3/" in request.headers["authorization"]:
+            knows_region.set()
+            s3(connection, request)
+        else:
+            if request.method != "HEAD" and barrier.wait() > 0:  # the last ones hear of it when one knows the region
+                knows_region.wait(30)
+            moved(connection, request)
+
+    store = scripted.serve(answer).store()
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(CALLS["put"], store) for _ in range(4)]:
+            future.result(30)
+
+
+def test_a_region_that_does_not_help_is_named_in_an_error_of_configuration(scripted: Any) -> None:
+    """If this fails, a wrong endpoint is asked without end, or nobody learns what to set the region to."""
+    server = scripted.serve(
+        scripted.reply(301, ELSEWHERE.format(code="PermanentRedirect", more="<Region>us-west-2</Region>"))
+    )
+    error = refuse(lambda: CALLS["put"](server.store()), WrongRegionError)
+    assert "the bucket is in region 'us-west-2'" in str(error)
+    assert "Set the storage option region" in str(error)
+    assert exit_code_of(error) == 2
+    assert len(server.requests) <= 6
 
 
 PAGE = "<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{content}</ListBucketResult>"

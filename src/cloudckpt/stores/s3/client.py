@@ -23,7 +23,16 @@ from cloudckpt.stores.http_clients import ClientCache, ClientKey, SDKClient, che
 from cloudckpt.stores.http_errors import CredentialSourceError
 from cloudckpt.stores.http_store import HTTPSession
 from cloudckpt.stores.s3.credentials import SOURCES, MetadataServices
-from cloudckpt.stores.s3.errors import SKEWED, code_of, refuse_foreign, translate
+from cloudckpt.stores.s3.errors import (
+    SKEWED,
+    OtherRegionError,
+    code_of,
+    is_redirection,
+    refuse_foreign,
+    region_in,
+    status_of,
+    translate,
+)
 from cloudckpt.stores.storage_options import (
     list_parsers,
     option,
@@ -245,6 +254,9 @@ _STORES_AT_ONCE = 4
 _SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
 _IDENTIFYING_FIELDS = ("access_key", "_access_key", *_SECRET_FIELDS)
 _MOST_SENDINGS = 3
+_TEMPORARY = 307
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetBucketLocation.html
+_LEGACY_REGIONS = {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}
 
 APIS: Mapping[str, tuple[str, str]] = {
     "AbortMultipartUpload": ("abort_multipart_upload", "s3:AbortMultipartUpload"),
@@ -270,6 +282,9 @@ class S3Client(SDKClient):
 
     def __init__(self, key: ClientKey[S3Config]) -> None:
         client, self.metadata = _make_boto3_client(key)
+        self.regions: dict[str, str] = {}
+        """The buckets that are in other regions than the configuration says."""
+        client.meta.events.register("before-endpoint-resolution.s3", self._use_region)
         self.endpoint_url: str = client.meta.endpoint_url
         self.boto3_client = client
         # The signer's own, whatever they come from; asking the session for them could look for them again.
@@ -303,6 +318,15 @@ class S3Client(SDKClient):
         held = getattr(self._credentials, "__dict__", {})
         found = (held.get(name) for name in _SECRET_FIELDS)
         return (*self._configured_secrets, *(secret for secret in found if isinstance(secret, str)))
+
+    def region_of(self, bucket: str) -> str:
+        """Return the region that requests about `bucket` are sent to."""
+        return self.regions.get(bucket) or str(self.boto3_client.meta.region_name)
+
+    def _use_region(self, builtins: dict[str, Any], params: dict[str, Any], **_: Any) -> None:
+        region = self.regions.get(params.get("Bucket", ""))
+        if region is not None:
+            builtins["AWS::Region"] = region
 
     def request_for(self, api: str) -> Callable[..., dict[str, Any]]:
         """Return boto3's method for `api`, with the options' members."""
@@ -355,6 +379,7 @@ class S3Session(HTTPSession):
         client, code, num_sent = self.client(), "", 0
         while True:
             num_sent += 1
+            region = client.region_of(self.bucket)
             try:
                 return client.request_for(api)(**members)  # type: ignore[no-any-return]  # the client has no types
             except Exception as error:
@@ -363,13 +388,36 @@ class S3Session(HTTPSession):
                     self.cache.discard(client)
                     raise CredentialSourceError(problem) from None
                 last_code, code = code, code_of(error)
-                # One request may have waited for long in a queue; two in a row have not.
                 if num_sent == _MOST_SENDINGS:
                     raise
-                if code not in SKEWED or code == last_code:
+                if is_redirection(error):
+                    self._follow(error, client, last_region=region)
+                # One request may have waited for long in a queue; two in a row have not.
+                elif code not in SKEWED or code == last_code:
                     client = self.client_after(error, client)
             if "Body" in members:
                 members["Body"].seek(0)
+
+    def _follow(self, error: Exception, client: S3Client, *, last_region: str) -> None:
+        """Note the region of the bucket, which boto3 has not found, for the next request.
+
+        Raises `OtherRegionError` if nobody knows it, or if it is `last_region`, where the request was sent.
+        """
+        region = region_in(error)
+        if region is None:
+            try:
+                answer = client.boto3_client.get_bucket_location(Bucket=self.bucket)
+                region = _LEGACY_REGIONS.get(answer.get("LocationConstraint"), answer.get("LocationConstraint"))
+            except Exception as unknown:  # it may be denied, or redirected as well
+                if getattr(unknown, "response", None) is None:
+                    raise
+        if region is None or region == last_region:
+            if status_of(error) == _TEMPORARY and region is not None:
+                raise error  # the names of a new bucket are still being spread
+            named = "no region is named" if region is None else f"the bucket is in region {region!r}"
+            said = code_of(error) or f"status {status_of(error)}"
+            raise OtherRegionError(f"{said}: {named}, and the request was sent to {last_region!r}") from None
+        client.regions[self.bucket] = region
 
     def prepare_get(
         self, operation: str, key: str, byte_range: tuple[int, int] | None
@@ -465,7 +513,8 @@ def _make_boto3_client(key: ClientKey[S3Config]) -> tuple[Any, MetadataServices]
         pool_classes.update(make_cancellable(pool_classes))
     # Stores that do not answer it cost a second's wait each time.
     client.meta.events.register_last("before-call.s3", _drop_expect_header)
-    client.meta.events.register("before-call.s3.HeadBucket", _end_redirects)
+    for api in ("GetBucketLocation", "HeadBucket"):
+        client.meta.events.register(f"before-call.s3.{api}", _end_redirects)
     client.meta.events.register_last("before-parse.s3", refuse_foreign)
     check_endpoint(
         client.meta.endpoint_url, store="S3", variables="AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or ~/.aws/config"

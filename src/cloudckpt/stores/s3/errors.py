@@ -15,6 +15,7 @@ from cloudckpt.errors import (
     BucketNotFoundError,
     ChecksumRefusedError,
     CredentialsError,
+    InvalidOptionError,
     ObjectNotFoundError,
     StoreError,
     TransientStoreError,
@@ -31,6 +32,15 @@ from cloudckpt.stores.http_errors import (
     is_xml_error,
     translate_exception,
 )
+
+
+class WrongRegionError(StoreError, InvalidOptionError):
+    """The bucket is not in the region, or at the endpoint, of the configuration."""
+
+
+class OtherRegionError(Exception):
+    """A redirection that cannot be followed. The text says which region was named, if one was."""
+
 
 ARCHIVED = ErrorRule(StoreError, "The object is archived. Restore it first (aws s3api restore-object).")
 BUCKET_NAME = ErrorRule(BucketNotFoundError, "{bucket!r} cannot be used as a bucket's name. Correct it.")
@@ -73,7 +83,7 @@ NO_PROFILE = ErrorRule(
 )
 PARTS = ErrorRule(StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
 REGION = ErrorRule(
-    StoreError,
+    WrongRegionError,
     "The bucket is in another region, or {endpoint} sends requests elsewhere. Set the storage option region, "
     "or AWS_REGION, to the bucket's; check endpoint_url (http or https).",
 )
@@ -168,11 +178,14 @@ _ROOTS: Mapping[str, tuple[str, ...]] = {
 _WITHOUT_DOCUMENT = frozenset(
     {"AbortMultipartUpload", "DeleteObject", "GetObject", "HeadObject", "PutObject", "UploadPart"}
 )
+_REGION_IN_ADDRESS = re.compile(r"\bs3(?:-fips)?(?:\.dualstack)?[.-]([a-z]{2,}(?:-[a-z]+)+-[0-9]+)\.amazonaws\.com")
 _ROOT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<[?!][^>]*>\s*)*<(?:[\w.-]+:)?([\w.-]+)")
 
 
 def translate(error: Exception, request: FailedRequest) -> StoreError | None:
     """Return the error to raise for `error`; None if neither store, network nor configuration caused it."""
+    if isinstance(error, OtherRegionError):
+        return build_error(REGION, request, reason=str(error))
     response = getattr(error, "response", None)
     if isinstance(response, dict) and ("Error" in response or "ResponseMetadata" in response):
         return _translate_answer(response, request)
@@ -182,6 +195,27 @@ def translate(error: Exception, request: FailedRequest) -> StoreError | None:
     if rule is shared.CLOSED and type(getattr(error, "kwargs", {}).get("error")) is ValueError:
         return build_error(CONFIG, request, reason=type(error).__name__)
     return translate_exception(error, request, TABLE, library_rule=rule)
+
+
+def is_redirection(error: Exception) -> bool:
+    """Return True if the store answers that the bucket is elsewhere."""
+    return status_of(error) in _REDIRECTIONS or CODES.get(code_of(error)) is REGION
+
+
+def status_of(error: Exception) -> int:
+    """Return the status of the store's answer; 0 for other errors."""
+    response = getattr(error, "response", None)
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) if isinstance(response, dict) else 0
+
+
+def region_in(error: Any) -> str | None:
+    """Return the region that a redirection names in a header, its body or an address; None if it names none."""
+    found, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+    headers = answer.get("HTTPHeaders", {})
+    named = headers.get("x-amz-bucket-region") or found.get("Region")
+    addresses = (str(found.get("Endpoint", "")), str(headers.get("location", "")))
+    matches = (_REGION_IN_ADDRESS.search(address) for address in addresses)
+    return named or next((match[1] for match in matches if match), None)
 
 
 def code_of(error: Exception) -> str:

@@ -196,12 +196,12 @@ MUTANTS = {
         breaks="G1: a deletion that dies in the middle leaves a manifest whose data is gone.",
         file="commit/collect.py",
         old="""\
-        [walked.prefix + manifest_key(number) for number in doomed],
-        sorted(item.key for item in walked.found if item.kind == "data"),
+            [walked.prefix + manifest_key(number) for number in doomed],
+            sorted(item.key for item in walked.found if item.kind == "data"),
 """,
         new="""\
-        sorted(item.key for item in walked.found if item.kind == "data"),
-        [walked.prefix + manifest_key(number) for number in doomed],
+            sorted(item.key for item in walked.found if item.kind == "data"),
+            [walked.prefix + manifest_key(number) for number in doomed],
 """,
         tests=("tests/manager/test_manager.py::test_the_manifest_goes_first_and_only_after_the_commit",),
     ),
@@ -290,8 +290,8 @@ MUTANTS = {
     "gc-removes-data-under-its-manifest": Mutant(
         breaks="G1: gc deletes the data of a manifest that it could not delete.",
         file="commit/collect.py",
-        old="if left_of_log:",
-        new="left |= left_of_log\n    if False:",
+        old="    if remove([walked.prefix + manifest_key(entry.number) for entry in plan.entries]):\n",
+        new="    remove([walked.prefix + manifest_key(entry.number) for entry in plan.entries])\n    if True:\n",
         tests=("tests/commit/gc/test_trouble.py::test_a_manifest_that_cannot_be_removed_keeps_its_data",),
     ),
     "gc-writes-in-a-dry-run": Mutant(
@@ -1095,8 +1095,8 @@ MUTANTS = {
     "refused-deletion-hides": Mutant(
         breaks="G10: a deletion that the store refuses leaves a checkpoint that nobody can load.",
         file="commit/collect.py",
-        old="        if is_certain and _put_back(walked, fenced, retrier):\n",
-        new="        if False:\n",
+        old="    if is_certain and _put_back(walked, fenced, retrier):\n",
+        new="    if False:\n",
         tests=("tests/commit/gc/test_refused.py::test_a_refused_deletion_leaves_the_checkpoint_as_it_was",),
     ),
     "put-back-without-the-data": Mutant(
@@ -1168,6 +1168,13 @@ MUTANTS = {
         old="had_no_effect or error.errno in refusals",
         new="True",
         tests=("tests/stores/test_local.py::test_a_commit_whose_link_fails_is_refused_unknown_or_done",),
+    ),
+    "parts-for-ever": Mutant(
+        breaks="G5: each save to a bucket with a retention policy leaves its parts, which are paid for.",
+        file="stores/gcs/store.py",
+        old="        if bucket in _keeping:\n",
+        new="        if False:\n",
+        tests=("tests/stores/gcs/test_failures.py::test_a_bucket_that_keeps_its_parts_gets_no_more_of_them",),
     ),
     "remove-what-was-just-committed": Mutant(
         breaks="G1: retention removes the checkpoint that this job committed last, because a clock went back.",

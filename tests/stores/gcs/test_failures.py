@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.stores.tls import TLSTests
 from tests.wire import GCS_APPENDABLE_ONLY, Reply, Wire, WireRule
 
 import cloudckpt
-from cloudckpt import errors
+from cloudckpt import AdvancedOptions, Options, errors
 from cloudckpt.doctor import examine
 from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Part, UploadedPart
@@ -261,6 +262,36 @@ def test_parts_that_may_not_be_removed_do_not_fail_a_completed_upload(
     store.complete_multipart("k", upload_id, [done])
     assert "k" in gcs.objects
     assert "gs://bucket/k is complete, but its parts stay" in caplog.text
+
+
+def test_a_bucket_that_keeps_its_parts_gets_no_more_of_them(
+    scripted: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a retention policy, each save would leave its parts for ever, and warn for each object."""
+    monkeypatch.setattr("cloudckpt.stores.gcs.store._keeping", set())
+    gcs = scripted.any_gcs()
+
+    def keep_all(connection: Any, request: Any) -> None:
+        denied = scripted.error(403, "retentionPolicyNotMet")
+        (denied if request.method == "DELETE" else gcs)(connection, request)
+
+    server = scripted.serve(keep_all)
+    store = server.store()
+    for key in ("k1", "k2"):
+        upload_id = store.create_multipart(key)
+        done = store.upload_part(key, upload_id, PART, X, crc32c=CRC)
+        store.complete_multipart(key, upload_id, [done])
+    assert store.capabilities.multipart, "within a save nothing changes"
+    later = server.store()
+    assert not later.capabilities.multipart
+    assert not pickle.loads(pickle.dumps(later)).capabilities.multipart
+    assert caplog.text.count("its parts stay") == 1
+    advanced = AdvancedOptions(wrap_store=lambda _: later, part_bytes=1 << 20)
+    options = Options(commit="unconditional", advanced=advanced)
+    names = set(gcs.objects)
+    cloudckpt.save({"w": torch.ones(1 << 20)}, "gs://bucket/run", no_dist=True, options=options)
+    assert not [name for name in set(gcs.objects) - names if name.endswith("~part")]
+    assert caplog.text.count("its parts stay") == 1
 
 
 def test_an_upload_whose_parts_are_gone_is_not_completed_by_another_object(scripted: Any) -> None:

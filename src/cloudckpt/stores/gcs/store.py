@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ _PAGE_OF_NAMES = 100
 _log = logging.getLogger("cloudckpt")
 _aborted: set[str] = set()
 """The ids of the uploads that this process aborted, so that a late part is not kept."""
+_keeping: set[str] = set()
+"""The buckets in which this process was refused to remove parts."""
 
 
 class GCSStore(HTTPStore):
@@ -74,6 +77,9 @@ class GCSStore(HTTPStore):
         config = parse_storage_options(storage_options)
         key = ClientKey(config=config, timeout_s=timeout_s, connections=connections)
         super().__init__(prefix, GCSSession(bucket, key))
+        if bucket in _keeping:
+            # Objects are then smaller, and put whole. Not within a save, which has laid its objects out.
+            self.capabilities = dataclasses.replace(self.capabilities, multipart=False, listed_parts="none")
 
     def is_genuine(self, endpoint_url: str) -> bool:
         return is_googles(endpoint_url)
@@ -125,7 +131,14 @@ class GCSStore(HTTPStore):
             raise  # a repetition goes on from here
         except StoreError as error:
             # No right to delete, or a retention policy: the object is whole, and no repetition would change that.
-            _log.warning("%s is complete, but its parts stay and are paid for: %s", self.url(key), error)
+            if self.session.bucket not in _keeping:
+                _keeping.add(self.session.bucket)
+                _log.warning(
+                    "%s is complete, but its parts stay and are paid for, and so may those of other objects of this "
+                    "save: %s. Later saves of this process to this bucket use no parts",
+                    self.url(key),
+                    error,
+                )
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """Remove every temporary object of the upload."""

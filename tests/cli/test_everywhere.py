@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
@@ -73,3 +74,22 @@ def test_it_works_there(place: Place, name: str, run: Run, tmp_path: Path) -> No
     state = state_of(0.0)
     cloudckpt.load(state, place.uri("step-2"), no_dist=True)
     assert state["model"]["w"][0, 0] == 1.0
+
+
+@pytest.mark.parametrize("name", [one.name for one in app.registered_commands if one.name != "dev-server"])
+def test_the_timeout_is_that_of_the_command_line(
+    local: Place, name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, `--timeout` is accepted and passed over, and a command waits for a minute all the same."""
+    for step in ("step-1", "step-2"):
+        save(local.uri(step))
+    made: list[cloudckpt.Options] = []
+
+    def make(**settings: Any) -> cloudckpt.Options:
+        made.append(cloudckpt.Options(**settings))
+        return made[-1]
+
+    monkeypatch.setattr("cloudckpt.options.Options", make)
+    arguments, _, _ = _commands(local, tmp_path)[name]
+    run(name, *arguments, "--timeout", "7.5")
+    assert {options.timeout_s for options in made} == {7.5}

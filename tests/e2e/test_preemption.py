@@ -288,6 +288,35 @@ def stops(uri: str, told: dict[int, list[int]], num_steps: int) -> tuple[list[in
         return stopped, fate, preemption.remaining_s
 
 
+def seconds_left(told: dict[int, float], untold_s: float) -> tuple[float, float]:
+    """Time that this rank has left once all agreed; after `agreed`, and in a `finish` without it."""
+    forget_other_handlers()
+    left = []
+    for ask in ("agreed", "finish"):
+        deadline_s = told.get(dist.get_rank(), untold_s)
+        with cloudckpt.on_sigterm(deadline_s=deadline_s) as preemption:
+            if dist.get_rank() in told:
+                tell(preemption)
+            if ask == "agreed":
+                assert preemption.agreed()
+                assert preemption.agreed()  # without the others
+            else:
+                preemption.finish()
+            left.append(preemption.remaining_s)
+    return left[0], left[1]
+
+
+@pytest.mark.multirank
+def test_the_deadline_is_that_of_the_rank_that_is_killed_first() -> None:
+    """If this fails, ranks that are told at different times make a last save that the first one does not live to end,
+    or one that was not told shortens it.
+    """
+    told = {0: 3000.0, 2: 2000.0}
+    for agreed_s, finish_s in run_ranks(seconds_left, told, 1000.0, world_size=3):
+        assert 1900 < agreed_s <= 2000
+        assert 900 < finish_s <= 1000  # `finish` begins the time of a rank that was not told
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(("told", "first"), [({0: [4], 1: [2]}, 2), ({}, None)], ids=str)
 def test_all_ranks_stop_at_one_step(tmp_path: Path, told: dict[int, list[int]], first: int | None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -940,3 +941,45 @@ def test_a_damaged_fence_is_damage_of_its_own_step_alone(memory: Memory, key: st
     restored = CheckpointManager(memory.root).restore(state_of())
     assert restored is not None
     assert restored.step == 2
+
+
+# --- options whose effect is easily missed
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_random_generators_are_restored_only_where_that_is_asked_for(memory: Memory, *, asks: bool) -> None:
+    """If this fails, `random_state=False` is passed over, and an evaluation changes the training's random numbers."""
+
+    def numbers_now() -> list[float]:
+        kept = (torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002  # the global generator
+        drawn = [float(torch.rand(1)), float(np.random.rand()), random.random()]  # noqa: NPY002
+        torch.set_rng_state(kept[0])
+        np.random.set_state(kept[1])  # noqa: NPY002
+        random.setstate(kept[2])
+        return drawn
+
+    model, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    saved = numbers_now()
+    with CheckpointManager(memory.root) as manager:
+        manager.save(1, model=model)
+    torch.rand(1), np.random.rand(), random.random()  # noqa: NPY002
+    passed = numbers_now()
+    assert all(one != other for one, other in zip(saved, passed, strict=True))
+    with CheckpointManager(memory.root) as manager:
+        assert manager.restore(model=fresh, random_state=asks) is not None
+    assert numbers_now() == (saved if asks else passed)
+
+
+def test_after_a_rollback_the_last_ones_are_those_that_came_last(memory: Memory) -> None:
+    """If this fails, a job that went back to an earlier step loses what it saves from there on."""
+    save_all(CheckpointManager(memory.root, keep_last=2), 10, 20, 30)
+    manager = CheckpointManager(memory.root, keep_last=2)
+    state = state_of(-1.0)
+    manager.restore(state, step=20)
+    assert_holds(state, 20.0)
+    save_all(manager, 25)
+    assert sorted(numbers(manager)) == [25, 30]
+    save_all(manager, 26)
+    assert sorted(numbers(manager)) == [25, 26]
+    assert CheckpointManager(memory.root).restore(state) is not None
+    assert_holds(state, 26.0)

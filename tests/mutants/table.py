@@ -24,6 +24,55 @@ class Mutant:
 
 
 MUTANTS = {
+    "three-failures-in-all": Mutant(
+        breaks="G3: a store that fails now and then ends a job, because failures of days ago count.",
+        file="manager/checkpoint_manager.py",
+        old="                self._failures.in_a_row = 0\n",
+        new="                pass\n",
+        tests=("tests/manager/test_failures.py::test_too_many_in_a_row_are_raised",),
+    ),
+    "ten-refusals-in-all": Mutant(
+        breaks="G9: a removal ends although only some objects are protected.",
+        file="commit/collect.py",
+        old="num_refused = num_refused + 1 if error is not None else 0",
+        new="num_refused += error is not None",
+        tests=("tests/commit/gc/test_trouble.py::test_a_removal_ends_after_ten_refusals_in_a_row",),
+    ),
+    "timeout-of-the-command-is-passed-over": Mutant(
+        breaks="G9: `--timeout` changes nothing.",
+        file="cli/_options.py",
+        old="timeout_s=self.timeout, **more)",
+        new="timeout_s=60.0, **more)",
+        tests=("tests/cli/test_everywhere.py::test_the_timeout_is_that_of_the_command_line[ls]",),
+    ),
+    "restored-with-random-state-anyway": Mutant(
+        breaks="G4: `restore(random_state=False)` changes the generators.",
+        file="manager/checkpoint_manager.py",
+        old="extra, has_random_state=random_state)",
+        new="extra, has_random_state=True)",
+        tests=("tests/manager/test_manager.py::test_random_generators_are_restored_only_where_that_is_asked_for",),
+    ),
+    "last-by-step-number": Mutant(
+        breaks="G10: after a rollback, what the job saves is removed, and older steps stay.",
+        file="manager/retention_policy.py",
+        old="    latest = keep_newest_of_each_step(whole)\n",
+        new="    latest = sorted(keep_newest_of_each_step(whole), key=lambda info: -info.step)\n",
+        tests=("tests/manager/test_manager.py::test_after_a_rollback_the_last_ones_are_those_that_came_last",),
+    ),
+    "rank-that-was-not-told-has-a-deadline": Mutant(
+        breaks="G9: ranks that are not told to stop shorten the time of those that are.",
+        file="manager/preemption.py",
+        old="        mine_s = self.remaining_s if self.requested else math.inf\n",
+        new="        mine_s = self.remaining_s\n",
+        tests=("tests/e2e/test_preemption.py::test_the_deadline_is_that_of_the_rank_that_is_killed_first",),
+    ),
+    "own-deadline-counts": Mutant(
+        breaks="G9: the last save goes on after the rank that was told first is killed.",
+        file="manager/preemption.py",
+        old="        ends_at_s = time.monotonic() + least_s\n",
+        new="        ends_at_s = self._ends_at_s or time.monotonic() + least_s\n",
+        tests=("tests/e2e/test_preemption.py::test_the_deadline_is_that_of_the_rank_that_is_killed_first",),
+    ),
     "exit-in-a-listener-ends-the-thread": Mutant(
         breaks="G9: `sys.exit` in a listener ends the thread that others wait for.",
         file="_workers.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.in_memory import Memory, assert_holds, loaded, state_of, written
 from tests.wrapped import permanent
 
 import cloudckpt
+from cloudckpt.commit.collect import _remove
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError, UnsupportedOperationError
+from cloudckpt.io.retry import Retrier
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -199,3 +202,22 @@ def test_names_cannot_forge_what_is_printed(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert all(line.isprintable() for line in lines)
     assert "step\\n\\x1b[2K-1" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("refused", "num_tried"),
+    [(range(9), 30), ([*range(9), *range(10, 19), *range(20, 29)], 30), (range(10), 10), (range(3, 30), 13)],
+    ids=["nine", "nine_and_nine_and_nine", "ten", "ten_after_some"],
+)
+def test_a_removal_ends_after_ten_refusals_in_a_row(memory: Memory, refused: Sequence[int], num_tried: int) -> None:
+    """If this fails, a few protected objects keep all others, or thousands of requests are refused one by one."""
+    keys = [f"data/{number:02d}" for number in range(30)]
+    store = memory.at()
+    for key in keys:
+        put(store.inner, key)
+    store.fail("delete", error=denied, key_part=keys[0])  # the request for all of them
+    for number in refused:
+        store.fail("delete", error=denied, key_part=keys[number])
+    left = _remove(store, keys, Retrier(retries=0, timeout_s=10.0))
+    assert list(left) == [keys[number] for number in refused if number < num_tried]
+    assert store.count("delete") == 1 + num_tried

@@ -26,6 +26,7 @@ from cloudckpt.background.process import _Staged
 from cloudckpt.background.runner import ExternalStaging
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors import snapshot_plan
+from cloudckpt.tensors.copying import Staging
 
 WAIT_S = 60.0
 SIZE_BYTES = 4 * MIB
@@ -41,6 +42,11 @@ def _closed() -> Iterator[None]:
 
 def state_of(fill: int) -> dict[str, Any]:
     return {f"w{n}": torch.full((SIZE_BYTES // 4,), fill, dtype=torch.uint8) for n in range(4)}
+
+
+def parameters_of(fill: int) -> dict[str, Any]:
+    """The same as parameters, which are copied beside training."""
+    return {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in state_of(fill).items()}
 
 
 def options_of(**settings: Any) -> Options:
@@ -285,7 +291,7 @@ def test_parts_are_sent_while_later_ones_are_copied_and_none_before(
             sent.set()
 
     options = options_of(async_overlap=True, on_event=note)
-    handle = cloudckpt.async_save(state_of(2), memory.uri(), options=options)
+    handle = cloudckpt.async_save(parameters_of(2), memory.uri(), options=options)
     assert sent.wait(WAIT_S)
     assert not handle.staged.done()
     assert 0 < handle.progress.staged_bytes < SIZE_BYTES
@@ -294,6 +300,75 @@ def test_parts_are_sent_while_later_ones_are_copied_and_none_before(
     handle.staged.result(WAIT_S)
     handle.result(WAIT_S)
     assert fill_at(memory.uri()) == 2
+
+
+class Trained:
+    """A model and its optimizer in an object of the user's."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(1500, 1500), torch.nn.BatchNorm1d(1500))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
+        self.model(torch.ones(4, 1500)).sum().backward()
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: it is only saved."""
+
+
+SAVES_OF_TRAINED: dict[str, Callable[[Trained], dict[str, Any]]] = {
+    "live": lambda it: {"model": it.model, "optimizer": it.optimizer, "extra": {"ema": torch.ones(5)}},
+    "stateful": lambda it: {"state_dict": {"app": it, "ema": torch.ones(5)}},
+    "module": lambda it: {"state_dict": {"model": it.model, "optimizer": it.optimizer, "ema": torch.ones(5)}},
+    "parameters": lambda it: {"state_dict": {**dict(it.model.named_parameters()), **dict(it.model.named_buffers())}},
+}
+
+
+@pytest.mark.parametrize("how", SAVES_OF_TRAINED)
+def test_an_overlapped_save_returns_when_all_but_parameters_is_copied(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """If this fails, a forward pass tears the statistics of a batch norm, or nothing is copied beside training."""
+    trained = Trained()
+    given = {"uri": memory.uri(), **SAVES_OF_TRAINED[how](trained)}
+    cloudckpt.async_save(**{**given, "uri": memory.uri("before")}).result(WAIT_S)
+    cloudckpt.close(WAIT_S)
+    before = {name: buffer.clone() for name, buffer in trained.model.named_buffers()}
+    gate, is_waited_for = Gate(), threading.Event()
+    run, wait = snapshot_plan.CopyTask.run, Staging.wait_for_urgent
+
+    def run_in_turn(task: Any, tensors: Any) -> None:
+        if task.small_targets:
+            assert is_waited_for.wait(WAIT_S)
+        else:
+            gate()  # of the weight alone
+        run(task, tensors)
+
+    def wait_for_urgent(staging: Staging) -> None:
+        is_waited_for.set()
+        wait(staging)
+
+    monkeypatch.setattr(snapshot_plan.CopyTask, "run", run_in_turn)
+    monkeypatch.setattr(Staging, "wait_for_urgent", wait_for_urgent)
+    handle = cloudckpt.async_save(**given, options=options_of(async_overlap=True))
+    assert not handle.staged.done()
+    trained.model(torch.randn(4, 1500))
+    assert not trained.model.get_buffer("1.running_mean").equal(before["1.running_mean"])
+    is_waited_for.set()
+    gate.opened.set()
+    handle.result(WAIT_S)
+    stored = flat(cloudckpt.read(memory.uri()))
+    for name, buffer in before.items():
+        (value,) = [value for path, value in stored.items() if path.endswith(name)]
+        assert value.equal(buffer), name
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(state, dict):
+        return {prefix: state}
+    return {path: one for key, value in state.items() for path, one in flat(value, f"{prefix}.{key}").items()}
 
 
 def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +384,7 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
     with pytest.raises(CheckpointException, match="the device is gone"):
         cloudckpt.async_save(state_of(1), memory.uri())
     gate.opened.clear()
-    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of(async_overlap=True))
+    handle = cloudckpt.async_save(parameters_of(1), memory.uri(), options=options_of(async_overlap=True))
     gate.opened.set()
     assert "the device is gone" in str(handle.exception(WAIT_S))
     assert handle.staged.exception(WAIT_S) is not None

@@ -27,7 +27,7 @@ from cloudckpt.background.runner import (
     require_cpu_backend,
 )
 from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized
-from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
+from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, find_parameters
 from cloudckpt.dcp.protocol import (
     RanksContext,
     SavedMetadata,
@@ -284,7 +284,7 @@ def async_save(
         no_dist: See `save`.
         use_collectives: See `save`.
         overwrite: See `save`.
-        options: See `save`. `Options.async_overlap` returns before the state is copied.
+        options: See `save`. `Options.async_overlap` returns before parameters and optimizers' state are copied.
 
     Returns:
         A handle. `AsyncSave.result` waits for the commit, and raises the failure. If nobody calls it, the next save
@@ -346,7 +346,12 @@ def async_save(
                 planner = BalancedSavePlanner(
                     compare=chosen.compare_replicas, synchronized=find_synchronized(state_dict)
                 )
-            staging = begin_staging(async_stager, states_of(state_dict), by_process=by_process)
+            staging = begin_staging(
+                async_stager,
+                states_of(state_dict),
+                by_process=by_process,
+                parameters=find_parameters(state_dict) if chosen.async_overlap else None,
+            )
             is_overlapped = staging.is_overlapped if isinstance(staging, ExternalStaging) else chosen.async_overlap
             save = save_of(staging=staging, planner=planner)
             return save.begin(is_overlapped=is_overlapped)

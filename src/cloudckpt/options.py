@@ -122,8 +122,8 @@ class Options:
     """Behavior of `async_save` while another save runs on any rank: wait for its end, or raise `SaveInFlightError` on
     all ranks. It must be equal on all ranks. ``"raise"`` is for jobs that skip a save rather than wait."""
     async_overlap: bool = False
-    """If True, `async_save` returns before the state dict is copied, and the state dict must not change until
-    `AsyncSave.staged` is done. If False, it returns after the copy. Set it on a GPU if the optimizer can wait for
+    """If True, `async_save` returns before parameters and the state of optimizers are copied, and they must not change
+    until `AsyncSave.staged` is done. If False, it returns after the copy. Set it on a GPU if the optimizer can wait for
     ``staged``."""
     resume: bool = False
     """If True, a save continues one with this option that was killed: it sends only the parts that are missing or have

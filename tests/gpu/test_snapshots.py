@@ -45,7 +45,9 @@ def test_training_goes_on_once_all_is_staged(memory: Memory, overlap: bool) -> N
         state["w"].fill_(float(number))
         state["half"].fill_(float(number))
         handle = cloudckpt.async_save(
-            dict(state), memory.uri(f"c{number}"), options=make_options(async_overlap=overlap, part_bytes=MIB)
+            {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in state.items()},
+            memory.uri(f"c{number}"),
+            options=make_options(async_overlap=overlap, part_bytes=MIB),
         )
         handle.staged.result(TIMEOUT_S)
         state["w"].zero_()

@@ -856,6 +856,20 @@ MUTANTS = {
         new="copied = tensor",
         tests=("tests/tensors/test_stager.py::test_what_changes_afterwards_is_not_in_the_copy",),
     ),
+    "overlap-does-not-wait-for-buffers": Mutant(
+        breaks="G4: an overlapped save has the statistics of a batch norm from the next forward pass.",
+        file="background/runner.py",
+        old="                staging.wait_for_urgent()",
+        new="                pass",
+        tests=("tests/test_background.py::test_an_overlapped_save_returns_when_all_but_parameters_is_copied",),
+    ),
+    "buffers-count-as-parameters": Mutant(
+        breaks="G4: an overlapped save has the statistics of a batch norm from the next forward pass.",
+        file="dcp/live_objects.py",
+        old="        yield from value.parameters()",
+        new="        yield from [*value.parameters(), *value.buffers()]",
+        tests=("tests/test_background.py::test_an_overlapped_save_returns_when_all_but_parameters_is_copied",),
+    ),
     "snapshot-without-hooks": Mutant(
         breaks="G11: rows of a tensor whose hooks say where they lie are stored in each other's places.",
         file="tensors/stager.py",

@@ -13,10 +13,12 @@ import functools
 import threading
 import traceback
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -148,12 +150,19 @@ class ExternalStaging:
 
 
 def begin_staging(
-    stager: AsyncStager | None, entries: dict[str, Any], *, by_process: bool
+    stager: AsyncStager | None,
+    entries: dict[str, Any],
+    *,
+    by_process: bool,
+    parameters: Iterable[torch.Tensor] | None = None,
 ) -> Staging | ExternalStaging:
-    """Begin to copy `entries` with `stager`, or into this process's own memory. A failure is the copy's outcome."""
+    """Begin to copy `entries` with `stager`, or into this process's own memory. A failure is the copy's outcome.
+
+    If there are `parameters`, nothing but them may be copied later than `Staging.wait_for_urgent` returns.
+    """
     try:
         if stager is None and not by_process:
-            return own_stager(is_shared=False).begin(entries)
+            return own_stager(is_shared=False).begin(entries, parameters=parameters)
         stager = own_stager(is_shared=True) if stager is None else stager
         return ExternalStaging.begin(stager, entries, is_sent=by_process)
     except Exception as error:  # it is the save's failure, which all ranks have to learn of
@@ -213,8 +222,11 @@ class BackgroundSave:
         )
         keep(handle, self.thread)
         self.thread.start()
-        if is_overlapped and not staging.completed.done():
-            return handle
+        if is_overlapped:
+            if isinstance(staging, Staging):
+                staging.wait_for_urgent()
+            if not staging.completed.done():
+                return handle
         concurrent.futures.wait([staging.completed])
         if staging.completed.exception() is not None and (error := handle.exception()) is not None:
             raise error

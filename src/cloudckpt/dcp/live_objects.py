@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from cloudckpt.dcp.live_entry import (
     make_empty,
 )
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
+from cloudckpt.dcp.save_planner import is_stateful
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.tensors.tensor_bytes import writable
 
@@ -286,6 +288,34 @@ class RandomStateEntry(OptionalEntry):
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if self._key in state:
             RandomState(*state[self._key]).restore()
+
+
+def find_parameters(value: Any) -> Iterator[torch.Tensor]:
+    """Give the parameters of the modules, and the state of the optimizers, that a state dict is made of.
+
+    Objects with a state of their own are looked into, such as one of the user's that holds a model and its optimizer.
+    """
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _tensors_in(value.state)
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(find_parameters, value.values()))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(find_parameters, value))
+    elif isinstance(value, LiveEntry):
+        yield from find_parameters(vars(value))
+    elif is_stateful(value):
+        held = getattr(value, "__dict__", {}).values()
+        yield from find_parameters([one for one in held if isinstance(one, (nn.Module, torch.optim.Optimizer))])
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for one in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_in(one)
 
 
 def wrap(value: Any) -> LiveEntry | None:

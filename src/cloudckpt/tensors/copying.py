@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from cloudckpt._workers import num_cores_of_rank
 from cloudckpt.tensors.snapshot_plan import CPU, SnapshotPlan
+from cloudckpt.tensors.tensor_bytes import extent_bytes
 
 _MAX_THREADS = 32  # more threads do not make memory faster
 _MAX_QUEUED_TASKS = 4  # the GPU has so many tasks beyond the one that is waited for
@@ -75,7 +77,8 @@ class Staging:
     """A copy of a state dict in host memory, which threads fill: some for CPU memory, and one for each GPU.
 
     If one thread fails, the others stop. The work that the caller's current streams have on the GPUs comes before the
-    copies. The copy is valid until the stager begins the next one, or is closed.
+    copies. The copy is valid until the stager begins the next one, or is closed. `urgent` are the copies of tensors
+    that may change once `wait_for_urgent` has returned.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Staging:
         state_dict: dict[str, Any],
         *,
         num_threads: int,
+        urgent: Sequence[torch.Tensor] = (),
         new_stream: Callable[[torch.device], CudaStream] = CudaStream,
     ) -> None:
         self.state_dict = state_dict
@@ -98,6 +102,7 @@ class Staging:
         self.copied_bytes = 0
         self.is_awaited_whole = False
         """True if `wait` waits for all bytes."""
+        self._urgent = urgent
         self._begins, self._ends = plan.begins, plan.ends
         self._tasks_of_segment = plan.tasks_of_segment
         self._changed = threading.Condition()
@@ -122,15 +127,28 @@ class Staging:
         """
         if self.is_awaited_whole:
             self.completed.result()
-        first = bisect.bisect_right(self._ends, address)
-        last = bisect.bisect_left(self._begins, address + num_bytes)
-        if first < last and not self.completed.done():
-            low = min(tasks.start for tasks in self._tasks_of_segment[first:last])
-            high = max(tasks.stop for tasks in self._tasks_of_segment[first:last])
-            with self._changed:
-                self._changed.wait_for(lambda: self.completed.done() or all(self._is_done[low:high]))
+        self._wait_for_tasks(self._tasks_at(address, num_bytes))
         if self.completed.done():
             self.completed.result()
+
+    def wait_for_urgent(self) -> None:
+        """Wait until the tensors that may change soon are copied, or the copying has failed."""
+        self._wait_for_tasks(
+            task for copied in self._urgent for task in self._tasks_at(copied.data_ptr(), extent_bytes(copied))
+        )
+
+    def _tasks_at(self, address: int, num_bytes: int) -> Iterable[int]:
+        """Return the tasks that fill these addresses."""
+        first = bisect.bisect_right(self._ends, address)
+        last = bisect.bisect_left(self._begins, address + num_bytes)
+        return itertools.chain.from_iterable(self._tasks_of_segment[first:last])
+
+    def _wait_for_tasks(self, tasks: Iterable[int]) -> None:
+        if self.completed.done():
+            return
+        numbers = set(tasks)
+        with self._changed:
+            self._changed.wait_for(lambda: self.completed.done() or all(self._is_done[task] for task in numbers))
 
     def start(self) -> None:
         """Start the threads. If there can be none, or there is little to copy, copy here before the return."""
@@ -209,7 +227,8 @@ class Staging:
 
     def _finish(self) -> None:
         """Wake everybody: no memory is read or written any more."""
-        self._plan, self._tensors = None, ()  # or the state dict would stay in memory as long as this object
+        # Or the state dict would stay in memory as long as this object.
+        self._plan, self._tensors, self._urgent = None, (), ()
         try:
             if self._error is None:
                 self.completed.set_result(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -65,6 +65,7 @@ class SnapshotSegment(msgspec.Struct, frozen=True, kw_only=True):
     tensor: torch.Tensor
     copied: torch.Tensor
     """The copy of `tensor`."""
+    is_urgent: bool
     is_small: bool
     """True if `tensor` lies there alone, and torch copies it fastest."""
 
@@ -92,14 +93,17 @@ def plan_snapshot(
     *,
     num_threads: int,
     reuse_lent: bool,
+    urgent: Collection[int] = (),
     whole: Sequence[bool] | None = None,
 ) -> SnapshotPlan:
     """Take memory of `pool` for copies of `tensors`, which have memory addresses, and plan the copies.
 
-    Tensors that share memory share it in their copies, with the same strides. Where `whole` says so, the copy's
+    Those at the positions `urgent` are copied first. Tensors that share memory share it in their copies, with the same
+    strides. Where `whole` says so, the copy's
     storage is one that torch shares with other processes, if the memory is shared.
     """
-    copies, segments = lay_out_copies(tensors, pool, reuse_lent=reuse_lent, whole=whole)
+    copies, segments = lay_out_copies(tensors, pool, reuse_lent=reuse_lent, urgent=urgent, whole=whole)
+    segments.sort(key=lambda segment: not segment.is_urgent)
     tasks: list[CopyTask] = []
     tasks_of_device: dict[torch.device, range] = {}
     filled: list[tuple[int, int, range]] = []
@@ -133,6 +137,7 @@ def lay_out_copies(
     pool: SnapshotPool,
     *,
     reuse_lent: bool,
+    urgent: Collection[int] = (),
     whole: Sequence[bool] | None = None,
 ) -> tuple[list[torch.Tensor], list[SnapshotSegment]]:
     """Return the copies of `tensors`, still without values, and the segments that hold them. See `plan_snapshot`."""
@@ -180,6 +185,7 @@ def lay_out_copies(
             copied = empty_tensor(tensor.dtype).set_(storage, at // tensor.itemsize, tensor.size(), stride)
         copied = _with_lazy_bits(copied, tensor) if source else copied
         copies.append(copied.requires_grad_() if tensor.requires_grad else copied)
+    urgent_slots = {slots[number] for number in urgent}
     segments = [
         SnapshotSegment(
             block=blocks[block],
@@ -189,10 +195,11 @@ def lay_out_copies(
             number=first,
             tensor=tensors[first],
             copied=copies[first],
+            is_urgent=slot in urgent_slots,
             is_small=source > 0 and count == 1 and _is_small(tensors[first]),
         )
-        for first, block, offset, (source, num_bytes), count in zip(
-            firsts, placement.blocks, placement.offsets, wanted, num_tensors, strict=True
+        for slot, (first, block, offset, (source, num_bytes), count) in enumerate(
+            zip(firsts, placement.blocks, placement.offsets, wanted, num_tensors, strict=True)
         )
     ]
     return copies, segments

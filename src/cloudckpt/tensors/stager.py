@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
+import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +28,7 @@ from cloudckpt.tensors.answers import AnsweringParameter, AnsweringTensor, HookA
 from cloudckpt.tensors.copying import Staging, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
 from cloudckpt.tensors.snapshot_plan import SnapshotPlan, plan_snapshot
-from cloudckpt.tensors.tensor_bytes import describe_shortage, is_short, layout_of, memory_address
+from cloudckpt.tensors.tensor_bytes import describe_shortage, extent_bytes, is_short, layout_of, memory_address
 from cloudckpt.tensors.values import describe_unsaved_part
 
 _get_dtype = operator.attrgetter("dtype")
@@ -116,13 +118,15 @@ class PinnedStager(OfThisProcess, AsyncStager):
         """Bytes of host memory that it holds."""
         return self._pool.num_bytes
 
-    def begin(self, state_dict: dict[str, Any]) -> Staging:
+    def begin(self, state_dict: dict[str, Any], *, parameters: Iterable[torch.Tensor] | None = None) -> Staging:
         """Start to copy `state_dict`, which must not change until the result is complete.
 
-        It uses the memory of the previous snapshot again, even if somebody still refers to it. Raises
-        `UnsupportedValueError`, naming the key, for what cannot be copied, and `MemoryError`.
+        With `parameters`, all but what lies in their memory, is a ``torch.nn.Parameter`` or a leaf that requires a
+        gradient may change after `Staging.wait_for_urgent`. It uses the memory of the previous snapshot again, even if
+        somebody still refers to it. Raises `UnsupportedValueError`, naming the key, for what cannot be copied, and
+        `MemoryError`.
         """
-        return self._begin(state_dict, for_torch=False)
+        return self._begin(state_dict, for_torch=False, parameters=parameters)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Return a copy of `state_dict` on the CPU (torch's protocol); with `overlapped`, a future of it.
@@ -155,12 +159,18 @@ class PinnedStager(OfThisProcess, AsyncStager):
     @torch.no_grad()
     @torch.inference_mode(mode=False)  # other threads write to the copies, and later snapshots do
     @rare_collections()
-    def _begin(self, state_dict: dict[str, Any], *, for_torch: bool) -> Staging:
+    def _begin(
+        self, state_dict: dict[str, Any], *, for_torch: bool, parameters: Iterable[torch.Tensor] | None = None
+    ) -> Staging:
         self._await_last()
         cache, self._cache = self._cache, None
         tree = StateDictTree(state_dict)
+        urgent: list[int] = []
+        if parameters is not None:
+            later = ParameterMemory([*parameters, *tree.parameters, *filter(_is_parameter, tree.tensors)])
+            urgent = [number for number, tensor in enumerate(tree.tensors) if not later.holds(tensor)]
         if not for_torch and cache is not None and cache.can_begin(tree.tensors, tree.addresses):
-            staging = self._start(cache.plan, tree)
+            staging = self._start(cache.plan, tree, urgent)
             if cache.is_valid(tree.tensors):
                 self._cache = cache
                 return staging
@@ -169,19 +179,29 @@ class PinnedStager(OfThisProcess, AsyncStager):
         # torch serialises tuples with all of their storages, so those must not be the whole of the shared memory.
         whole = [not is_within for is_within in tree.is_in_tuple] if for_torch and self._pool.is_shared else None
         plan = plan_snapshot(
-            tree.tensors, self._pool, num_threads=self._get_num_threads(), reuse_lent=not for_torch, whole=whole
+            tree.tensors,
+            self._pool,
+            num_threads=self._get_num_threads(),
+            reuse_lent=not for_torch,
+            urgent=urgent,
+            whole=whole,
         )
         has_gpus = any(tensor.is_cuda for tensor in tree.tensors)
         if has_gpus:
             self._pool.pin()
-        staging = self._start(plan, tree)
+        staging = self._start(plan, tree, urgent)
         if not for_torch and not has_gpus:
             self._cache = CopyPlanCache(tree.tensors, tree.addresses, plan)
         return staging
 
-    def _start(self, plan: SnapshotPlan, tree: StateDictTree) -> Staging:
-        state_dict = tree.rebuild(plan.copies)
-        self._last = staging = Staging(plan, tree.tensors, state_dict, num_threads=self._get_num_threads())
+    def _start(self, plan: SnapshotPlan, tree: StateDictTree, urgent: Sequence[int]) -> Staging:
+        self._last = staging = Staging(
+            plan,
+            tree.tensors,
+            tree.rebuild(plan.copies),
+            num_threads=self._get_num_threads(),
+            urgent=[plan.copies[number] for number in urgent],
+        )
         staging.start()
         return staging
 
@@ -204,12 +224,49 @@ def _future_state_dict(staging: Staging) -> Future[dict[str, Any]]:
     return result
 
 
+class ParameterMemory:
+    """The memory of parameters and of optimizers' state, which training changes in the step of the optimizer alone."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        ranges = sorted({each for tensor in tensors for each in _ranges_of(tensor)})
+        self._begins = [begin for begin, _ in ranges]
+        self._ends = list(itertools.accumulate((end for _, end in ranges), max))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether all of `tensor` lies there."""
+        begin = tensor.data_ptr()
+        at = bisect.bisect_right(self._begins, begin) - 1
+        return at >= 0 and begin + extent_bytes(tensor) <= self._ends[at]
+
+
+def _ranges_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Give the addresses ``[begin, end)`` of the elements of a parameter on this rank.
+
+    A wrapper has other parts too, such as scales, which a forward pass may change.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = local_tensor_of(tensor)
+    if is_wrapper(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+        for part in parts:
+            if part.shape == tensor.shape:
+                yield from _ranges_of(part)
+    elif type(tensor) in PLAIN_TENSORS and (begin := memory_address(tensor)):
+        yield begin, begin + extent_bytes(tensor)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
 class StateDictTree:
     """The tensors of a state dict that have memory addresses, in its order, and a copy of everything else."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.addresses: list[int] = []
+        self.parameters: list[torch.Tensor] = []
+        """The DTensors that are parameters."""
         self.is_in_tuple: list[bool] = []
         """For each tensor, True if it is in a tuple, which DCP serialises as a whole."""
         self._num_tuples = 0
@@ -350,6 +407,8 @@ class StateDictTree:
     def _add_subclass(self, value: Any, container: Any, key: Any) -> bool:
         """Add a tensor that holds others, part by part. Returns False for anything else."""
         if isinstance(value, DTensor):
+            if _is_parameter(value):
+                self.parameters.append(value)
             local: list[Any] = [None]
             self._add_values(local_tensor_of(value), local, 0)
             make_dtensor = functools.partial(_rebuild_dtensor, spec=value._spec, requires_grad=value.requires_grad)

@@ -299,6 +299,12 @@ def test_a_tuple_that_was_saved_as_a_value_loads_as_one(mesh: DeviceMesh) -> Non
     target = {"pair": (torch.zeros(2), [0]), "n": 0}
     cloudckpt.load(target, uri)
     assert shown(target) == shown(saved)
+    cloudckpt.save(saved, uri, overwrite=True)
+    for place in (None, (), (1, 2), 7, [Moments]):  # values that the saved one replaces
+        target = {"pair": place, "n": 0}
+        cloudckpt.load(target, uri)
+        assert shown(target) == shown(saved)
+    cloudckpt.save(saved, uri, planner=DefaultSavePlanner(), overwrite=True)
     sharded = {"pair": (distribute_tensor(torch.zeros(2), mesh, [Shard(0)]), [0])}
     with pytest.raises(StateDictMismatchError, match=r"'pair\.0' is not in it"):
         cloudckpt.load(sharded, uri)

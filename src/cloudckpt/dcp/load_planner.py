@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
+from cloudckpt.dcp.live_entry import make_empty, nest_metadata, part_of
 from cloudckpt.errors import StateDictMismatchError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners, assign, flatten
-from cloudckpt.format.torch_metadata import StoredChunks, StoredEntries, stored_wrappers
+from cloudckpt.format.nesting import PLAIN_TENSORS, FlatStateDict, answers_planners, assign, flatten, name_path
+from cloudckpt.format.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
 from cloudckpt.format.wrappers import describe_difference
 from cloudckpt.pipeline.consumers import LoadItems, whole_item
 
@@ -62,6 +63,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         self._saved = {} if metadata is None else metadata.state_dict_metadata
         flat = flatten(state_dict, uri=self._uri, is_value=self._holds_value)
+        if metadata is not None and self._open_tuples(state_dict, flat, metadata):
+            flat = flatten(state_dict, uri=self._uri, is_value=self._holds_value)
         self._containers = flat.containers
         self._wrappers, self._saved_wrappers = flat.wrappers, stored_wrappers(metadata)
         self.original_state_dict = state_dict
@@ -79,6 +82,24 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 materialize_meta_tensors(made)
                 flat.entries[fqn] = made[fqn]
                 assign(state_dict, flat.paths[fqn], made[fqn])
+
+    def _open_tuples(self, state_dict: dict[str, Any], flat: FlatStateDict, metadata: Metadata) -> bool:
+        """Let a None or any value take a tuple that was saved in its place, as it takes other values."""
+        if (nesting := stored_nesting(metadata)) is None:
+            return False
+        paths = {name_path(path): path for path in nesting.tuples}
+        found = [
+            name for name in paths.keys() & flat.entries.keys() if not isinstance(flat.entries[name], torch.Tensor)
+        ]
+        below = tuple(f"{name}." for name in found)
+        saved = {name: self._saved[name] for name in self._saved if name.startswith(below)} if found else {}
+        nested = nest_metadata(dataclasses.replace(metadata, state_dict_metadata=saved, planner_data=nesting))
+        for name in found:
+            held: Any = nested
+            for step in paths[name]:
+                held = part_of(held, step[0] if isinstance(step, tuple) else step)
+            assign(state_dict, flat.paths[name], make_empty(held))
+        return bool(found)
 
     def create_local_plan(self) -> LoadPlan:
         try:

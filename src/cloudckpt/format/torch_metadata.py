@@ -143,6 +143,7 @@ class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
     """The stored entries by FQN, in place of torch's dict. Each access makes the entry anew."""
 
     def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
         self.tensors = manifest.tensors
         self.wrappers = manifest.wrappers
         self._values = manifest.values
@@ -279,6 +280,15 @@ def stored_wrappers(metadata: Metadata | None) -> Mapping[str, StoredWrapper]:
         return metadata.state_dict_metadata.wrappers
     nesting = None if metadata is None else metadata.planner_data
     return nesting.wrappers if isinstance(nesting, Nesting) else {}
+
+
+def stored_nesting(metadata: Metadata | None) -> Nesting | None:
+    """Return the nesting of a checkpoint if there are tuples in it whose entries are stored apart."""
+    entries: Any = None if metadata is None else metadata.state_dict_metadata
+    if isinstance(entries, StoredEntries):
+        return _nesting_of(entries.manifest) if entries.manifest.tuples else None
+    nesting = None if metadata is None else metadata.planner_data
+    return nesting if isinstance(nesting, Nesting) and nesting.tuples else None
 
 
 def _nesting_of(manifest: Manifest) -> Nesting | None:

@@ -18,6 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 from transformers import Trainer, TrainingArguments
 
 import cloudckpt
@@ -302,3 +304,51 @@ def test_lightning_removes_at_a_uri_what_it_removes_on_a_path(kind: str, how: st
     fit(f"{root}/d", until=6, resume=f"{root}/d/step=4/all.ckpt", **nested)
     made = [step for step in (2, 4, 6) if names_under(f"{root}/d/step={step}")]
     assert made == [4, 6]
+
+
+@pytest.mark.parametrize("saved_after", [2, 4, 6])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_shuffled_loader_as_advised_goes_on_in_the_order_of_uninterrupted_training(
+    num_workers: int, saved_after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, training that is resumed as docs/manager.md advises sees other batches, at once or in a later
+    epoch.
+    """
+    data, num_batches = list(range(16)), 4
+
+    def make(seed: int) -> Any:
+        order = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
+        return StatefulDataLoader(
+            data, batch_size=4, sampler=order, generator=torch.Generator(), num_workers=num_workers
+        )
+
+    with cloudckpt.CheckpointManager(tmp_path) as manager:
+        loader, seen = make(seed=1), []
+        for _ in range(4):
+            for batch in loader:
+                seen.append(batch.tolist())
+                if len(seen) == saved_after:
+                    manager.save(1, dataloader=loader)
+    torch.manual_seed(99)
+    resumed, rest = make(seed=2), []
+    with cloudckpt.CheckpointManager(tmp_path) as manager:
+        manager.restore(dataloader=resumed)
+    while len(rest) < 4 * num_batches - saved_after:
+        rest += [batch.tolist() for batch in resumed]
+    assert rest == seen[saved_after:]
+    assert "generator" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"shuffle": True}, {"sampler": torch.utils.data.RandomSampler(range(4), generator=torch.Generator())}],
+    ids=["shuffle", "sampler"],
+)
+def test_shuffled_loader_that_does_not_save_its_order_is_named(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, nobody hears that training goes on with other batches after a resume."""
+    loader = StatefulDataLoader(range(4), generator=torch.Generator(), **settings)
+    with cloudckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, dataloader=loader)
+    assert "does not save the generator of its sampler" in caplog.text

@@ -350,16 +350,30 @@ def wrap_all(value: Any, *, keyword: str) -> LiveEntry:
 
 
 def warn_of_shared_generator(dataloader: Any) -> None:
-    """Warn of data loaders that draw from the process's generator.
+    """Warn of data loaders that go on with other random numbers after a resume.
 
-    ``iter(loader)`` draws a seed from it, so a resume within an epoch draws once more than the run that saved.
+    ``iter(loader)`` draws a seed from the loader's generator, by default the process's, so a resume within an epoch
+    draws once more than the run that saved. A sampler of torch's has no state of its own.
     """
     loaders = list(dataloader.values()) if isinstance(dataloader, Mapping) else dataloader
     for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
-        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+        if not isinstance(loader, torch.utils.data.DataLoader):
+            continue
+        of_sampler = getattr(loader.sampler, "generator", None)
+        is_drawn_from = of_sampler is loader.generator and loader.num_workers == 0
+        if loader.generator is None:
             _log.warning(
                 "the %s has no generator of its own, so a resume within an epoch goes on with other random numbers. "
                 "Pass it generator=torch.Generator()",
+                type(loader).__name__,
+            )
+            return
+        is_torchs = type(loader.sampler) is torch.utils.data.RandomSampler  # torchdata's is a subclass
+        if of_sampler is not None and (is_drawn_from or is_torchs):
+            _log.warning(
+                "the %s does not save the generator of its sampler, so a resume goes on in another order. Pass it "
+                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=torch.Generator()), and "
+                "another generator=torch.Generator()",
                 type(loader).__name__,
             )
             return

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.in_memory import Memory, state_of
 from tests.scaled import ALLOWED, assert_same_scaled, make_scaled
 
@@ -79,3 +83,42 @@ def test_quantized_weights_of_a_framework_come_back(tmp_path: Path) -> None:
         found = unflatten(cloudckpt.read(tmp_path / "1"))
     assert found["epoch"] == 3
     assert_same_scaled(found["state_dict"]["layer.weight"], make_scaled())
+
+
+_KEYS = st.sampled_from(["a", "b", "a.b", "b.a", "a_", "a.b_", "skeleton", "skeleton_", "0", 0, 1, "1"])
+_TREES = st.recursive(
+    st.integers(0, 3) | st.just("tensor"),
+    lambda inner: st.dictionaries(_KEYS, inner) | st.lists(inner) | st.tuples(inner, inner),
+)
+
+
+def _with_tensors(value: object, numbers: Iterator[int]) -> object:
+    """Return the tree with a tensor of its own number for each "tensor"."""
+    if isinstance(value, dict):
+        return {key: _with_tensors(each, numbers) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_tensors(each, numbers) for each in value)
+    return torch.tensor(next(numbers)) if value == "tensor" else value
+
+
+def _without_tensors(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_tensors(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_tensors(each) for each in value)
+    return ("tensor", value.item()) if isinstance(value, torch.Tensor) else value
+
+
+@given(tree=st.dictionaries(_KEYS, _TREES))
+def test_nested_state_whose_paths_are_equal_comes_back(tree: dict[object, object]) -> None:
+    """If this fails, keys with dots, or 1 beside "1", make one tensor of a framework's state another one."""
+    given_tree = _with_tensors(tree, itertools.count())
+    flat = flatten(given_tree, uri="u")
+    assert all(isinstance(name, str) for name in flat)
+    assert _without_tensors(unflatten(flat)) == _without_tensors(given_tree)
+
+
+def test_state_that_looks_like_a_placeholder_is_refused() -> None:
+    """If this fails, a dict of the user's comes back as a tensor."""
+    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=r"^note\.it is a dict whose only key"):
+        flatten({"w": torch.ones(1), "note": {"it": {"cloudckpt.tensor": "w"}}}, uri="u")

@@ -1309,6 +1309,20 @@ MUTANTS = {
         new="verify_first = verify_first or",
         tests=("tests/manager/test_manager.py::test_nothing_of_a_damaged_step_stays_in_what_an_older_one_lacks",),
     ),
+    "equal-paths-of-a-framework": Mutant(
+        breaks="G11: keys with dots make one tensor of a framework's state another one.",
+        file="integrations/_state.py",
+        old="while name in tensors or name == SKELETON:",
+        new="while name == SKELETON:",
+        tests=("tests/test_integrations.py::test_nested_state_whose_paths_are_equal_comes_back",),
+    ),
+    "placeholder-of-a-user": Mutant(
+        breaks="G11: a dict that looks like a placeholder comes back as a tensor.",
+        file="integrations/_state.py",
+        old="isinstance(value, torch.Tensor) or _is_placeholder(value), replace",
+        new="isinstance(value, torch.Tensor), replace",
+        tests=("tests/test_integrations.py::test_state_that_looks_like_a_placeholder_is_refused",),
+    ),
     "commit-files-of-another-try": Mutant(
         breaks="G3: files are committed without those of a rank that has written only in another try.",
         file="pipeline/files.py",

@@ -49,11 +49,13 @@ def deserialize(data: bytes, *, allow_pickle: bool = False, uri: str = "") -> An
 def flatten(tree: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
     """Return a flat state dict with the contents of `tree`: each tensor under its path, the rest in `SKELETON`.
 
-    Raises `UnsupportedValueError` for a tensor that is sharded over ranks.
+    Raises `UnsupportedValueError` for a tensor that is sharded over ranks, and a dict that looks like a placeholder.
     """
     tensors: dict[str, Any] = {}
 
-    def replace(path: str, tensor: torch.Tensor) -> Any:
+    def replace(path: str, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedValueError(f"{path} is a dict whose only key is {_PLACEHOLDER!r}. Rename the key", uri=uri)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_wrapper(tensor):
             raise UnsupportedValueError(
                 f"{path} is a {type(tensor).__name__}, and one rank has only a part of it. Use a strategy that saves "
@@ -66,7 +68,7 @@ def flatten(tree: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
         tensors[name] = tensor.detach()
         return {_PLACEHOLDER: name}
 
-    skeleton = _map_leaves(tree, "", lambda value: isinstance(value, torch.Tensor), replace)
+    skeleton = _map_leaves(tree, "", lambda value: isinstance(value, torch.Tensor) or _is_placeholder(value), replace)
     return {**tensors, SKELETON: serialize(skeleton)}
 
 
@@ -84,9 +86,13 @@ def unflatten(
     return _map_leaves(
         skeleton,
         "",
-        lambda value: type(value) is dict and len(value) == 1 and _PLACEHOLDER in value,
+        _is_placeholder,
         lambda _, value: flat[value[_PLACEHOLDER]],
     )
+
+
+def _is_placeholder(value: Any) -> bool:
+    return type(value) is dict and len(value) == 1 and _PLACEHOLDER in value
 
 
 def _map_leaves(value: Any, path: str, is_wanted: Callable[[Any], bool], change: Callable[[str, Any], Any]) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from tests.oracles import slow_crc32c
 
 from cloudckpt.errors import InterruptedReadError, StoreError, ThrottledError, TransientStoreError
-from cloudckpt.io.hedging import LEAST_S, ConcurrencyLimit, Hedger
+from cloudckpt.io.hedging import LEAST_S, ConcurrencyLimit, Hedger, PeerTimes, max_hedges
 from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
 from cloudckpt.stores.http_clients import follow
 from cloudckpt.stores.memory import MemoryStore
@@ -123,6 +123,35 @@ class InThread:
         if isinstance(self._result, BaseException):
             raise self._result
         return self._result
+
+
+@pytest.mark.parametrize(
+    ("peers", "expected_s"),
+    [
+        ([(100, 10.0)] * 3, None),
+        ([(100, 10.0)] * 4, 30.0),
+        ([(50, 10.0), (200, 10.0), (100, 10.0), (100, 10.0)], 30.0),
+        ([(49, 10.0), (100, 10.0), (100, 10.0), (100, 10.0)], None),
+        ([(201, 10.0), (100, 10.0), (100, 10.0), (100, 10.0)], None),
+        ([(100, 1.0), (100, 2.0), (100, 4.0), (100, 90.0)], 9.0),
+        ([(100, 0.1)] * 4, LEAST_S),
+        ([(100, 50.0)] * 64 + [(100, 10.0)] * 64, 30.0),
+    ],
+)
+def test_a_straggler_takes_three_times_as_long_as_four_peers_of_its_size(
+    peers: list[tuple[int, float]], expected_s: float | None
+) -> None:
+    """If this fails, requests are repeated that are as fast as their peers, or none that stalls."""
+    times = PeerTimes()
+    for size_bytes, took_s in peers:
+        times.add(num_bytes=size_bytes, took_s=took_s)
+    assert times.patience_s(100) == expected_s
+
+
+@pytest.mark.parametrize(("num_requests", "expected"), [(0, 2), (59, 2), (60, 3), (2000, 100)])
+def test_one_request_in_twenty_may_be_repeated_in_all(num_requests: int, expected: int) -> None:
+    """If this fails, a store that is slow as a whole gets twice the requests."""
+    assert max_hedges(num_requests) == expected
 
 
 def test_a_request_that_stalls_is_ended_by_the_second_one(hedger: Hedger, clock: Clock) -> None:

@@ -557,6 +557,13 @@ MUTANTS = {
         new="self._follow(error, client, last_region=client.region_of(self.bucket))",
         tests=("tests/stores/s3/test_failures.py::test_many_requests_that_are_redirected_together_all_arrive",),
     ),
+    "see-no-encoded-colon": Mutant(
+        breaks="G9: a password whose colon is encoded is shown in a log.",
+        file="uri.py",
+        old='_COLON = re.compile(r":|%3a", re.IGNORECASE)',
+        new='_COLON = re.compile(r":|%3a")',
+        tests=("tests/stores/test_uri.py",),
+    ),
     "lose-a-threads-exception": Mutant(
         breaks="G3: what fails in a worker thread is taken for done.",
         file="_workers.py",

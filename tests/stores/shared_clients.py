@@ -40,6 +40,21 @@ class ClientTests:
         server.store(timeout_s=7).head("k")
         assert len(self.cache) == 3
 
+    def timeouts_s(self, client: Any) -> tuple[float, float]:
+        """Return the client's timeouts for connecting and for reading."""
+        raise NotImplementedError
+
+    def test_each_call_has_the_timeouts_of_its_own_store(self, scripted: Any) -> None:
+        """If this fails, the timeout of the first call holds for all later ones: a load hangs for longer than asked."""
+        server = scripted.serve(scripted.any_store())
+        expected = {60: (20, 20), 3: (3, 1), 6: (6, 2)}
+        for timeout_s in (60, 3, 6, 60):
+            store = server.store(timeout_s=timeout_s)
+            store.head("k")
+            assert self.timeouts_s(store.session.client()) == expected[timeout_s]
+        options = {"connect_timeout_s": 5.0, "read_timeout_s": 7.0}
+        assert self.timeouts_s(server.store(timeout_s=60, **options).session.client()) == (5, 7)
+
     def test_threads_that_start_together_make_one_client(self, scripted: Any) -> None:
         """Each would look for credentials, and open connections of its own; boto3 cannot even make two at once."""
         server = scripted.serve(scripted.any_store())

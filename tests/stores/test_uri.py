@@ -18,6 +18,7 @@ from cloudckpt.uri import (
     is_valid_location,
     mangled_uri_scheme,
     parse_location,
+    redacted,
 )
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-point"
@@ -134,6 +135,10 @@ def test_a_uri_that_went_through_path_is_recognised(mangled):
         "https://host/x?X-Amz-Signature=hunter2",
         "s3:/user:hunter2@bucket/x",
         "s3://user:hunter2@bucket/\n",
+        "sftp://user%3Ahunter2@host/x",
+        "sftp://user%3ahunter2@host/x",
+        "hdfs://user%3Ahunter2@host:8020/x",
+        "s4://user%3Ahunter2/more@bucket/x",
     ],
 )
 def test_secrets_in_a_uri_are_refused_and_never_repeated(text):
@@ -142,6 +147,26 @@ def test_secrets_in_a_uri_are_refused_and_never_repeated(text):
         parse_location(text)
     assert "hunter2" not in str(caught.value)
     assert "hunter2" not in repr(caught.value)
+
+
+@pytest.mark.parametrize("text", ["sftp://user@host/x", "sftp://user%40realm@host:22/x"])
+def test_a_user_without_a_password_is_no_secret(text):
+    """If this fails, nobody can say as whom to log in: only an encoded colon has a password behind it."""
+    assert parse_location(text).uri == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("sftp://user%3Ahunter2@host/x", "sftp://***@host/x"),
+        ("sftp://user%3ahun/ter2@host/x", "sftp://***@host/x"),
+        ("s3://bucket/a%3Ab", "s3://bucket/a%3Ab"),
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+    ],
+)
+def test_an_encoded_colon_before_an_at_hides_what_is_around_it(text, shown):
+    """If this fails, a log shows a password whose colon is encoded, or hides a key that holds no secret."""
+    assert redacted(text) == shown
 
 
 def test_children_are_joined_by_one_slash():

@@ -256,6 +256,9 @@ class TestClients(ClientTests):
     endpoint_variable = "STORAGE_EMULATOR_HOST"
     another_class = "NEARLINE"
 
+    def timeouts_s(self, client: Any) -> tuple[float, float]:
+        return client.timeout_s
+
 
 class Unpicklable(AnonymousCredentials):
     """As those of most identity providers' plug-ins are, by a lock or a socket in them."""

@@ -38,6 +38,10 @@ class TestClients(ClientTests):
     endpoint_variable = "AWS_ENDPOINT_URL_S3"
     another_class = "STANDARD_IA"
 
+    def timeouts_s(self, client: Any) -> tuple[float, float]:
+        config = client.boto3_client.meta.config
+        return config.connect_timeout, config.read_timeout
+
 
 def test_refused_credentials_are_looked_up_anew(scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Credentials renewed in ~/.aws would not be taken up until the training is restarted."""

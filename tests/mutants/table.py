@@ -1046,8 +1046,8 @@ MUTANTS = {
     "s3-put-without-a-checksum": Mutant(
         breaks="G4: S3 does not check the bytes of an object that is put whole.",
         file="stores/s3/store.py",
-        old="                ChecksumCRC32C=encode_crc32c(crc32c),\n                **condition,",
-        new="                **condition,",
+        old="            ChecksumCRC32C=encode_crc32c(crc32c),\n            **condition,",
+        new="            **condition,",
         tests=("tests/stores/s3/test_requests.py::test_bodies_go_out_unsigned_whole_and_with_their_checksum",),
     ),
     "slow-line-is-a-stall": Mutant(

@@ -24,7 +24,10 @@ import cloudckpt
 from benchmarks.payloads import Payload, transformer, uniform
 from cloudckpt.dcp import save_planner
 
-PAYLOADS = {one.name: one for one in (transformer(num_layers=3, vocabulary=8000), uniform(2000, 64 * 1024), uniform(20, 16 * 2**20))}
+PAYLOADS = {
+    one.name: one
+    for one in (transformer(num_layers=3, vocabulary=8000), uniform(2000, 64 * 1024), uniform(20, 16 * 2**20))
+}
 ARMS = ("assumed", "sample", "whole")
 NUM_WARM_UPS = 1
 

@@ -160,7 +160,7 @@ def test_what_differs_comes_from_the_lowest_rank_and_is_named_once(
     assert {found["model.w"], found["model.v"]} == {2}  # equal, so the rank with the least saves them
     (message,) = caplog.messages
     assert message.startswith(
-        "'model.mean' of ranks 1, 2 differs from that of rank 0 in memory://here, and so do 1 more entries"
+        "'model.mean' of ranks 1, 2 differs from that of rank 0 in memory://here, and so for 1 more. "
     )
 
 

@@ -309,7 +309,7 @@ def _warn_once(description: str, number: int, uri: str) -> None:
     if description in _warned:
         return
     _warned.add(description)
-    more = f", and so do {number - 1} more entries" if number > 1 else ""
+    more = f", and so for {number - 1} more" if number > 1 else ""
     _log.warning(
         "%s in %s%s. Of each such entry the checkpoint has the lowest rank's. If each rank's counts, save it under a "
         "name for each rank",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,35 @@ def test_an_entry_under_an_empty_name_can_be_read(tmp_path: Path) -> None:
     saved = {"": torch.ones(1), "a": {"": torch.zeros(1)}}
     cloudckpt.save(saved, tmp_path / "a", no_dist=True)
     assert_equal(cloudckpt.read(tmp_path / "a"), saved)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "empty"),
+    [("extra", {}), *itertools.product(["optimizer", "scheduler", "dataloader"], [[], {}, ()])],
+    ids=str,
+)
+def test_no_objects_are_saved_and_loaded(keyword: str, empty: Any, tmp_path: Path) -> None:
+    """If this fails, a rank that has no optimizer, scheduler or data loader saves what it cannot load."""
+    net, loaded = nn.Linear(2, 2), nn.Linear(2, 2)
+    cloudckpt.save(tmp_path / "a", model=net, **{keyword: empty}, no_dist=True)
+    cloudckpt.load(tmp_path / "a", model=loaded, **{keyword: empty}, no_dist=True)
+    assert torch.equal(loaded.weight, net.weight)
+
+
+class Falsy(Holder):
+    """An object that is false, as an empty container is."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("keyword", ["scheduler", "dataloader", "state dict", "extra"])
+def test_an_object_that_is_false_is_saved_and_loaded(keyword: str, tmp_path: Path) -> None:
+    """If this fails, an object with a length of 0, such as an empty average of weights, is taken for none."""
+    saved, loaded, net = Falsy({"a": 1}), Falsy({"a": 0}), nn.Linear(2, 2)
+    for call, held in ((cloudckpt.save, saved), (cloudckpt.load, loaded)):
+        if keyword == "state dict":
+            call({"": held, "w": torch.ones(1)}, tmp_path / "a", no_dist=True)
+        else:
+            call(tmp_path / "a", model=net, **{keyword: {"": held} if keyword == "extra" else held}, no_dist=True)
+    assert loaded.state == {"a": 1}

@@ -51,7 +51,7 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: i
                 f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not a {type(one).__name__}. "
                 "Pass the optimizer that it wraps, or the wrapper in extra={…}"
             )
-    return OptimizerEntry(optimizers, modules, rank=rank)
+    return OptimizerEntry(optimizers, modules, rank=rank) if optimizers else EntryGroup({})
 
 
 class OptimizerEntry(LiveEntry):

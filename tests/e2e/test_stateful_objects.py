@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.e2e.harness import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -321,3 +322,26 @@ def test_an_object_that_is_false_is_saved_and_loaded(keyword: str, tmp_path: Pat
         else:
             call(tmp_path / "a", model=net, **{keyword: {"": held} if keyword == "extra" else held}, no_dist=True)
     assert loaded.state == {"a": 1}
+
+
+@pytest.mark.parametrize("fresh", [{}, {"seen": {}}], ids=str)
+def test_torchs_load_refuses_an_object_that_would_stay_empty(
+    fresh: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a fresh object gets nothing from torch's own load, which reports success."""
+    state = {"tracker": Holder({"seen": {"loss": torch.ones(2)}}), "none": {}, "w": torch.ones(1)}
+    cloudckpt.save(state, tmp_path / "a", no_dist=True)
+    try:
+        cloudckpt.enable()
+        wanted = {"tracker": Holder(fresh), "none": {}, "w": torch.zeros(1)}
+        with pytest.raises(CheckpointException, match=r"holds 'tracker\.seen\.loss', and 'tracker"):
+            dcp.load(wanted, checkpoint_id=tmp_path / "a", no_dist=True)
+        cloudckpt.enable(strict=False)
+        dcp.load(wanted, checkpoint_id=tmp_path / "a", no_dist=True)
+        assert "'tracker.seen.loss'" in caplog.text
+        cloudckpt.enable()
+        whole = Holder({"seen": {"loss": torch.zeros(2)}})
+        dcp.load({"tracker": whole, "none": {}}, checkpoint_id=tmp_path / "a", no_dist=True)
+        assert torch.equal(whole.state["seen"]["loss"], torch.ones(2))
+    finally:
+        cloudckpt.disable()

@@ -1561,5 +1561,12 @@ MUTANTS = {
         new="        place = (url, entry.modified_at.min, 0)\n",
         tests=("tests/e2e/test_reuse.py::test_a_step_that_was_deleted_and_saved_again_is_looked_at_anew",),
     ),
+    "torchs-load-leaves-fresh-objects-empty": Mutant(
+        breaks="G11: torch's own load gives an object that begins empty nothing, and reports success.",
+        file="dcp/reader.py",
+        old="            if self._call is None:  # torch's load, which",
+        new="            if False:  # torch's load, which",
+        tests=("tests/e2e/test_stateful_objects.py::test_torchs_load_refuses_an_object_that_would_stay_empty",),
+    ),
 }
 """Each defect by its name."""

@@ -58,6 +58,30 @@ def check_completeness(
             )
 
 
+def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str) -> None:
+    """Compare the empty dicts that ranks are to fill with what was saved in their places.
+
+    torch's ``load`` gives a fresh ``Stateful`` nothing, and reports success.
+
+    Raises:
+        StateDictMismatchError: No rank asks for anything of what was saved there.
+
+    """
+    empty = dict.fromkeys(name for plan in plans for name in plan.planner_data or ())
+    left = {name: below for name in empty if (below := [one for one in saved if one.startswith(f"{name}.")])}
+    if not left:
+        return
+    asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
+    for name, below in left.items():
+        if asked.isdisjoint(below):
+            raise StateDictMismatchError(
+                f"{uri} holds {quote_names(below)}, and {name!r} is empty in the state dict, so that it asks for none "
+                "of it. Load with cloudckpt.load, which gives a Stateful what was saved; fill the dict with what to "
+                "load; or pass strict=False to leave it behind",
+                uri=uri,
+            )
+
+
 def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:
     """Return what was saved of the objects under the top-level `keys`, and no rank asks for.
 

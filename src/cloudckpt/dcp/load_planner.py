@@ -53,6 +53,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self._uri = uri
         self._has_live_objects = has_live_objects
         self._saved: Mapping[str, Any] = {}
+        self._empty: list[str] = []
         self._wrappers: dict[str, StoredWrapper] = {}
 
     def set_up_planner(
@@ -66,6 +67,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         if metadata is not None and self._open_tuples(state_dict, flat, metadata):
             flat = flatten(state_dict, uri=self._uri, is_value=self._holds_value)
         self._containers = flat.containers
+        self._empty = [name_path(path) for path in flat.empty]
         self._wrappers, self._saved_wrappers = flat.wrappers, stored_wrappers(metadata)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings = flat.entries, flat.paths
@@ -103,7 +105,9 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         try:
-            return self._create_plan()
+            plan = self._create_plan()
+            # For the reader, which has the plans of all ranks: nobody may ask for what was saved there.
+            return dataclasses.replace(plan, planner_data=self._empty) if self._empty else plan
         except (RuntimeError, ValueError) as error:
             missing, unlike = self._mismatches()
             if not missing and not unlike:

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.manifest_log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
-from cloudckpt.dcp.completeness import check_completeness, find_left_of_objects
+from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.distributed.shared_reads.exchange import RankPlanData, ShareSession, assign_groups
@@ -341,6 +341,8 @@ class ObjectStoreReader(StorageReader):
             saved = {name: entry for name, entry in saved.items() if name not in handed}
         try:
             check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
+            if self._call is None:  # torch's load, which cannot give objects more than they ask for
+                check_empty(plans, saved, uri=self.checkpoint_id)
         except StateDictMismatchError as error:
             if self._strict is not False:
                 raise

@@ -16,10 +16,14 @@ from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save
 from tests.options import make_options
 
 import cloudckpt
+from cloudckpt.convert.conversion import _check_apart
+from cloudckpt.convert.copying import _is_one_service
 from cloudckpt.options import KIB, MIB, Options
+from cloudckpt.pipeline.context import Context
 from cloudckpt.stores.base import RequestRunner, run_once
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import Call, Faults, FlippedBits, Rule, Tell, WrappedStore
+from cloudckpt.uri import parse_location
 
 _PAIRS = [
     ("path", "path"),
@@ -30,6 +34,35 @@ _PAIRS = [
     ("gs", "memory"),
     ("memory", "memory"),
 ]
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize(
+    ("mine", "its", "is_one"),
+    [
+        ({"endpoint_url": "http://127.0.0.1:1"}, {"endpoint_url": "http://127.0.0.1:1"}, True),
+        ({"endpoint_url": "http://127.0.0.1:1"}, {"endpoint_url": "http://127.0.0.1:2"}, False),
+        ({"endpoint_url": "http://127.0.0.1:1"}, {}, False),
+        ({}, {"endpoint_url": "http://127.0.0.1:1"}, False),
+        ({}, {}, True),
+    ],
+)
+def test_two_endpoints_of_one_scheme_are_two_services(
+    scheme: str, mine: dict[str, str], its: dict[str, str], *, is_one: bool
+) -> None:
+    """If this fails, a server is asked to copy an object that another one has: it copies its own of that name, or none;
+    or a copy to the same place on another server is refused.
+    """
+    sides = [
+        Context(parse_location(f"{scheme}://bucket/run"), Options(storage_options=options), rank=0)
+        for options in (mine, its)
+    ]
+    assert _is_one_service(*sides) == is_one
+    if is_one:
+        with pytest.raises(cloudckpt.errors.InvalidURIError, match="both the source and the target"):
+            _check_apart(*sides)
+    else:
+        _check_apart(*sides)
 
 
 @pytest.mark.parametrize(("one", "other"), _PAIRS)

@@ -7,7 +7,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Call, Fails, Faults, Rule, Tell
+from cloudckpt.testing.faults import Call, Fails, Faults, Rule, Tell, WrappedStore
 
 KNOWN = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -194,6 +194,31 @@ def test_the_index_comes_last(root_of: Root) -> None:
     faults = Faults(Rule(fault=Tell(before=lambda call: seen.append(call.key)), operations={"put"}, times=None))
     cloudckpt.export_checkpoint(source, target, max_shard_bytes=8000, target_options=make_options(wrap_store=faults))
     assert seen[-1] == INDEX
+
+
+@pytest.mark.parametrize("num_removed", range(4))
+def test_an_earlier_export_loses_its_index_before_any_shard(root_of: Root, num_removed: int) -> None:
+    """If this fails, an export that dies while it removes an earlier one leaves an index of shards that are gone."""
+    source, target = f"{root_of('path')}/a", root_of("memory")
+    save({f"w{i}": torch.full((1000,), i) for i in range(20)}, source)
+    cloudckpt.export_checkpoint(source, target, max_shard_bytes=4000)
+    calls: list[list[str]] = []
+
+    class Dying(WrappedStore):
+        def delete(self, keys: Iterable[str]) -> None:
+            calls.append(list(keys))
+            for key in calls[-1]:
+                if len([name for name in contents(target) if name]) <= 21 - num_removed:
+                    raise cloudckpt.errors.AccessDeniedError("dead", key=key, operation="delete")
+                self.inner.delete([key])
+
+    options = make_options(wrap_store=Dying)
+    with pytest.raises(cloudckpt.errors.AccessDeniedError):
+        cloudckpt.export_checkpoint(source, target, max_shard_bytes=4000, overwrite=True, target_options=options)
+    assert calls[0] == [INDEX], "with others, a store would remove them in any order"
+    left = set(contents(target))
+    assert len(left) == 21 - num_removed
+    assert (INDEX in left) == (num_removed == 0)
 
 
 _MEASURED = """

@@ -356,9 +356,12 @@ class Files:
         if not self._overwrite:
             self._refuse([name for name in names if self._is_there(name)])
             return
-        doomed = sorted(self._find_names(), key=lambda name: name not in self._patterns)
-        if doomed:
-            target.retrier.call(target.store.delete, doomed)
+        found = self._find_names()
+        first = [name for name in found if name in self._patterns]
+        # Two calls, since a store removes many siblings in any order.
+        for doomed in (first, [name for name in found if name not in first]):
+            if doomed:
+                target.retrier.call(target.store.delete, doomed)
 
     def _find_names(self) -> list[str]:
         """Find the files of an earlier export. Two listings must agree, because one may lack a file."""

@@ -85,8 +85,8 @@ class AsyncSave(OfThisProcess):
     """A save that runs in the background, as one rank sees it. `async_save` returns it.
 
     If nobody gets a failure from `result`, `exception` or `committed`, it is raised by this process's next `save` or
-    `async_save` or by `cloudckpt.close`; else the interpreter writes it to stderr at its exit. Cancelling is no
-    failure.
+    `async_save` or by `cloudckpt.close`; else the interpreter writes it to stderr at its exit, and the exit code is
+    120. Cancelling is no failure.
 
     Example::
 

@@ -72,7 +72,7 @@ class StoredTuple(msgspec.Struct, frozen=True, array_like=True):
     """A tuple whose entries are stored apart."""
 
     path: list[str | int | list[Any]]
-    """As in `Manifest.typed_nesting`."""
+    """The path, in the form of `Manifest.typed_nesting`."""
     kind: str | None
     """The full name of its class; None for a plain tuple."""
 

@@ -243,3 +243,21 @@ def test_a_machine_without_a_role_is_told_at_once(scripted: Any, monkeypatch: py
     with pytest.raises(errors.CredentialsError, match="No usable credentials"):
         retrier.call(open_store("http://127.0.0.1:1").read, "k", max_bytes=10)
     assert retrier.num_retries == 0
+
+
+def test_a_role_whose_source_is_a_busy_metadata_service_is_waited_for(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If this fails, a profile with `credential_source` ends its job where the machine's own role would wait."""
+    config = tmp_path / "config"
+    role = "role_arn = arn:aws:iam::123456789012:role/trainer\ncredential_source = Ec2InstanceMetadata\n"
+    config.write_text(f"[profile trainer]\n{role}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    metadata = scripted.serve(scripted.error(503, "busy"))
+    lead_to(monkeypatch, "ec2", metadata.endpoint_url)
+    store = open_store("http://127.0.0.1:1", profile="trainer")
+    with pytest.raises(
+        errors.TransientStoreError, match=r"EC2 metadata service at .* answered with status 503"
+    ) as caught:
+        store.read("k", max_bytes=10)
+    assert caught.value.is_unsent

@@ -49,6 +49,8 @@ class MetadataServices:
         if not isinstance(error, CredentialRetrievalError | NoCredentialsError):
             return None
         provider = error.kwargs.get("provider", "iam-role")
+        if provider not in self._sessions:  # a role of the profile can have one of the services for its source
+            provider = next((name for name, session in self._sessions.items() if session.last is not None), "")
         session = self._sessions.get(provider)
         if session is None or session.last is None:
             return None

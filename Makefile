@@ -12,6 +12,7 @@ DOCS_VENV ?= .venv-docs
 TERRAFORM_VENV ?= .venv-terraform
 NEWEST_VENV ?= .venv-newest
 OLDEST_VENV ?= .venv-oldest
+PYTHONS ?= 3.10 3.12 3.13
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
@@ -22,7 +23,7 @@ TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
+.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive frameworks frameworks-installed package newest oldest pythons docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -129,6 +130,23 @@ oldest: ## Run the tests with the oldest torch that pyproject.toml allows, and t
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt -e '.[dev]'
 	$(OLDEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not faults" --override-ini filterwarnings=default
 
+# Of the modules that depend most on the interpreter: threads, the end of a process, buffers, types.
+QUICK := tests/test_files.py tests/format tests/io tests/tensors
+QUICK_VENV = .venv-python
+pythons: ## Run quick tests on the other versions of Python that PYTHONS names, each where it and its torch can be had.
+	@for version in $(PYTHONS); do \
+		venv=$(QUICK_VENV)$$version; python=python$$version; \
+		$$python -c '' 2>/dev/null || python=$$(ls "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/$$python 2>/dev/null | tail -1); \
+		if ! "$$python" -m venv $$venv 2>/dev/null; then \
+			echo "== Python $$version: skipped, it is not on this machine"; \
+		elif ! $$venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" -e '.[dev]'; then \
+			echo "== Python $$version: skipped, its packages cannot be had"; \
+		else \
+			echo "== Python $$version"; \
+			$$venv/bin/python -m pytest $(PYTEST_ARGS) -m "not faults and not slow and not multirank" $(QUICK) || exit 1; \
+		fi; \
+	done
+
 $(DOCS_INSTALLED): docs/_site/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -164,6 +182,6 @@ bench: $(INSTALLED) ## Measure saves and loads beside the rivals, which it insta
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) $(TERRAFORM_VENV) $(NEWEST_VENV) $(OLDEST_VENV) build dist site .benchenv-*
+	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) $(TERRAFORM_VENV) $(NEWEST_VENV) $(OLDEST_VENV) $(QUICK_VENV)* build dist site .benchenv-*
 	rm -rf .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find benchmarks docs examples src terraform tests -name __pycache__ -prune -exec rm -rf {} +

@@ -107,8 +107,12 @@ def test_credentials_of_a_process_are_fetched_anew(scripted: Any, tmp_path: Path
     store = open_store(server.endpoint_url)
     with pytest.raises(errors.CredentialsError, match="credential_process have expired"):
         store.read("k", max_bytes=10)
+    store.session.client()  # runs the program
+    num_requests = len(server.requests)
     token.write_text(NEW)
     store.read("k", max_bytes=10)
+    sent = [request.headers["x-amz-security-token"] for request in server.requests[num_requests:]]
+    assert sent == [OLD, NEW]
 
 
 def test_many_parts_that_are_refused_together_make_one_look(

@@ -78,7 +78,7 @@ MUTANTS = {
         file="_workers.py",
         old="        if is_main and isinstance(error",
         new="        if isinstance(error",
-        tests=("tests/test_callbacks.py::test_a_listener_that_raises_ends_no_wait",),
+        tests=("tests/test_callbacks.py::test_a_subscriber_that_raises_changes_nothing_in_the_background[SystemExit]",),
     ),
     "exit-of-the-main-thread-is-swallowed": Mutant(
         breaks="G9: Ctrl-C in a listener is logged, and the program goes on.",
@@ -101,11 +101,11 @@ MUTANTS = {
         new="        except Exception as error:  # noqa: BLE001  # nobody can get it",
         tests=("tests/test_callbacks.py::test_retention_ends_and_goes_on_after_what_raises",),
     ),
-    "cancelled-stager-hangs": Mutant(
-        breaks="G3: a stager whose future is cancelled leaves a save that never ends.",
+    "cancelled-copy-is-an-empty-one": Mutant(
+        breaks="G3: a stager whose future is cancelled leaves an empty checkpoint.",
         file="background/runner.py",
-        old="        except BaseException as error:  # the stager's",
-        new="        except OSError as error:  # the stager's",
+        old="            self.completed.set_exception(error)\n        else:\n",
+        new="            self.completed.set_result(None)\n        else:\n",
         tests=("tests/test_callbacks.py::test_a_stager_that_gives_up_fails_the_save",),
     ),
     "second-request-ends-by-an-exit": Mutant(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -106,11 +106,24 @@ class _Waits:
         self.waits.append((address, num_bytes))
 
 
+class _Fields(NamedTuple):
+    first: Any
+    second: Any
+
+
+class _Pair(_Fields):
+    """A named tuple that holds more than its entries."""
+
+    note: str
+
+
 def test_tensors_in_values_are_waited_for() -> None:
     """If this fails, a tuple of tensors is pickled before its snapshot has been copied."""
     first, second, third = torch.zeros(3), torch.zeros(4), torch.zeros(5)
+    pair = _Pair(first, {"in": [second]})
+    pair.note = "one value, since a tuple of its own has no place for this"
     planner, waits = BalancedSavePlanner(), _Waits()
-    items = planned(planner, {"pair": (first, 7, {"in": [second]}), "step": 3, "betas": (0.9, 0.99), "w": third})
+    items = planned(planner, {"pair": pair, "step": 3, "betas": (0.9, 0.99), "w": third})
     assert {item.index.fqn for item in items if item.tensor_data is None} == {"pair", "step", "betas"}
     for _ in stage_items(items, planner, WriteTransforms(None), uri=URI, pending=waits):
         pass

@@ -311,9 +311,6 @@ def group_uploads(store: Store, retrier: Retrier) -> Mapping[str, list[UploadInf
     return by_place
 
 
-_NUM_FENCES = 8
-
-
 def delete_checkpoint(walked: WalkedLocation, retrier: Retrier, *, conditional: bool) -> bool:
     """Remove the checkpoint at a location, and all that saves had written there; False where there is none.
 

@@ -392,7 +392,9 @@ class StateDictTree:
         elif kind is list:
             container[key] = entries = [None] * len(value)
             self._add_all(value, entries)
-        elif kind is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+        elif kind is tuple or (
+            isinstance(value, tuple) and hasattr(value, "_make") and not getattr(value, "__dict__", None)
+        ):
             entries = [None] * len(value)
             self._num_tuples += 1
             self._add_all(value, entries)

@@ -218,6 +218,7 @@ def test_a_removal_ends_after_ten_refusals_in_a_row(memory: Memory, refused: Seq
     store.fail("delete", error=denied, key_part=keys[0])  # the request for all of them
     for number in refused:
         store.fail("delete", error=denied, key_part=keys[number])
-    left = _remove(store, keys, Retrier(retries=0, timeout_s=10.0))
+    left, gone = _remove(store, keys, Retrier(retries=0, timeout_s=10.0))
     assert list(left) == [keys[number] for number in refused if number < num_tried]
+    assert gone == [keys[number] for number in range(num_tried) if number not in refused]
     assert store.count("delete") == 1 + num_tried

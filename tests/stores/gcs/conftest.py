@@ -185,3 +185,9 @@ def scripted() -> Iterator[GCSScripting]:
     scripting = GCSScripting()
     yield scripting
     scripting.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_bucket_keeps_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process remembers the buckets that refused to remove parts, by their names."""
+    monkeypatch.setattr("cloudckpt.stores.gcs.store._keeping", set())

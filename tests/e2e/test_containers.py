@@ -107,6 +107,34 @@ def save_and_load(root: str) -> None:
     load_and_compare(f"{root}/async")
 
 
+class Average:
+    """An object that takes what it is given, as an average of weights may."""
+
+    def __init__(self, mesh: DeviceMesh, *, is_blank: bool) -> None:
+        sharded, columns, replicated = (TENSORS[name](mesh, is_blank) for name in ("sharded", "columns", "replicated"))
+        self.state = {"by_name": {"w": sharded}, "pair": (columns, [replicated]), "num": 0 if is_blank else 3}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def save_and_load_object(uri: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    saved, loaded = Average(mesh, is_blank=False), Average(mesh, is_blank=True)
+    cloudckpt.save(uri, extra={"averages": [saved]})
+    cloudckpt.load(uri, extra={"averages": [loaded]})
+    assert described(loaded.state) == described(saved.state)
+
+
+@pytest.mark.multirank
+def test_object_with_sharded_tensors_gets_shards(tmp_path: Path) -> None:
+    """If this fails, an average of sharded weights becomes one of whole tensors, on every rank."""
+    run_ranks(save_and_load_object, str(tmp_path / "run"), world_size=2)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(("num_ranks", "others"), [(1, [2]), (2, [1, 4]), (4, [2])])
 def test_every_container_of_every_tensor_comes_back_on_any_ranks(

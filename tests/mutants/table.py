@@ -664,6 +664,13 @@ MUTANTS = {
         new="values = cast",
         tests=("tests/e2e/test_live_objects.py::test_state_keeps_its_dtypes_and_types_at_every_depth",),
     ),
+    "fill-whole-tensors-of-objects": Mutant(
+        breaks="G11: an average of sharded weights comes back as whole tensors on every rank.",
+        file="dcp/live_objects.py",
+        old="make_empty(saved, self.state_dict() if has_floats else None)",
+        new="make_empty(saved)",
+        tests=("tests/e2e/test_containers.py::test_object_with_sharded_tensors_gets_shards",),
+    ),
     "fill-one-tensor-for-a-whole-list": Mutant(
         breaks="G11: an optimizer with a shorter list gets one moment for several.",
         file="dcp/live_entry.py",

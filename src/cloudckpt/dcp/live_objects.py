@@ -27,6 +27,7 @@ from cloudckpt.dcp.live_entry import (
 )
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.dcp.save_planner import is_stateful
+from cloudckpt.dcp.stateful_objects import tensors_in
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.tensors.tensor_bytes import writable
 
@@ -102,7 +103,10 @@ class StatefulEntry(LiveEntry):
         return self._value.state_dict()
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:  # any structure fits
-        return make_empty(saved)
+        # Only its own state tells which tensors are DTensors. One without floats is not asked for it, since a data
+        # loader would begin to iterate.
+        has_floats = any(one.properties.dtype.is_floating_point and one.size for one in tensors_in(saved))
+        return make_empty(saved, self.state_dict() if has_floats else None)
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):

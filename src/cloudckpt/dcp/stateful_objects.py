@@ -119,7 +119,7 @@ class _Adding:
         return make_empty(extra)
 
     def _takes_beside(self, extra: Any, name: str) -> bool:
-        num_bytes = sum(one.size.numel() * one.properties.dtype.itemsize for one in _tensors_in(extra))
+        num_bytes = sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors_in(extra))
         is_taken = self._is_strict and not self._is_sharded(extra) and num_bytes <= self._rest_bytes
         if is_taken:
             self._rest_bytes -= num_bytes
@@ -128,17 +128,18 @@ class _Adding:
         return is_taken
 
     def _is_sharded(self, extra: Any) -> bool:
-        return self._num_ranks > 1 and any(len(one.chunks) > 1 for one in _tensors_in(extra))
+        return self._num_ranks > 1 and any(len(one.chunks) > 1 for one in tensors_in(extra))
 
 
-def _tensors_in(extra: Any) -> Iterator[TensorStorageMetadata]:
+def tensors_in(extra: Any) -> Iterator[TensorStorageMetadata]:
+    """Give torch's metadata of the tensors in a nested state dict of metadata."""
     if isinstance(extra, TensorStorageMetadata):
         yield extra
     elif isinstance(extra, SavedWrapper):
-        yield from _tensors_in(extra.parts)
+        yield from tensors_in(extra.parts)
     elif isinstance(extra, (Mapping, list, tuple)):
         for one in extra.values() if isinstance(extra, Mapping) else extra:
-            yield from _tensors_in(one)
+            yield from tensors_in(one)
 
 
 def _replace(state: Any, changed: Mapping[Any, Any]) -> Any:

@@ -17,6 +17,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import Parallelism, Training, assert_same, build, local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -230,6 +231,38 @@ def load_scalar_moments(uri: str) -> None:
         cloudckpt.load(uri, model=narrow, optimizer=torch.optim.AdamW(narrow.parameters()))
 
 
+def load_lists_of_lbfgs(uri: str) -> None:
+    data = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+    def build_lbfgs(num_steps: int) -> tuple[nn.Module, torch.optim.LBFGS]:
+        model = fully_shard(nn.Linear(4, 4))
+        optimizer = torch.optim.LBFGS(model.parameters(), history_size=5, max_iter=3)
+        for _ in range(num_steps):
+            step(model, optimizer)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: torch.optim.LBFGS) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(data).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    model, optimizer = build_lbfgs(3)
+    cloudckpt.save(uri, model=model, optimizer=optimizer)
+    fresh, fresh_optimizer = build_lbfgs(0)
+    with pytest.raises(StateDictMismatchError, match=r"'weight'.*Take one step before the load"):
+        cloudckpt.load(uri, model=fresh, optimizer=fresh_optimizer)
+    loaded, loaded_optimizer = build_lbfgs(1)
+    cloudckpt.load(uri, model=loaded, optimizer=loaded_optimizer)
+    step(model, optimizer)
+    step(loaded, loaded_optimizer)
+    for expected, param in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert_same(local(param), local(expected))
+
+
 def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
     model = build("fsdp1", seed=1).model
     parts = [[param for name, param in model.named_parameters() if ("up" in name) == is_up] for is_up in (True, False)]
@@ -275,6 +308,7 @@ def refuse_an_optimizer_of_one_rank(uri: str) -> None:
     "check",
     [
         load_scalar_moments,
+        load_lists_of_lbfgs,
         refuse_a_part_of_an_fsdp1_module,
         refuse_containers_of_fsdp1,
         load_groups_of_stages,
@@ -282,9 +316,10 @@ def refuse_an_optimizer_of_one_rank(uri: str) -> None:
     ],
 )
 def test_layouts_that_torch_does_not_tell(check: Callable[[str], None], tmp_path: Path) -> None:
-    """If this fails, a scalar DTensor gets plain moments; or two optimizers of one FSDP1 module fail in torch; or the
-    ranks of FSDP1 save a list of one of them; or a stage of a pipeline that has another number of parameter groups
-    keeps its first learning rate; or an optimizer that one rank alone passes leaves those of the other ranks fresh.
+    """If this fails, a scalar DTensor gets plain moments; or no load can resume LBFGS, whose lists grow; or two
+    optimizers of one FSDP1 module fail in torch; or the ranks of FSDP1 save a list of one of them; or a stage of a
+    pipeline that has another number of parameter groups keeps its first learning rate; or an optimizer that one rank
+    alone passes leaves those of the other ranks fresh.
     """
     run_ranks(check, str(tmp_path / "a"), world_size=2)
 

@@ -671,6 +671,13 @@ MUTANTS = {
         new="make_empty(saved)",
         tests=("tests/e2e/test_containers.py::test_object_with_sharded_tensors_gets_shards",),
     ),
+    "layouts-of-a-step-alone": Mutant(
+        breaks="G5: a checkpoint of LBFGS under FSDP2 cannot be resumed, whatever steps are taken before the load.",
+        file="dcp/live_optimizers.py",
+        old="stepped = _find_like(self._held, path)",
+        new="stepped = None",
+        tests=("tests/e2e/test_live_objects.py::test_layouts_that_torch_does_not_tell",),
+    ),
     "fill-one-tensor-for-a-whole-list": Mutant(
         breaks="G11: an optimizer with a shorter list gets one moment for several.",
         file="dcp/live_entry.py",

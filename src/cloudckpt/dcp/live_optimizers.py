@@ -101,12 +101,13 @@ class OptimizerEntry(LiveEntry):
             # torch's first FSDP holds parts of flat parameters, which can have the size of a whole one by chance.
             held = {} if optimizer in of_fsdp1 else optimizer.state.get(param, {})
             try:
-                state[key] = _plan_state(saved[_STATE][key], held, _Layout(layouts.get(name, param), optimizer, param))
+                layout = _Layout(layouts.get(name, param), optimizer, param, held)
+                state[key] = _plan_state(saved[_STATE][key], held, layout)
             except NotImplementedError:
                 raise StateDictMismatchError(
                     f"the optimizer's state for the sharded parameter {name!r} in {uri} has another shape than the "
-                    "parameter, and its layout is not known before the optimizer has taken a step. Take one step with "
-                    "gradients of zero before the load",
+                    "parameter, and its layout is not known before the optimizer has taken a step. Take one step "
+                    "before the load, which replaces all state",
                     uri=uri,
                 ) from None
         return {**make_empty(_others_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
@@ -334,10 +335,11 @@ class OptimizerEntry(LiveEntry):
 class _Layout:
     """Makes empty tensors laid out over the ranks as the state of one parameter is."""
 
-    def __init__(self, like: torch.Tensor, optimizer: Optimizer, param: nn.Parameter) -> None:
+    def __init__(self, like: torch.Tensor, optimizer: Optimizer, param: nn.Parameter, held: Any) -> None:
         self._like = like
         self._optimizer = optimizer
         self._param = param
+        self._held = held
         self._stepped: dict[str, Any] | None = None
 
     def make(self, path: Sequence[Any], entry: TensorStorageMetadata) -> torch.Tensor:
@@ -361,17 +363,16 @@ class _Layout:
         if not isinstance(self._like, DTensor):
             made: torch.Tensor = make_empty(entry)
             return made
-        return self._find_stepped(path)
+        return self._find_stepped(path).clone()  # one for each place of a list
 
     def _find_stepped(self, path: Sequence[Any]) -> torch.Tensor:
-        try:
-            stepped: Any = self._step()
-        except Exception as error:  # such as the closure that LBFGS asks for
-            raise NotImplementedError from error
-        for key in path:  # a list can have become longer since the first step
-            is_beyond = isinstance(stepped, (list, tuple)) and type(key) is int and key >= len(stepped)
-            stepped = part_of(stepped, len(stepped) - 1 if is_beyond else key)
-        if not isinstance(stepped, torch.Tensor):
+        stepped = _find_like(self._held, path)
+        if stepped is None:
+            try:
+                stepped = _find_like(self._step(), path)
+            except Exception as error:  # such as the closure that LBFGS asks for
+                raise NotImplementedError from error
+        if stepped is None:
             raise NotImplementedError
         return stepped
 
@@ -390,6 +391,16 @@ class _Layout:
             type(shadow).step(shadow)  # a scheduler replaces the method of the instance
             self._stepped = dict(shadow.state[param])
         return self._stepped
+
+
+def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
+    """Return the tensor at `path`; where a list is shorter, or holds None there, one of its others."""
+    for key in path:
+        found = part_of(state, key)
+        if found is None and isinstance(state, (list, tuple)):
+            found = next((one for one in reversed(state) if one is not None), None)
+        state = found
+    return state if isinstance(state, torch.Tensor) else None
 
 
 def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = ()) -> Any:

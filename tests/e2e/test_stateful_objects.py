@@ -251,6 +251,21 @@ class Collective(Holder):
         assert all(torch.equal(one, torch.full((self._size,), float(self._size))) for one in found)
 
 
+def load_beside_a_full_object(root: str) -> None:
+    full = {"rows": [1, {"t": torch.ones(2)}], "best": {"t": torch.ones(1)}, "none": (torch.ones(1),)}
+    fresh = {"rows": [], "best": None, "none": ()}
+    cloudckpt.save({"o": Holder(full)}, root)
+    held = Holder(fresh if dist.get_rank() else full)
+    cloudckpt.load({"o": held}, root)
+    assert_equal(held.state, fresh if dist.get_rank() else full)
+
+
+@pytest.mark.multirank
+def test_a_place_that_nothing_fills_keeps_what_it_held(tmp_path: Path) -> None:
+    """If this fails, an object gets a dict in the place of its list, as another rank's object asked for the entries."""
+    run_ranks(load_beside_a_full_object, str(tmp_path / "a"), world_size=2)
+
+
 def meet_in_objects(root: str) -> None:
     def ordered(objects: dict[str, Any]) -> dict[str, Any]:
         return objects if dist.get_rank() else dict(reversed(objects.items()))

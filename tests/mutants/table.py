@@ -678,6 +678,13 @@ MUTANTS = {
         new="stepped = None",
         tests=("tests/e2e/test_live_objects.py::test_layouts_that_torch_does_not_tell",),
     ),
+    "leave-places-open": Mutant(
+        breaks="G11: an object that other ranks ask for gets an empty dict in the place of its list.",
+        file="dcp/stateful_objects.py",
+        old="        return state.held",
+        new="        return {}",
+        tests=("tests/e2e/test_stateful_objects.py::test_a_place_that_nothing_fills_keeps_what_it_held",),
+    ),
     "fill-one-tensor-for-a-whole-list": Mutant(
         breaks="G11: an optimizer with a shorter list gets one moment for several.",
         file="dcp/live_entry.py",

@@ -27,7 +27,7 @@ from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized, load_object, 
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
-from cloudckpt.dcp.stateful_objects import hand_over, leave_open
+from cloudckpt.dcp.stateful_objects import close, hand_over, leave_open
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.shared_reads.exchange import RankPlanData
 from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
@@ -302,6 +302,8 @@ def _load(
             reader.read_data(planner.finish_plan(plan), planner).wait()
         finally:
             reader.stop_sharing()  # the other ranks must not wait for the bytes of one that failed
+        if is_ours:
+            entries.update({key: close(entries[key]) for key in stateful})
         return has_objects
 
     return any(ranks.all_gather("read", read))

@@ -22,10 +22,18 @@ from cloudckpt.format.wrappers import SavedWrapper
 _log = logging.getLogger("cloudckpt")
 
 
+class _OpenPlace(dict[Any, Any]):
+    """The empty dict of `leave_open`, with what it stands for."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
 def leave_open(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
     """Return `state` with an empty dict in place of each None, empty list or tuple that was saved as something larger.
 
-    So a plan asks for nothing there, and `hand_over` can fill it.
+    So a plan asks for nothing there, and `hand_over` can fill it. `close` takes back those that nothing has filled.
     """
     if isinstance(state, (Mapping, list)) and state:
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
@@ -34,7 +42,17 @@ def leave_open(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
     if (state is None or (isinstance(state, (list, tuple)) and not state)) and not _is_value(saved.get(name)):
         below = f"{name}."
         if name in saved or any(other.startswith(below) for other in saved):
-            return {}
+            return _OpenPlace(state)
+    return state
+
+
+def close(state: Any) -> Any:
+    """Return `state` with what the object held in each place that nothing has filled."""
+    if isinstance(state, _OpenPlace):
+        return state.held
+    if isinstance(state, (Mapping, list)):
+        pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
+        return _replace(state, {key: made for key, one in pairs if (made := close(one)) is not one})
     return state
 
 

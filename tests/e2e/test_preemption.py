@@ -158,6 +158,28 @@ def test_in_a_forked_child_the_signal_does_what_it_did_before(before: str) -> No
     assert found.returncode == 0, found.stderr
 
 
+FORKED_TRAINER = """
+import os
+import signal
+import cloudckpt
+with cloudckpt.on_sigterm() as outer, cloudckpt.on_sigterm():
+    child = os.fork()
+    if child == 0:
+        with cloudckpt.on_sigterm() as preemption:
+            os.kill(os.getpid(), signal.SIGTERM)
+            noted = preemption.requested and not outer.requested
+        os._exit(0 if noted and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_trainer_notes_the_signal_in_its_own_context() -> None:
+    """If this fails, a launcher with a context of its own forks trainers that SIGTERM ends before they save."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED_TRAINER]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+    assert found.returncode == 0, found.stderr
+
+
 # --- what is in flight
 
 

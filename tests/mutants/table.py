@@ -139,16 +139,23 @@ MUTANTS = {
     "fork-keeps-the-handler": Mutant(
         breaks="G9: `Process.terminate` no longer ends a forked helper.",
         file="manager/preemption.py",
-        old="        elif os.getpid() != process:\n",
-        new="        elif before is None:\n",
+        old="        elif is_forked:\n",
+        new="        elif self.before is None:\n",
         tests=("tests/e2e/test_preemption.py::test_in_a_forked_child_the_signal_does_what_it_did_before[default]",),
     ),
     "fork-notes-the-signal": Mutant(
         breaks="G9: a forked helper ends by a signal that was ignored, or its parent's handler is not called.",
         file="manager/preemption.py",
-        old="            signal.signal(signal.SIGTERM, before)\n        if callable",
-        new="            signal.signal(signal.SIGTERM, signal.SIG_DFL)\n        if callable",
+        old="            signal.signal(signal.SIGTERM, self.before)\n        else",
+        new="            signal.signal(signal.SIGTERM, signal.SIG_DFL)\n        else",
         tests=("tests/e2e/test_preemption.py::test_in_a_forked_child_the_signal_does_what_it_did_before[ignored]",),
+    ),
+    "fork-calls-the-inherited-handler": Mutant(
+        breaks="G9: a trainer that a launcher forks within its own context ends by the signal, without a checkpoint.",
+        file="manager/preemption.py",
+        old="    while isinstance(before, _Handler) and before.process != os.getpid():",
+        new="    if isinstance(before, _Handler) and before.process != os.getpid():",
+        tests=("tests/e2e/test_preemption.py::test_a_forked_trainer_notes_the_signal_in_its_own_context",),
     ),
     "manager-is-copied": Mutant(
         breaks="G9: a manager that is pickled fails with an error about a lock.",

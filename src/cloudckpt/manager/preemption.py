@@ -220,7 +220,7 @@ def on_sigterm(*, deadline_s: float = 25.0, timeout_s: float = 1800.0) -> Iterat
 
     The handler notes the time and calls the handler that was installed before, which is restored at the end of the
     context. Further signals change nothing. The training loop ends the process. In a process that is forked within the
-    context, the signal does what it did before.
+    context, the signal does what it did before, until that process enters a context of its own.
 
     Args:
         deadline_s: Time from the signal for which the job may still run. It must be shorter than the scheduler's time
@@ -250,26 +250,38 @@ def on_sigterm(*, deadline_s: float = 25.0, timeout_s: float = 1800.0) -> Iterat
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("on_sigterm must be entered in the main thread, because Python handles signals only there")
     preemption = Preemption(deadline_s=deadline_s, timeout_s=timeout_s)
-    process = os.getpid()
     # None stands for a handler that was not installed by Python, and that Python cannot restore.
-    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-
-    def handle_signal(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
-            preemption.note()
-        else:  # a forked child has no training loop that could answer
-            signal.signal(signal.SIGTERM, before)
-        if callable(before):
-            before(number, frame)
-        elif os.getpid() != process:
-            os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, handle_signal)
+    before: Any = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    while isinstance(before, _Handler) and before.process != os.getpid():
+        before = before.before  # inherited by a fork: called, it would end this process
+    handler = _Handler(preemption, before)
+    signal.signal(signal.SIGTERM, handler)
     try:
         yield preemption
     finally:
-        if signal.getsignal(signal.SIGTERM) is handle_signal:
+        if signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, before)
+
+
+class _Handler:
+    """The handler of SIGTERM of one context of `on_sigterm`."""
+
+    def __init__(self, preemption: Preemption, before: Any) -> None:
+        self.process = os.getpid()
+        self.before = before
+        """The handler that was installed before."""
+        self._preemption = preemption
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        is_forked = os.getpid() != self.process
+        if is_forked:  # a forked child has no training loop that could answer
+            signal.signal(signal.SIGTERM, self.before)
+        else:
+            self._preemption.note()
+        if callable(self.before):
+            self.before(number, frame)
+        elif is_forked:
+            os.kill(os.getpid(), number)
 
 
 def _make_gloo_group(process_group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:

@@ -131,7 +131,7 @@ oldest: ## Run the tests with the oldest torch that pyproject.toml allows, and t
 	$(OLDEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not faults" --override-ini filterwarnings=default
 
 # Of the modules that depend most on the interpreter: threads, the end of a process, buffers, types.
-QUICK := tests/test_files.py tests/format tests/io tests/tensors
+QUICK := tests/dcp tests/format tests/io tests/tensors $(wildcard tests/test_*.py)
 QUICK_VENV = .venv-python
 pythons: ## Run quick tests on the other versions of Python that PYTHONS names, each where it and its torch can be had.
 	@for version in $(PYTHONS); do \

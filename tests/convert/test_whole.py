@@ -6,7 +6,7 @@ import collections
 import io
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,6 +40,23 @@ def test_an_export_is_what_torch_load_reads(root_of: Root, kind: str) -> None:
     cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/model.pt", **options)
     found = torch.load(io.BytesIO(contents(f"{root}/out")["model.pt"]), weights_only=True)
     assert bits(found) == bits(state["model"])
+
+
+class Moments(NamedTuple):
+    """The state of a functional optimizer."""
+
+    mu: Any
+    count: int
+
+
+def test_an_export_of_named_tuples_needs_no_class(tmp_path: Path) -> None:
+    """If this fails, the file opens with the reader's consent to run code alone, where the class is known."""
+    save({"moments": [Moments({"w": torch.ones(2)}, 3)]}, str(tmp_path / "a"))
+    cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "a.pt", format="torch")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    (moments,) = found["moments"]
+    assert type(moments) is tuple
+    assert (moments[0]["w"].tolist(), moments[1]) == ([1.0, 1.0], 3)
 
 
 def test_torch_makes_its_own_format_of_an_export(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_what_differs_comes_from_the_lowest_rank_and_is_named_once(
             "own": {f"{rank}": torch.ones(50_000 * (3 - rank))},
             "model": {"w": torch.ones(9_000), "mean": torch.full((100,), float(rank)), "v": torch.ones(9_000)},
             "other": torch.full((70,), float(rank == 2)),
+            "more": torch.full((70,), float(rank)),
             "n": rank,
             "count": torch.tensor(rank),
         }
@@ -154,14 +155,12 @@ def test_what_differs_comes_from_the_lowest_rank_and_is_named_once(
         _, plans = plan(states, synchronized=TRAINED)
         plan(states, synchronized=TRAINED)
     found = savers(plans)
-    assert {name: found[name] for name in ("model.mean", "other", "n", "count")} == dict.fromkeys(
-        ("model.mean", "other", "n", "count"), 0
+    assert {name: found[name] for name in ("model.mean", "other", "more", "n", "count")} == dict.fromkeys(
+        ("model.mean", "other", "more", "n", "count"), 0
     )
     assert {found["model.w"], found["model.v"]} == {2}  # equal, so the rank with the least saves them
     (message,) = caplog.messages
-    assert message.startswith(
-        "'model.mean' of ranks 1, 2 differs from that of rank 0 in memory://here, and so for 1 more. "
-    )
+    assert message.startswith("'other' of rank 2 differs from that of rank 0 in memory://here, and so for 1 more. ")
 
 
 def test_nothing_is_compared_and_one_rank_saves_if_told_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,11 +216,11 @@ def test_buffers_may_differ_and_parameters_and_moments_may_not() -> None:
         found = find_synchronized(objects.entries(rank=0, num_ranks=2, is_strict=True))
         prefix = "model.net" if isinstance(model, dict) else "model"
         for name in ("seen", "norm.running_mean", "norm.running_mean.data_", "again.running_var", "_extra_state.amax"):
-            assert not found.holds(f"{prefix}.{name}")
+            assert found.find_rule(f"{prefix}.{name}") is replicas.Rule.BUFFER
         for name in ("linear.weight", "linear.weight.data_", "norm.weight", "again.bias"):
-            assert found.holds(f"{prefix}.{name}")
-        assert found.holds("optimizer.state.linear.weight.momentum_buffer")
-        assert not found.holds("extra.w")
+            assert found.find_rule(f"{prefix}.{name}") is replicas.Rule.MUST_AGREE
+        assert found.find_rule("optimizer.state.linear.weight.momentum_buffer") is replicas.Rule.MUST_AGREE
+        assert found.find_rule("extra.w") is replicas.Rule.MAY_DIFFER
 
 
 class Waits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import pickle
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks, merge_plans
 from cloudckpt.dcp.shards import describe_shards
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
+from cloudckpt.format.nesting import unflatten
 from cloudckpt.io.boxes import Box
 
 
@@ -84,6 +86,34 @@ def test_ranks_that_have_different_things_under_a_name_are_told(one: Any, other:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         with pytest.raises(StateDictMismatchError):
             planned([{"x": one}, {"x": other}], declared=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ((torch.ones(2), 1), torch.ones(3), "is a tuple on rank 0, and a value or a tensor on rank 1"),
+        (5, {"a": 1}, "is a dict on rank 1, and a value or a tensor on rank 0"),
+        ([torch.ones(1)], (torch.ones(1),), "is a list on rank 0, and a tuple on rank 1"),
+        ({"a": {"b": 1}}, {"a": [torch.ones(1)]}, "is a dict on rank 0, and a list on rank 1"),
+    ],
+)
+def test_ranks_with_other_structures_under_a_name_are_told(one: Any, other: Any, said: str) -> None:
+    """If this fails, a save reports success, and what it has stored fits no state dict and cannot be read."""
+    with pytest.raises(StateDictMismatchError, match=said):
+        planned([{"same": 1, "k": {1: one}}, {"same": 1, "k": {1: other}}])
+
+
+@pytest.mark.parametrize("hollow", [None, [], (), {}])
+@pytest.mark.parametrize("full", [{"a": torch.ones(1)}, [torch.ones(1)], (torch.ones(1), {"a": 2})])
+def test_a_rank_may_have_nothing_in_the_place_of_a_container(hollow: Any, full: Any) -> None:
+    """If this fails, state that one rank alone has cannot be saved, or cannot be read."""
+    for states in ([hollow, full], [full, hollow]):
+        _, _, metadata = planned([{"k": state} for state in states])
+        nesting = metadata.planner_data
+        values = {name: copy.copy(hollow) if name == "k" else name for name in metadata.state_dict_metadata}
+        read = unflatten(values, {**nesting, **nesting.typed}, nesting.empty, nesting.tuples)
+        assert type(read["k"]) is type(full)
+        assert len(read["k"]) == len(full)
 
 
 def test_ranks_may_hold_entries_and_values_of_their_own() -> None:

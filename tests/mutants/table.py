@@ -1445,9 +1445,23 @@ MUTANTS = {
     "refuse-buffers-that-differ": Mutant(
         breaks="G11: a job with batch normalisation under DDP cannot save.",
         file="dcp/replicas.py",
-        old="        if name in self.exceptions or _EXTRA_STATE in name:",
-        new="        if _EXTRA_STATE in name:",
+        old="is_exception = name in self.exceptions or container in self.exceptions or _EXTRA_STATE in name",
+        new="is_exception = _EXTRA_STATE in name",
         tests=("tests/dcp/test_replicas.py::test_buffers_may_differ_and_parameters_and_moments_may_not",),
+    ),
+    "other-structures-are-saved": Mutant(
+        breaks="G11: ranks with a tuple and a tensor under one name save what no state dict holds.",
+        file="dcp/save_planner.py",
+        old="        check_containers([plan.planner_data for plan in all_plans], uri=self._uri)\n",
+        new="",
+        tests=("tests/dcp/test_save_planner.py::test_ranks_with_other_structures_under_a_name_are_told",),
+    ),
+    "named-tuples-in-exports": Mutant(
+        breaks="G6: an export of a named tuple opens with a reader's consent alone.",
+        file="convert/exports.py",
+        old="        torch.save(_without_named_tuples(state_dict), path)",
+        new="        torch.save(state_dict, path)",
+        tests=("tests/convert/test_whole.py::test_an_export_of_named_tuples_needs_no_class",),
     ),
     "compare-no-end-of-a-tensor": Mutant(
         breaks="G11: the last rows of every tensor may differ between ranks.",

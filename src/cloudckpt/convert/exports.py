@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -280,7 +280,7 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
     num_tensors = sum(isinstance(value, torch.Tensor) for value in flat.values())
     with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
         path = Path(scratch, "state.pt")
-        torch.save(state_dict, path)
+        torch.save(_without_named_tuples(state_dict), path)
         content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
         written = files.write(
             {name: functools.partial(PieceBody, [new_piece(content, begin=0)])},
@@ -288,6 +288,16 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
             budget_bytes=options.read_bytes,
         )
     return conversion.report("torch", written, num_tensors=num_tensors, num_values=len(flat) - num_tensors)
+
+
+def _without_named_tuples(value: Any) -> Any:
+    """Return `value` with tuples in place of named tuples, which a reader of the file would need the classes of."""
+    if type(value) is dict:
+        return {key: _without_named_tuples(one) for key, one in value.items()}
+    if type(value) is list:
+        return list(map(_without_named_tuples, value))
+    is_tuple = type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    return tuple(map(_without_named_tuples, value)) if is_tuple else value
 
 
 class Files:

@@ -50,11 +50,13 @@ class Rule(enum.IntEnum):
 
     NOT_COMPARED = 0
     """One rank saves it. This is also the rule of an entry without a fingerprint."""
-    MAY_DIFFER = 1
+    BUFFER = 1
+    """The lowest rank saves it: training makes the buffers of a model differ."""
+    MAY_DIFFER = 2
     """The lowest rank saves it, with a warning."""
-    MUST_AGREE = 2
+    MUST_AGREE = 3
     """An error."""
-    COMMON_TO_SLICES = 3
+    COMMON_TO_SLICES = 4
     """An error that tells how such a part of a tensor comes to be."""
 
 
@@ -71,13 +73,13 @@ class SynchronizedNames:
     exceptions: frozenset[str] = frozenset()
     """Names of entries and of containers."""
 
-    def holds(self, name: str) -> bool:
-        """Return True if the tensors of this name must be equal."""
+    def find_rule(self, name: str) -> Rule:
+        """Return the rule for copies of the tensor of this name."""
         if not self.keys or name.partition(".")[0] not in self.keys:
-            return False
-        if name in self.exceptions or _EXTRA_STATE in name:
-            return False
-        return name.rpartition(".")[0] not in self.exceptions  # a part of a tensor that consists of others
+            return Rule.MAY_DIFFER
+        container = name.rpartition(".")[0]  # of a part of a tensor that consists of others
+        is_exception = name in self.exceptions or container in self.exceptions or _EXTRA_STATE in name
+        return Rule.BUFFER if is_exception else Rule.MUST_AGREE
 
 
 class Copy(NamedTuple):
@@ -136,7 +138,7 @@ def _rule_of(
     if compare == "never" or data is None or not data.size:
         # An optimizer has a number for each parameter. To wait for them all would be to wait for the whole snapshot.
         return Rule.NOT_COMPARED
-    return Rule.MUST_AGREE if synchronized.holds(fqn) else Rule.MAY_DIFFER
+    return synchronized.find_rule(fqn)
 
 
 def _find_readable(item: WriteItem, state_dict: Mapping[str, Any], uri: str) -> tuple[torch.Tensor | None, int]:
@@ -268,8 +270,10 @@ def are_equal(copies: Sequence[Copy]) -> bool:
 
 def check_replicas(copies_of: Mapping[MetadataIndex, Sequence[Copy]], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if copies differ that must agree. Warn once of others that do."""
-    differing = [copies for copies in copies_of.values() if len(copies) > 1 and _differ(copies)]
-    for copies in differing:
+    unexpected: list[Sequence[Copy]] = []
+    for copies in copies_of.values():
+        if len(copies) == 1 or not _differ(copies):
+            continue
         rule = max(copy.fingerprint >> 32 for copy in copies)
         fqn = copies[0].item.index.fqn
         if rule == Rule.COMMON_TO_SLICES:
@@ -286,8 +290,10 @@ def check_replicas(copies_of: Mapping[MetadataIndex, Sequence[Copy]], *, uri: st
                 "its own; if the ranks differ on purpose, Options(compare_replicas='never') saves the lowest rank's",
                 uri=uri,
             )
-    if differing:
-        _warn_once(_describe(differing[0]), len(differing), uri)
+        if rule == Rule.MAY_DIFFER:
+            unexpected.append(copies)
+    if unexpected:
+        _warn_once(_describe(unexpected[0]), len(unexpected), uri)
 
 
 def _differ(copies: Sequence[Copy]) -> bool:

@@ -39,7 +39,7 @@ from cloudckpt.dcp.replicas import (
 from cloudckpt.dcp.shards import describe_shards
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, answers_planners, flatten
+from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, answers_planners, flatten, name_path
 from cloudckpt.format.wrappers import describe_difference
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.tensor_bytes import plain_tensor
@@ -133,6 +133,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         check_agreement(all_plans, uri=self._uri)
         check_wrappers(all_plans, uri=self._uri)
+        check_containers([plan.planner_data for plan in all_plans], uri=self._uri)
         copies_of = copies_of_items(all_plans)
         check_replicas(copies_of, uri=self._uri)
         plans, metadata = merge_plans(balance_plans(all_plans, copies_of), uri=self._uri)
@@ -231,6 +232,46 @@ def check_agreement(plans: Sequence[SavePlan], *, uri: str) -> None:
             "a name one kind, shape and dtype on all ranks, or each rank names of its own",
             uri=uri,
         )
+
+
+def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
+    """Raise `StateDictMismatchError` if ranks have different containers, or a container and an entry, under one name.
+
+    The entries of both would be saved, and no state dict holds both. None and what is empty may stand for a
+    container of another rank.
+    """
+    entries: dict[Path, int] = {}
+    containers: dict[Path, tuple[str, int]] = {}
+    known: set[tuple[object, ...]] = set()
+    for rank, nesting in enumerate(nestings):
+        form = (*nesting, *nesting.tuples.items(), *nesting.hollow)
+        if form in known:
+            continue
+        known.add(form)
+        paths = {**nesting, **nesting.typed}
+        entries |= {path: rank for name, path in paths.items() if name not in nesting.hollow and path not in entries}
+        kinds: dict[Path, str] = {}
+        for path in paths.values():
+            for depth in range(len(path) - 1, 0, -1):
+                if (container := path[:depth]) in kinds:
+                    break
+                kinds[container] = "list" if type(path[depth]) is int else "dict"
+        kinds |= {path: kind or "tuple" for path, kind in nesting.tuples.items()}
+        for path, kind in kinds.items():
+            first = containers.setdefault(path, (kind, rank))
+            if first[0] != kind:
+                raise _different_containers(path, first, (kind, rank), uri)
+    for path in entries.keys() & containers.keys():
+        raise _different_containers(path, containers[path], ("value or a tensor", entries[path]), uri)
+
+
+def _different_containers(path: Path, one: tuple[str, int], other: tuple[str, int], uri: str) -> StateDictMismatchError:
+    return StateDictMismatchError(
+        f"the ranks that save {uri} have different things under one name: {name_path(path)!r} is a {one[0]} on rank "
+        f"{one[1]}, and a {other[0]} on rank {other[1]}. Nothing was written. Give a name one structure on all ranks, "
+        "or each rank names of its own",
+        uri=uri,
+    )
 
 
 def check_wrappers(plans: Sequence[SavePlan], *, uri: str) -> None:

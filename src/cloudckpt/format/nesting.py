@@ -82,6 +82,8 @@ class Nesting(dict[str, Path]):
     """See `FlatStateDict`."""
     fingerprints: Sequence[int]
     """One for each item of a rank's plan, by which ranks find out that they hold the same."""
+    hollow: frozenset[str]
+    """The names of one rank's entries that may stand for a container of another's: None, and empty lists and tuples."""
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class Nesting(dict[str, Path]):
         self.wrappers = dict(wrappers)
         self.tuples = dict(tuples)
         self.fingerprints = ()
+        self.hollow = frozenset()
 
     @classmethod
     def of(cls, flat: FlatStateDict, *, uri: str) -> Nesting:
@@ -107,7 +110,9 @@ class Nesting(dict[str, Path]):
         empty = [_checked(path, uri) for path in flat.empty]
         tuples = {_checked(path, uri): kind for path, kind in flat.tuples.items()}
         check_names((step for path in (*empty, *tuples) for step in path if isinstance(step, str)), uri=uri)
-        return cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers, tuples=tuples)
+        nesting = cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers, tuples=tuples)
+        nesting.hollow = frozenset(name for name, value in flat.entries.items() if _is_hollow(value))
+        return nesting
 
     @classmethod
     def merged(cls, nestings: Sequence[Nesting]) -> Nesting:
@@ -276,6 +281,10 @@ def _find_class(name: str) -> type[tuple[Any, ...]] | None:
     return None
 
 
+def _is_hollow(value: object) -> bool:
+    return value is None or (type(value) in (list, tuple) and not value)
+
+
 def rebuild_tuple(like: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     """Return a tuple of the class of `like`, a tuple or named tuple, which holds `values`."""
     return tuple.__new__(type(like), values)  # the class's own code is not run
@@ -313,6 +322,8 @@ def unflatten(
         container = _container_at(root, path)
         key = _key(path[-1])
         if _get(container, key) is not None:
+            if _is_hollow(value):
+                continue  # of a rank that had nothing in the place of this container
             raise ValueError(f"two entries stand at {_shown(path)}")
         container[key] = value
     for path in empty:
@@ -360,8 +371,10 @@ def _container_at(root: dict[Any, Any], path: Path) -> Any:
         if depth + 1 == len(path):
             break
         key = _key(step)
-        if _get(container, key) is None:
-            container[key] = [] if type(path[depth + 1]) is int else {}
+        held = _get(container, key)
+        made: Any = [] if type(path[depth + 1]) is int else {}
+        if _is_hollow(held) and type(held) is not type(made):
+            container[key] = made
         container = container[key]
     return container
 

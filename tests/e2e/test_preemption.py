@@ -180,6 +180,64 @@ def test_a_forked_trainer_notes_the_signal_in_its_own_context() -> None:
     assert found.returncode == 0, found.stderr
 
 
+KILLED_WHILE_FORKED = """
+import os
+import signal
+import cloudckpt
+with cloudckpt.on_sigterm() as preemption:
+    for _ in range(20):
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(theirs)
+            os._exit(len(os.read(ours, 1)))  # when its parent has sent the signal and closes the pipe
+        os.kill(child, signal.SIGTERM)
+        os.close(theirs)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == -signal.SIGTERM, code
+        os.close(ours)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert preemption.requested
+"""
+
+
+def test_a_signal_right_after_a_fork_ends_the_child() -> None:
+    """If this fails, a `Pool` that is closed soon after its start waits for workers that have lost the signal."""
+    command = [sys.executable, "-W", "ignore", "-c", KILLED_WHILE_FORKED]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+    assert found.returncode == 0, found.stderr
+
+
+WRAPPED = """
+import os
+import signal
+import sys
+import cloudckpt
+before = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN}[sys.argv[1]]
+signal.signal(signal.SIGTERM, before)
+with cloudckpt.on_sigterm() as preemption:
+    handler = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *seen: handler(*seen))
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == {"default": -signal.SIGTERM, "ignored": 7}[sys.argv[1]], code
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert preemption.requested
+"""
+
+
+@pytest.mark.parametrize("before", ["default", "ignored"])
+def test_a_handler_that_calls_that_of_the_context_ends_a_forked_child(before: str) -> None:
+    """If this fails, a framework that puts its own handler on top makes forked helpers survive SIGTERM."""
+    command = [sys.executable, "-W", "ignore", "-c", WRAPPED, before]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+    assert found.returncode == 0, found.stderr
+
+
 # --- what is in flight
 
 

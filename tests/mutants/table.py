@@ -141,21 +141,32 @@ MUTANTS = {
         file="manager/preemption.py",
         old="        elif is_forked:\n",
         new="        elif self.before is None:\n",
-        tests=("tests/e2e/test_preemption.py::test_in_a_forked_child_the_signal_does_what_it_did_before[default]",),
+        tests=(
+            "tests/e2e/test_preemption.py::test_a_handler_that_calls_that_of_the_context_ends_a_forked_child[default]",
+        ),
     ),
     "fork-notes-the-signal": Mutant(
         breaks="G9: a forked helper ends by a signal that was ignored, or its parent's handler is not called.",
         file="manager/preemption.py",
         old="            signal.signal(signal.SIGTERM, self.before)\n        else",
         new="            signal.signal(signal.SIGTERM, signal.SIG_DFL)\n        else",
-        tests=("tests/e2e/test_preemption.py::test_in_a_forked_child_the_signal_does_what_it_did_before[ignored]",),
+        tests=(
+            "tests/e2e/test_preemption.py::test_a_handler_that_calls_that_of_the_context_ends_a_forked_child[ignored]",
+        ),
     ),
-    "fork-calls-the-inherited-handler": Mutant(
+    "fork-restores-one-handler": Mutant(
         breaks="G9: a trainer that a launcher forks within its own context ends by the signal, without a checkpoint.",
         file="manager/preemption.py",
-        old="    while isinstance(before, _Handler) and before.process != os.getpid():",
-        new="    if isinstance(before, _Handler) and before.process != os.getpid():",
+        old="    while isinstance(found, _Handler):",
+        new="    if isinstance(found, _Handler):",
         tests=("tests/e2e/test_preemption.py::test_a_forked_trainer_notes_the_signal_in_its_own_context",),
+    ),
+    "fork-forgets-the-signal": Mutant(
+        breaks="G9: a helper that is ended right after it was forked lives on, and a `Pool` waits for it for ever.",
+        file="manager/preemption.py",
+        old="        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})",
+        new="        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+        tests=("tests/e2e/test_preemption.py::test_a_signal_right_after_a_fork_ends_the_child",),
     ),
     "manager-is-copied": Mutant(
         breaks="G9: a manager that is pickled fails with an error about a lock.",

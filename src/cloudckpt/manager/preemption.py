@@ -252,8 +252,6 @@ def on_sigterm(*, deadline_s: float = 25.0, timeout_s: float = 1800.0) -> Iterat
     preemption = Preemption(deadline_s=deadline_s, timeout_s=timeout_s)
     # None stands for a handler that was not installed by Python, and that Python cannot restore.
     before: Any = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-    while isinstance(before, _Handler) and before.process != os.getpid():
-        before = before.before  # inherited by a fork: called, it would end this process
     handler = _Handler(preemption, before)
     signal.signal(signal.SIGTERM, handler)
     try:
@@ -267,14 +265,14 @@ class _Handler:
     """The handler of SIGTERM of one context of `on_sigterm`."""
 
     def __init__(self, preemption: Preemption, before: Any) -> None:
-        self.process = os.getpid()
+        self._process = os.getpid()
         self.before = before
         """The handler that was installed before."""
         self._preemption = preemption
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        is_forked = os.getpid() != self.process
-        if is_forked:  # a forked child has no training loop that could answer
+        is_forked = os.getpid() != self._process
+        if is_forked:  # called by a handler of the program, which the fork has kept
             signal.signal(signal.SIGTERM, self.before)
         else:
             self._preemption.note()
@@ -282,6 +280,36 @@ class _Handler:
             self.before(number, frame)
         elif is_forked:
             os.kill(os.getpid(), number)
+
+
+_forking = threading.local()
+
+
+def _block_during_fork() -> None:
+    # A signal that reaches a child before Python has prepared it is forgotten by Python. Blocked, it waits.
+    if isinstance(signal.getsignal(signal.SIGTERM), _Handler):
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_after_fork() -> None:
+    mask, _forking.mask = getattr(_forking, "mask", None), None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _restore_in_child() -> None:
+    """Let SIGTERM do what it did before: a forked child has no training loop that could answer."""
+    found: Any = signal.getsignal(signal.SIGTERM)
+    while isinstance(found, _Handler):
+        found = found.before
+        signal.signal(signal.SIGTERM, found)
+    _unblock_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_block_during_fork, after_in_parent=_unblock_after_fork, after_in_child=_restore_in_child
+    )
 
 
 def _make_gloo_group(process_group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:

@@ -456,11 +456,13 @@ if __name__ == "__main__":
         child.join()
         sys.exit(child.exitcode)
     save()
+    if how == "hook":
+        sys.excepthook = lambda *seen: sys.exit("the hook fails")
     sys.exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["exits", "fork"])
+@pytest.mark.parametrize("how", ["exits", "fork", "hook"])
 @pytest.mark.slow
 def test_a_failed_save_that_nobody_asks_for_is_the_exit_code(tmp_path: Path, how: str) -> None:
     """If this fails, a job without its last checkpoint counts as a success, or its open files lose their last lines."""
@@ -472,5 +474,6 @@ def test_a_failed_save_that_nobody_asks_for_is_the_exit_code(tmp_path: Path, how
     assert "save, to /proc/nowhere/c, failed" in found.stderr
     assert "flushed" in found.stderr
     assert "finalized" in found.stdout
+    assert "the background save to" in found.stderr
     assert "Exception ignored" not in found.stderr
     assert (tmp_path / "open").read_text() == "buffered"

@@ -129,6 +129,13 @@ MUTANTS = {
         new="            return",
         tests=("tests/test_background.py::test_a_failed_save_that_nobody_asks_for_is_the_exit_code[exits]",),
     ),
+    "failed-save-is-lost-by-a-hook": Mutant(
+        breaks="G3: a job without its last checkpoint counts as a success if its `sys.excepthook` fails.",
+        file="background/in_flight.py",
+        old="        except BaseException as of_hook:",
+        new="        except AssertionError as of_hook:",
+        tests=("tests/test_background.py::test_a_failed_save_that_nobody_asks_for_is_the_exit_code[hook]",),
+    ),
     "failed-save-of-a-child-is-exit-code-0": Mutant(
         breaks="G3: a process of multiprocessing without its last checkpoint counts as a success.",
         file="background/in_flight.py",

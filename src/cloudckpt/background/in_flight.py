@@ -295,7 +295,10 @@ def _at_exit() -> None:
     try:
         _end(None, within_s=None)
     except BaseException as error:  # there is no caller left who could get it
-        sys.excepthook(type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except BaseException as of_hook:  # its context is the error, which is thus printed as well
+            sys.__excepthook__(type(of_hook), of_hook, of_hook.__traceback__)
         if handle is None or sys.stderr is None or not isinstance(error, CheckpointException):
             return
         sys.stderr.write(

@@ -909,6 +909,40 @@ def test_a_step_that_not_all_ranks_have_saved_is_no_reason_not_to_begin(
         assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
 
 
+def test_a_step_that_a_deletion_left_between_ranks_is_no_fresh_start(memory: Memory) -> None:
+    """If this fails, a job whose only step has lost one rank's part to a deletion that died starts afresh silently."""
+    for rank in (0, 1):
+        save_rank(memory, 7, rank)
+    cloudckpt.delete(memory.uri("step-7/rank-0"))
+    with ranks_faked(2):
+        manager = CheckpointManager(memory.root, use_collectives=False)
+        with pytest.raises(cloudckpt.CheckpointNotFoundError, match="the deletion of the steps 7 has begun"):
+            manager.restore(state_of())
+        cloudckpt.delete(memory.uri("step-7"))
+        assert manager.restore(state_of()) is None
+
+
+def test_a_fence_of_a_rank_that_never_finished_is_no_deletion(memory: Memory) -> None:
+    """If this fails, a job of ranks that save on their own, which died in its first save, cannot start after a gc."""
+    save_rank(memory, 7, 0)
+    memory.at("step-7/rank-0").inner.delete(["manifest.json"])
+    save_rank(memory, 7, 1)
+    cloudckpt.gc(memory.root, older_than=0, dry_run=False)
+    assert [key for key in memory.all_keys("step-7") if key.startswith("rank-0/")] == ["rank-0/manifest.json"]
+    with ranks_faked(2):
+        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
+
+
+def test_a_fence_of_a_deletion_before_an_unfinished_save_is_no_half_deletion(memory: Memory) -> None:
+    """If this fails, a job that died as it saved a deleted step again, rank by rank, cannot be started."""
+    for rank in (0, 1):
+        save_rank(memory, 7, rank)
+    cloudckpt.delete(memory.uri("step-7"))
+    save_rank(memory, 7, 1)
+    with ranks_faked(2):
+        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize(
     ("operation", "key"), [("list", "manifest"), ("list", "rank-0/manifest"), ("list_directories", "")]

@@ -262,8 +262,8 @@ MUTANTS = {
     "skip-the-fence-of-delete": Mutant(
         breaks="G1: a save that began before a deletion can still commit after it, without its data.",
         file="inspect/removal.py",
-        old="was_there |= delete_checkpoint(walked, retrier, conditional=conditional)",
-        new="was_there |= delete_checkpoint(walked, retrier, conditional=False)",
+        old='delete_checkpoint(locations, retrier, conditional=options.commit == "conditional")',
+        new="delete_checkpoint(locations, retrier, conditional=False)",
         tests=("tests/commit/gc/test_trouble.py::test_a_deletion_that_a_save_overtakes_leaves_the_save_alone",),
     ),
     "delete-data-before-the-manifest": Mutant(
@@ -1235,6 +1235,43 @@ MUTANTS = {
         old="        if has_laid and log.counting is None:\n",
         new="        if log.counting is None:\n",
         tests=("tests/commit/test_protocol.py::test_a_refused_deletion_leaves_the_checkpoint_or_hides_it",),
+    ),
+    "delete-a-ranks-part-before-all-are-tried": Mutant(
+        breaks="G10: a deletion that one rank's folder refuses has removed the parts of the ranks before it.",
+        file="commit/collect.py",
+        old="        for walked, log in doomed if conditional else ():\n",
+        new="        for walked, log in doomed[:1] if conditional else ():\n",
+        tests=("tests/commit/gc/test_refused.py::test_no_ranks_part_is_deleted_unless_all_may_be",),
+    ),
+    "put-back-one-rank-after-another-is-gone": Mutant(
+        breaks="G10: a deletion says that a checkpoint can be loaded of which one rank's part was removed.",
+        file="commit/collect.py",
+        old="unchanged=None if num_gone else unchanged",
+        new="unchanged=unchanged",
+        tests=("tests/commit/gc/test_refused.py::test_a_deletion_that_ends_between_ranks_says_that_parts_are_gone",),
+    ),
+    "a-deletion-that-died-between-ranks-is-a-fresh-start": Mutant(
+        breaks="G10: a job whose only step has lost one rank's part to a deletion starts afresh without a word.",
+        file="manager/steps.py",
+        old="committed_at is not None and any(",
+        new="False and any(",
+        tests=("tests/manager/test_manager.py::test_a_step_that_a_deletion_left_between_ranks_is_no_fresh_start",),
+    ),
+    "what-gc-leaves-of-a-rank-is-a-deletion": Mutant(
+        breaks="G10: a job whose first save died on one rank cannot start again after a gc.",
+        file="manager/steps.py",
+        old="one.number > 0 and one.modified_at",
+        new="one.modified_at",
+        tests=("tests/manager/test_manager.py::test_a_fence_of_a_rank_that_never_finished_is_no_deletion",),
+    ),
+    "any-older-fence-is-a-half-deletion": Mutant(
+        breaks="G10: a job that died as it saved a deleted step again, rank by rank, cannot be started.",
+        file="manager/steps.py",
+        old="one.number > 0 and one.modified_at >= committed_at",
+        new="one.number > 0",
+        tests=(
+            "tests/manager/test_manager.py::test_a_fence_of_a_deletion_before_an_unfinished_save_is_no_half_deletion",
+        ),
     ),
     "half-deleted-steps-are-a-fresh-start": Mutant(
         breaks="G10: a job whose steps are all half deleted starts afresh without a word.",

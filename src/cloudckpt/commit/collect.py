@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import TypeVar
 
 from cloudckpt.commit.fences import Fence
 from cloudckpt.commit.garbage import FoundItem, Inventory, RemovalPlan, plan_removal
@@ -34,6 +35,7 @@ from cloudckpt.commit.publish import check_still_next, split_into_batches
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
+    CloudckptError,
     StoreError,
     TransientStoreError,
     UnsupportedOperationError,
@@ -48,6 +50,7 @@ _MOST_KEPT_BYTES = 64 * 1024 * 1024
 """The size of the largest manifest that a deletion holds to put it back."""
 _NO_OBJECT = "data/.cloudckpt-probe-0000000000000000"
 """A key that no object has."""
+_Error = TypeVar("_Error", bound=CloudckptError)
 _PARTS = ("manifest", "data/", "rank-")
 """The beginnings of the keys of a checkpoint, and of those of ranks that saved on their own."""
 
@@ -236,7 +239,7 @@ def _check_may_delete(walked: WalkedLocation, log: Log, retrier: Retrier) -> Non
     A service checks the permission first, whether there is such an object or not. Below the top of the log, a fence
     that an earlier removal left decides nothing any more.
     """
-    retrier.call(walked.store.delete, [_NO_OBJECT])
+    retrier.call(walked.root.delete, [walked.prefix + _NO_OBJECT])
     spent = [entry.number for entry in log.entries[:-1] if entry.is_fence and entry.number != log.counting]
     for batch in split_into_batches([walked.prefix + manifest_key(number) for number in spent]):
         retrier.call(walked.root.delete, batch)
@@ -311,35 +314,65 @@ def group_uploads(store: Store, retrier: Retrier) -> Mapping[str, list[UploadInf
     return by_place
 
 
-def delete_checkpoint(walked: WalkedLocation, retrier: Retrier, *, conditional: bool) -> bool:
-    """Remove the checkpoint at a location, and all that saves had written there; False where there is none.
+def delete_checkpoint(locations: Sequence[WalkedLocation], retrier: Retrier, *, conditional: bool) -> bool:
+    """Remove the checkpoint at these locations, and all that saves had written there; False where there is none.
 
-    With its fence it is gone, at once. If the store then refuses to remove the first of its objects, another entry
-    makes it count again: the `StoreError` that is raised says so. Raises `InvalidManifestError` where what lies there
-    is another program's; `CheckpointChangedError` where another save's commit came between, which is left untouched;
-    `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
+    There are several if ranks saved on their own; no part is removed unless the store permits deletions at each. With
+    its fence a part is gone, at once. If the store then refuses to remove the first of its objects, and no other part
+    is gone, another entry makes it count again. The error that is raised says so. Raises `InvalidManifestError` where
+    what lies there is another program's; `CheckpointChangedError` where another save's commit came between, which is
+    left untouched; `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
     """
-    log = read_log(walked.store, retrier, is_lenient=True)
-    if log.counting is None and all(entry.is_fence for entry in log.entries):
-        return False
-    if not any(item.kind == "data" for item in walked.found):  # beside data of ours it is ours, and damaged
-        check_ours(walked.store, log.entries, retrier)
+    logs = [(walked, read_log(walked.store, retrier, is_lenient=True)) for walked in locations]
+    doomed = [
+        (walked, log)
+        for walked, log in logs
+        if log.counting is not None or not all(entry.is_fence for entry in log.entries)
+    ]
+    is_whole = all(log.counting is not None for _, log in logs if log.entries)
+    unchanged = "Nothing was deleted, and the checkpoint " + (
+        "can be loaded as before" if is_whole else "is as it was before"
+    )
+    for walked, log in doomed:
+        if not any(item.kind == "data" for item in walked.found):  # beside data of ours it is ours, and damaged
+            check_ours(walked.store, log.entries, retrier)
+    try:
+        for walked, log in doomed if conditional else ():
+            _check_may_delete(walked, log, retrier)
+    except StoreError as error:
+        raise _told(error, f"{unchanged}. Deletions are refused at {walked.store.uri}") from error
+    num_gone = 0
+    try:
+        for walked, log in doomed:
+            _delete_part(walked, log, retrier, conditional=conditional, unchanged=None if num_gone else unchanged)
+            num_gone += 1
+    except (StoreError, CheckpointError) as error:
+        if not num_gone:
+            raise
+        raise _told(
+            error,
+            f"The checkpoint can no longer be loaded, because its parts before {walked.store.uri} were removed: delete "
+            "it again when the store permits it",
+        ) from error
+    return bool(doomed)
+
+
+def _delete_part(
+    walked: WalkedLocation, log: Log, retrier: Retrier, *, conditional: bool, unchanged: str | None
+) -> None:
+    """Remove what lies at one location. `unchanged` tells that it is put back; None if it must not be."""
     fenced: _Fenced | None = None
     if conditional:
-        try:
-            _check_may_delete(walked, log, retrier)
-        except StoreError as error:
-            raise _told(error, "Nothing was deleted, and the checkpoint can be loaded as before") from error
         fenced = _fence_off(walked.store, log, retrier)
         log = fenced.log
     doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
     failure, is_certain = _remove_whole(walked, doomed, retrier)
     if failure is None:
-        return True
-    if fenced is None:
+        return
+    if fenced is None or unchanged is None:
         raise failure
     if is_certain and _put_back(walked, fenced, retrier):
-        raise _told(failure, "Nothing was deleted, and the checkpoint can be loaded as before") from failure
+        raise _told(failure, unchanged) from failure
     hiding = walked.store.url(manifest_key(fenced.number))
     raise _told(
         failure,
@@ -443,7 +476,7 @@ def _put_back(walked: WalkedLocation, fenced: _Fenced, retrier: Retrier) -> bool
         return False
 
 
-def _told(error: StoreError, advice: str) -> StoreError:
+def _told(error: _Error, advice: str) -> _Error:
     """Return the error with a longer message."""
     told = copy.copy(error)
     told.args = (error.with_advice(advice),)

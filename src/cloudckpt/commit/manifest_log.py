@@ -521,7 +521,7 @@ def put_fence(store: Store, number: int, *, keeps: int | None, retrier: Retrier)
 def _unknown(store: Store, number: int, error: StoreError) -> CommitUnknownError:
     return CommitUnknownError(
         f"{store.url(manifest_key(number))} was sent, but whether it arrived could not be found out: "
-        f"{str(error).rstrip('.')}. No data was removed. Try again when the store answers",
+        f"{str(error).rstrip('.')}. No data was removed there. Try again when the store answers",
         uri=store.uri,
     )
 

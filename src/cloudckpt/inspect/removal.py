@@ -151,11 +151,7 @@ def walk_locations(location: Location, options: Options) -> tuple[list[WalkedLoc
 
 def _delete(location: Location, options: Options) -> None:
     locations, retrier = walk_locations(location, options)
-    conditional = options.commit == "conditional"
-    was_there = False
-    for walked in locations:
-        was_there |= delete_checkpoint(walked, retrier, conditional=conditional)
-    if not was_there:
+    if not delete_checkpoint(locations, retrier, conditional=options.commit == "conditional"):
         is_empty = not any(walked.found for walked in locations)
         advice = "Check the URI" if is_empty else f"Saves left data there. {gc_advice(location.uri)}"
         raise CheckpointNotFoundError(

@@ -241,8 +241,7 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
     locations, retrier = walk_locations(parse_location(uri), options)
     if any(_has_other_writer(walked, retrier, alive_since=alive_since) for walked in locations):
         return "another save is writing there"
-    for walked in locations:
-        delete_checkpoint(walked, retrier, conditional=options.commit == "conditional")
+    delete_checkpoint(locations, retrier, conditional=options.commit == "conditional")
     return None
 
 

@@ -126,7 +126,7 @@ class StepFolder:
     fenced_at: datetime | None = None
     """Time of the fence that a deleted checkpoint leaves, if there is nothing else."""
     is_half_deleted: bool = False
-    """True if a deletion has hidden a checkpoint, and has not removed its manifest."""
+    """True if a deletion has hidden a checkpoint or a rank's part of it, and has not removed all manifests."""
     denied: AccessDeniedError | None = None
     """Error that hides the folder's content or its metrics. All other fields but `uri` are unknown then."""
     problem: str = ""
@@ -304,9 +304,16 @@ class Steps:
         counting = [log.counting_entry for log in logs if log.counting_entry is not None]
         if len(counting) == len(ranks):  # the time of rank 0's commit is the step's: one clock orders all steps
             return self._build_committed(name, counting[0], top, retrier, summaries)
-        fences = [log.entries[-1].modified_at for log in logs if log.entries and log.counting is None]
-        fenced_at = max(fences) if len(fences) == len(ranks) else None
-        is_half_deleted = any(log.counting is None and not all(one.is_fence for one in log.entries) for log in logs)
+        fences = [log.entries[-1] for log in logs if log.entries and log.counting is None]
+        fenced_at = max(one.modified_at for one in fences) if len(fences) == len(ranks) else None
+        is_hidden = any(log.counting is None and not all(one.is_fence for one in log.entries) for log in logs)
+        # A deletion may have ended between two ranks. What `gc` leaves of a rank that never committed is number 0. A
+        # fence that is older than another rank's commit is of a deletion before this save, which is not finished.
+        committed_at = max((one.modified_at for one in counting), default=None)
+        is_partly_gone = committed_at is not None and any(
+            one.number > 0 and one.modified_at >= committed_at for one in fences
+        )
+        is_half_deleted = is_hidden or is_partly_gone
         return StepFolder(uri=self._uri_of_folder(name), top=top, fenced_at=fenced_at, is_half_deleted=is_half_deleted)
 
     def _build_committed(

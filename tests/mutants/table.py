@@ -575,6 +575,13 @@ MUTANTS = {
         new=":",
         tests=("tests/io/test_hedging.py::test_fewer_requests_are_made_if_the_process_may_open_no_more_files",),
     ),
+    "empty-redirection-ends-the-call": Mutant(
+        breaks="G3: a load balancer that redirects for a moment ends a save.",
+        file="stores/s3/client.py",
+        old="            except ParseError:",
+        new="            except KeyError:",
+        tests=("tests/stores/s3/test_failures.py::test_a_redirection_without_a_body_is_tried_again",),
+    ),
     "take-the-region-of-another-thread": Mutant(
         breaks="G3: a bucket in another region fails all requests but the first that was redirected.",
         file="stores/s3/client.py",

@@ -180,15 +180,26 @@ def test_many_requests_that_are_redirected_together_all_arrive(scripted: Any) ->
 
 
 def test_a_region_that_does_not_help_is_named_in_an_error_of_configuration(scripted: Any) -> None:
-    """If this fails, a wrong endpoint is asked without end, or nobody learns what to set the region to."""
+    """If this fails, a wrong endpoint is asked without end, or blamed on the region, which is the bucket's."""
     server = scripted.serve(
         scripted.reply(301, ELSEWHERE.format(code="PermanentRedirect", more="<Region>us-west-2</Region>"))
     )
     error = refuse(lambda: CALLS["put"](server.store()), WrongRegionError)
     assert "the bucket is in region 'us-west-2'" in str(error)
-    assert "Set the storage option region" in str(error)
+    assert "Check endpoint_url" in str(error)
+    assert "another region" not in str(error)
     assert exit_code_of(error) == 2
     assert len(server.requests) <= 6
+
+
+@pytest.mark.parametrize("operation", ["put", "head", "list", "read"])
+@pytest.mark.parametrize("status", [301, 307])
+def test_a_redirection_without_a_body_is_tried_again(scripted: Any, operation: str, status: int) -> None:
+    """If this fails, a load balancer that redirects for a moment ends the save, with an error of an XML parser."""
+    server = scripted.serve(scripted.reply(status, ""))
+    error = refuse(lambda: CALLS[operation](server.store()), errors.TransientStoreError)
+    assert f"status {status}" in str(error)
+    assert "Is a proxy or a load balancer between?" in str(error)
 
 
 PAGE = "<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{content}</ListBucketResult>"

@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlencode, urlsplit
+from xml.etree.ElementTree import ParseError
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, StoreError
 from cloudckpt.stores.http_body import ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey, SDKClient, check_endpoint, make_cancellable
-from cloudckpt.stores.http_errors import CredentialSourceError
+from cloudckpt.stores.http_errors import CredentialSourceError, ForeignAnswerError
 from cloudckpt.stores.http_store import HTTPSession
 from cloudckpt.stores.s3.credentials import SOURCES, MetadataServices
 from cloudckpt.stores.s3.errors import (
     SKEWED,
     OtherRegionError,
+    SameRegionError,
     code_of,
     is_redirection,
     refuse_foreign,
@@ -401,22 +403,28 @@ class S3Session(HTTPSession):
     def _follow(self, error: Exception, client: S3Client, *, last_region: str) -> None:
         """Note the region of the bucket, which boto3 has not found, for the next request.
 
-        Raises `OtherRegionError` if nobody knows it, or if it is `last_region`, where the request was sent.
+        Raises `OtherRegionError` if nobody knows it, `SameRegionError` if it is `last_region`, where the request was
+        sent, and `ForeignAnswerError` if it is not S3 that redirects.
         """
         region = region_in(error)
         if region is None:
             try:
                 answer = client.boto3_client.get_bucket_location(Bucket=self.bucket)
                 region = _LEGACY_REGIONS.get(answer.get("LocationConstraint"), answer.get("LocationConstraint"))
+            except ParseError:  # no store has answered, but what redirects all requests
+                raise ForeignAnswerError(
+                    f"status {status_of(error)}: the answer names neither a region nor an error of S3's"
+                ) from None
             except Exception as unknown:  # it may be denied, or redirected as well
                 if getattr(unknown, "response", None) is None:
                     raise
-        if region is None or region == last_region:
-            if status_of(error) == _TEMPORARY and region is not None:
+        said = code_of(error) or f"status {status_of(error)}"
+        if region is None:
+            raise OtherRegionError(f"{said}: no region is named, and the request was sent to {last_region!r}") from None
+        if region == last_region:
+            if status_of(error) == _TEMPORARY:
                 raise error  # the names of a new bucket are still being spread
-            named = "no region is named" if region is None else f"the bucket is in region {region!r}"
-            said = code_of(error) or f"status {status_of(error)}"
-            raise OtherRegionError(f"{said}: {named}, and the request was sent to {last_region!r}") from None
+            raise SameRegionError(f"{said}: the bucket is in region {region!r}, where the request was sent") from None
         client.regions[self.bucket] = region
 
     def prepare_get(

@@ -42,6 +42,10 @@ class OtherRegionError(Exception):
     """A redirection that cannot be followed. The text says which region was named, if one was."""
 
 
+class SameRegionError(Exception):
+    """A redirection to the region that the request was sent to."""
+
+
 ARCHIVED = ErrorRule(StoreError, "The object is archived. Restore it first (aws s3api restore-object).")
 BUCKET_NAME = ErrorRule(BucketNotFoundError, "{bucket!r} cannot be used as a bucket's name. Correct it.")
 CERTIFICATE = ErrorRule(
@@ -86,6 +90,10 @@ REGION = ErrorRule(
     WrongRegionError,
     "The bucket is in another region, or {endpoint} sends requests elsewhere. Set the storage option region, "
     "or AWS_REGION, to the bucket's; check endpoint_url (http or https).",
+)
+SAME_REGION = ErrorRule(
+    WrongRegionError,
+    "The region is the bucket's, but {endpoint} sends requests elsewhere. Check endpoint_url (host, http or https).",
 )
 
 CODES: Mapping[str, ErrorRule] = by_name(
@@ -186,6 +194,8 @@ def translate(error: Exception, request: FailedRequest) -> StoreError | None:
     """Return the error to raise for `error`; None if neither store, network nor configuration caused it."""
     if isinstance(error, OtherRegionError):
         return build_error(REGION, request, reason=str(error))
+    if isinstance(error, SameRegionError):
+        return build_error(SAME_REGION, request, reason=str(error))
     response = getattr(error, "response", None)
     if isinstance(response, dict) and ("Error" in response or "ResponseMetadata" in response):
         return _translate_answer(response, request)

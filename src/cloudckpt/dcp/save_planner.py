@@ -7,7 +7,7 @@ The plans and the metadata equal torch's, except for the ranks that save what se
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -249,20 +249,27 @@ def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
             continue
         known.add(form)
         paths = {**nesting, **nesting.typed}
-        entries |= {path: rank for name, path in paths.items() if name not in nesting.hollow and path not in entries}
-        kinds: dict[Path, str] = {}
-        for path in paths.values():
-            for depth in range(len(path) - 1, 0, -1):
-                if (container := path[:depth]) in kinds:
-                    break
-                kinds[container] = "list" if type(path[depth]) is int else "dict"
-        kinds |= {path: kind or "tuple" for path, kind in nesting.tuples.items()}
+        kinds = _find_containers(paths.values(), nesting)
+        for name, path in paths.items():
+            if name not in nesting.hollow and path not in kinds:  # a wrapper has its parts below its name
+                entries.setdefault(path, rank)
         for path, kind in kinds.items():
             first = containers.setdefault(path, (kind, rank))
             if first[0] != kind:
                 raise _different_containers(path, first, (kind, rank), uri)
     for path in entries.keys() & containers.keys():
         raise _different_containers(path, containers[path], ("value or a tensor", entries[path]), uri)
+
+
+def _find_containers(paths: Iterable[Path], nesting: Nesting) -> dict[Path, str]:
+    """Return the kinds of all containers on the way to the entries."""
+    kinds: dict[Path, str] = {}
+    for path in paths:
+        for depth in range(len(path) - 1, 0, -1):
+            if (container := path[:depth]) in kinds:
+                break
+            kinds[container] = "list" if type(path[depth]) is int else "dict"
+    return kinds | {path: kind or "tuple" for path, kind in nesting.tuples.items()}
 
 
 def _different_containers(path: Path, one: tuple[str, int], other: tuple[str, int], uri: str) -> StateDictMismatchError:

@@ -240,6 +240,8 @@ def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
     The entries of both would be saved, and no state dict holds both. None and what is empty may stand for a
     container of another rank.
     """
+    if len(nestings) == 1:
+        return
     entries: dict[Path, int] = {}
     containers: dict[Path, tuple[str, int]] = {}
     known: set[tuple[object, ...]] = set()

@@ -254,7 +254,7 @@ def test_torch_checkpointing_after_a_crash(place: str, jobs: Jobs) -> None:
     found = jobs.at(place, "checkpoint_crash", max_restarts=len(jobs.places))
     assert found["before"] == [[], False, False]
     assert found["ls"] == ["model_0.pt", "model_1.pt"]  # without the file that only the first save had
-    assert found["garbage"] >= 2
+    assert found["garbage"] >= 1  # the upload of the rank that died; torchrun may end the other before it writes
     assert found["left"] == 0
     assert found["verified"] == 2
 

@@ -341,6 +341,7 @@ class _Layout:
         self._param = param
         self._held = held
         self._stepped: dict[str, Any] | None = None
+        self._handed_out: list[torch.Tensor] = []
 
     def make(self, path: Sequence[Any], entry: TensorStorageMetadata) -> torch.Tensor:
         """Return an empty tensor for what is stored at `path` of the parameter's state."""
@@ -363,7 +364,11 @@ class _Layout:
         if not isinstance(self._like, DTensor):
             made: torch.Tensor = make_empty(entry)
             return made
-        return self._find_stepped(path).clone()  # one for each place of a list
+        found = self._find_stepped(path)
+        if any(found is one for one in self._handed_out):  # a longer list than the one that was found
+            return found.clone()  # which torchao's states of low-bit optimizers do not have
+        self._handed_out.append(found)
+        return found
 
     def _find_stepped(self, path: Sequence[Any]) -> torch.Tensor:
         stepped = _find_like(self._held, path)

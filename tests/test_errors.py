@@ -64,7 +64,7 @@ class _Unpicklable(Exception):  # noqa: N818
         super().__init__(f"{code} {reason}")
 
 
-def test_what_does_not_travel_is_replaced_by_its_text() -> None:
+def test_unpicklable_error_travels_as_its_text() -> None:
     """If this fails, an SDK's error on one rank hangs all the others (and they never learn why)."""
     ours, builtin = made(AccessDeniedError), ValueError("x")
     assert portable(ours) is ours

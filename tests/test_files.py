@@ -143,7 +143,7 @@ def test_a_store_without_parts_takes_a_file_in_many_objects(memory: Memory) -> N
     assert read(memory, "checkpoint/model_0.pt") == data
 
 
-def test_what_is_not_committed_does_not_exist(memory: Memory) -> None:
+def test_uncommitted_files_do_not_exist(memory: Memory) -> None:
     """A resume would take half a checkpoint for a whole one."""
     jobs = [job_at(memory.uri(), me) for me in ranks(2)]
     write(jobs[0], "model_0.pt", b"zero")
@@ -159,7 +159,7 @@ def test_what_is_not_committed_does_not_exist(memory: Memory) -> None:
     assert tree.look("checkpoint") == ["model_0.pt", "model_1.pt"]
 
 
-def test_what_another_rank_deleted_is_gone(memory: Memory) -> None:
+def test_files_that_another_rank_deleted_are_gone(memory: Memory) -> None:
     """A rank would go on to see a checkpoint that was deleted, and never see the one that was saved in its place."""
     tree = FileTree(parse_location(memory.root), OPTIONS, rank=1)
     save(memory.uri(), [{"model_0.pt": b"zero"}])
@@ -299,7 +299,7 @@ def test_a_file_with_a_long_name_in_small_objects(memory: Memory) -> None:
     assert read(memory, f"checkpoint/{name}") == data
 
 
-def test_of_two_jobs_one_wins(memory: Memory) -> None:
+def test_one_of_two_jobs_wins(memory: Memory) -> None:
     """The checkpoint would have files of two jobs, or the loser think that it had won."""
     jobs = [[job_at(memory.uri(), me) for me in ranks(2)] for _ in range(2)]
     for number, of_job in enumerate(jobs):
@@ -356,7 +356,7 @@ def test_a_flipped_bit_is_found(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("case", ["lost", "planned", "twice", "apart", "late", "damaged"])
-def test_what_the_ranks_say_has_to_agree(case: str, memory: Memory) -> None:
+def test_ranks_that_disagree_are_refused(case: str, memory: Memory) -> None:
     """A checkpoint would be committed that lacks a file, or has one of another save."""
     me = ranks(2)
     first, second = (job_at(memory.uri(), each) for each in me)

@@ -121,7 +121,7 @@ def looks_into(values: list[Any]) -> bool:
 
 @given(state=states)
 @example(state={"callbacks": [{}, {"best": PLAIN}], "state": {}, "deep": [[{}, [{}]], PLAIN]})
-def test_what_was_made_flat_is_nested_as_it_was(state: dict[Any, Any]) -> None:
+def test_flattened_state_is_nested_again(state: dict[Any, Any]) -> None:
     """If this fails, an exported state dict has other keys or another form than the one that was saved."""
     try:
         flat = flatten(state, uri=URI)
@@ -175,7 +175,7 @@ def test_a_key_that_cannot_be_restored_is_refused_by_name(key: Any) -> None:
 
 
 @pytest.mark.parametrize("state", [{"\ud800": {}}, {"v": {("\udfff",): PLAIN}}], ids=["of nothing", "in a tuple"])
-def test_what_is_no_text_is_refused_in_keys(state: dict[str, Any]) -> None:
+def test_keys_that_are_not_text_are_refused(state: dict[str, Any]) -> None:
     """If this fails, all data is uploaded, and then the manifest cannot be written."""
     with pytest.raises(UnsupportedValueError, match=r"\\ud"):
         Nesting.of(flatten(state, uri=URI), uri=URI)

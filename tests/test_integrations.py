@@ -60,7 +60,7 @@ def test_steps_of_torchs_own_writer_are_in_the_way_too(tmp_path: Path) -> None:
     assert find_steps(str(tmp_path), cloudckpt.Options()) == [1, 2]
 
 
-def test_what_could_run_code_is_not_unpickled() -> None:
+def test_pickle_that_could_run_code_is_refused() -> None:
     """State that a framework keeps would be refused without a word of which checkpoint, why, and what to do."""
     with pytest.warns(UserWarning, match=r"state\.ratio.* is of class fractions\.Fraction"):
         data = serialize({"ratio": Fraction(1, 3), "step": 3})

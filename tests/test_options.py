@@ -47,7 +47,7 @@ WRONG: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
-def test_what_cannot_work_is_refused_by_name_and_value(name: str, value: Any) -> None:
+def test_invalid_option_is_refused_by_name_and_value(name: str, value: Any) -> None:
     """If this fails, a wrong option surfaces in the middle of a save, as something else."""
     with pytest.raises(InvalidOptionError) as caught:
         make_options(**{name: value})

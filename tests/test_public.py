@@ -28,7 +28,7 @@ def test_our_calls_take_every_keyword_of_torchs(name: str) -> None:
         assert ours[parameter].default == torchs[parameter].default, parameter
 
 
-def test_what_is_imported_is_little() -> None:
+def test_import_loads_no_client() -> None:
     """If this fails, every script that imports cloudckpt waits for clients that it does not use."""
     script = """
 import sys, cloudckpt

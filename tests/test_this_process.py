@@ -157,7 +157,7 @@ def objects_of_this_process(uri: str) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])
-def test_what_belongs_to_this_process_says_so_if_it_is_copied(tmp_path: Path, how: Callable[[object], object]) -> None:
+def test_copy_of_a_process_bound_object_is_refused(tmp_path: Path, how: Callable[[object], object]) -> None:
     """If this fails, an EMA of a wrapper or a spawned worker fails with an error about a lock that nobody knows."""
     for value in objects_of_this_process(os.fspath(tmp_path)):
         with pytest.raises(TypeError, match=f"^{type(value).__name__} cannot be pickled or copied") as caught:

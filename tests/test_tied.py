@@ -59,7 +59,7 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     object_bytes=st.sampled_from([4096, 1 << 20]),
     order=st.randoms(use_true_random=False),
 )
-def test_what_is_one_tensor_is_stored_once(
+def test_tied_tensor_is_stored_once(
     samples: list[tuple[torch.Tensor, list[str]]], object_bytes: int, order: Any
 ) -> None:
     """If this fails, tied weights take twice their room, or a name comes back with another tensor's values."""
@@ -102,7 +102,7 @@ def data_bytes(memory: Memory) -> int:
     return sum(info.size_bytes for info in memory.at().inner.list("data/"))
 
 
-def test_what_two_names_share_is_read_once(memory: Memory) -> None:
+def test_tied_tensor_is_read_once(memory: Memory) -> None:
     """If this fails, loading a model whose weights were tied reads the largest matrix twice."""
     cloudckpt.save({"model": Model(is_tied=True).state_dict()}, memory.uri())
     memory.at().calls.clear()

@@ -59,7 +59,9 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("denied", ["uploads", "delete"])
-def test_who_may_not_clean_up_measures_nothing(s3: S3Place, s3_application: FlakyS3, run: Run, denied: str) -> None:
+def test_bench_without_the_right_to_delete_measures_nothing(
+    s3: S3Place, s3_application: FlakyS3, run: Run, denied: str
+) -> None:
     """If this fails, who may write and not remove learns of it when gigabytes lie there."""
     puts: list[str] = []
 

@@ -29,7 +29,7 @@ def _names_of(parameter: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*OF_THIS_PAGE, "cp", "export", "import"])
-def test_what_the_page_shows_is_there(name: str) -> None:
+def test_documented_options_exist(name: str) -> None:
     """If this fails, an option that the page tells of does not exist."""
     command: Any = typer.main.get_command(app)
     options = {text for parameter in command.commands[name].params for text in _names_of(parameter)}

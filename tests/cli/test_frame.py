@@ -352,7 +352,7 @@ def test_a_character_that_an_encoding_lacks_is_no_error(strange_folder: str) -> 
         assert all(line in done.stdout for line in lines)
 
 
-def test_who_stops_reading_is_not_told_of_it(strange_folder: str) -> None:
+def test_closed_output_ends_quietly(strange_folder: str) -> None:
     """If this fails, ``ls | head`` ends in a traceback, or in the exit code of an answer."""
     ours, its = os.pipe()
     os.close(ours)

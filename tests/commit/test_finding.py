@@ -147,7 +147,7 @@ def test_a_checkpoint_that_is_there_costs_one_listing_and_absence_two() -> None:
     assert [call.operation for call in store.calls] == ["list", "read"]
 
 
-def test_what_is_listed_and_not_found_is_no_absence() -> None:
+def test_listed_manifest_that_reads_as_missing_raises() -> None:
     """If this fails, a gateway that answers each read with 404 makes a job start afresh."""
     store = FaultyStore(MemoryStore(f"listed-{os.urandom(8).hex()}"))
     put(store.inner, "manifest.json", encode(manifest_for("a")))
@@ -213,7 +213,7 @@ LOOKS: dict[str, tuple[str, Callable[[Memory, Options], object]]] = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_what_one_listing_leaves_out_is_not_taken_for_absent(memory: Memory, name: str) -> None:
+def test_entry_missing_from_one_listing_is_found(memory: Memory, name: str) -> None:
     """If this fails, one listing that lacks an entry makes a call leave a checkpoint or a rank out, or replace it."""
     pattern, look = LOOKS[name]
 
@@ -305,9 +305,7 @@ def test_a_step_whose_fence_cannot_be_found_hides_no_other(memory: Memory) -> No
 
 
 @pytest.mark.parametrize("size_bytes", [2**31 - 1, 2**31 + 1])
-def test_what_is_too_large_for_a_manifest_is_passed_over_unread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int
-) -> None:
+def test_oversized_manifest_is_skipped_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
     """If this fails, a sparse file costs each reader gigabytes, or keeps a job from every step there is."""
     cloudckpt.save(state_of(1.0), tmp_path / "step-1")
     (tmp_path / "step-2").mkdir()
@@ -417,7 +415,7 @@ READERS: dict[str, Callable[[str, Options], object]] = {
 @pytest.mark.parametrize("kind", ["OSError", "UnportableError"])
 @pytest.mark.parametrize("operation", ["list", "list_directories", "read"])
 @pytest.mark.parametrize("name", READERS)
-def test_what_a_store_raises_is_raised_as_what_it_is(memory: Memory, name: str, operation: str, kind: str) -> None:
+def test_store_errors_keep_their_class(memory: Memory, name: str, operation: str, kind: str) -> None:
     """If this fails, an error that nobody foresaw reads as "nothing lies there", and a job starts afresh."""
     cloudckpt.save(state_of(1.0), memory.uri("step-1"))
     num_raised = 0
@@ -498,7 +496,7 @@ def load_what_rank_0_cannot_find(uri: str, kind: str) -> None:
 @pytest.mark.multirank
 @pytest.mark.parametrize("kind", ["MemoryError", "UnportableError"])
 @pytest.mark.slow
-def test_what_rank_0_cannot_find_fails_all_ranks_alike(tmp_path: Path, kind: str) -> None:
+def test_rank_0_finding_nothing_fails_all_ranks_alike(tmp_path: Path, kind: str) -> None:
     """If this fails, each rank looks for its own checkpoint, and says that there is none."""
     cloudckpt.save(state_of(1.0), tmp_path / "checkpoint")
     run_ranks(load_what_rank_0_cannot_find, str(tmp_path / "checkpoint"), kind, world_size=2)

@@ -93,7 +93,7 @@ def winners_of(result: Result) -> set[tuple[str, ...]]:
     }
 
 
-def test_of_three_writers_exactly_one_wins_and_readers_see_it_or_nothing() -> None:
+def test_one_of_three_writers_wins_and_readers_see_it_or_nothing() -> None:
     """If this fails, a reader sees a part of a save, or a save that was told that it lost."""
     result = checked([saver("A"), saver("B"), saver("C"), reader()], attempts="ABC")
     assert winners_of(result) == {("A",), ("B",), ("C",)}
@@ -108,7 +108,7 @@ def test_lost_answers_do_not_change_who_won(num_faults: int) -> None:
     assert any("unknown" in outcome for outcomes in result.outcomes for outcome in outcomes) == (num_faults > 1)
 
 
-def test_of_two_overwriters_one_wins_each_number_and_readers_always_find_a_whole_one() -> None:
+def test_each_number_has_one_overwriter_and_readers_find_a_whole_checkpoint() -> None:
     """If this fails, an overwrite leaves no checkpoint for a moment, or one with missing data (G2)."""
     result = checked(
         [saver("B", overwrite=True), saver("C", overwrite=True), reader()],

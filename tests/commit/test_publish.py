@@ -67,7 +67,7 @@ def what_counts(store: FaultyStore) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("how", ["damaged", "not found"])
-def test_what_cannot_be_read_back_after_a_lost_answer_may_be_ours(store: FaultyStore, how: str) -> None:
+def test_unreadable_entry_after_a_lost_answer_has_an_unknown_outcome(store: FaultyStore, how: str) -> None:
     """If this fails, a save removes the data of its own commit: what it replaced is hidden by a checkpoint without."""
     put_commit(store, 0, "old")
     store.fail("put", key_part="manifest.1", after=True)
@@ -117,7 +117,7 @@ def test_a_refusal_of_what_has_arrived_is_a_commit(store: FaultyStore, error: ty
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["known", "after a lost answer"])
-def test_what_is_known_to_have_had_no_effect_is_a_failure(store: FaultyStore, lost: object) -> None:
+def test_write_without_effect_is_a_failure(store: FaultyStore, lost: object) -> None:
     """If this fails, a full disk looks like an unknown outcome; or what was sent before it was full is forgotten."""
     if lost:
         store.fail("put")
@@ -158,7 +158,7 @@ UNKNOWN: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_cannot_be_known_is_said(store: FaultyStore, name: str) -> None:
+def test_unknown_outcome_is_reported_as_unknown(store: FaultyStore, name: str) -> None:
     """If this fails, a commit that may be there, or yet appear, is told as failed, and its data is removed under it."""
     for operation, settings in UNKNOWN[name].items():
         store.fail(operation, **settings)
@@ -191,7 +191,7 @@ def test_without_the_condition_the_last_one_counts(store: FaultyStore) -> None:
     assert what_counts(store) == (0, "ours")
 
 
-def test_what_was_replaced_is_removed_lowest_first(store: FaultyStore) -> None:
+def test_replaced_entries_are_removed_lowest_first(store: FaultyStore) -> None:
     """If this fails, an interrupted clean-up makes an older checkpoint count again, or bytes are never freed."""
     for number, attempt in enumerate(["a", "b", "c"]):
         put_commit(store, number, attempt)
@@ -269,7 +269,7 @@ def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
 
 
 @pytest.mark.parametrize("number", [None, 0, 7, 10**18 - 1])
-def test_what_is_drawn_is_recognised(number):
+def test_drawn_attempt_ids_are_recognised(number):
     """Garbage collection would take a running save's data for somebody else's, or leave its own for ever."""
     drawn = [new_attempt_id(resumable_as=number) for _ in range(200)]
     assert len(set(drawn)) == len(drawn)

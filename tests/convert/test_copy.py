@@ -193,7 +193,7 @@ def _cutting(inner: Any, source_url: str, target_key: str) -> None:
 
 
 @pytest.mark.parametrize(("copy", "is_kept"), [(_silent, True), (_damaging, False), (_cutting, False)])
-def test_what_the_service_copies_is_not_believed(root_of: Root, copy: Callable[..., Any], *, is_kept: bool) -> None:
+def test_copy_by_the_service_is_verified(root_of: Root, copy: Callable[..., Any], *, is_kept: bool) -> None:
     """If this fails, a store that copies badly and says nothing makes a checkpoint that cannot be loaded."""
     root = root_of("memory")
     state = {"w": torch.arange(5000)}

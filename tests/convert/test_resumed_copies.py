@@ -72,7 +72,7 @@ def test_a_copy_that_is_killed_at_any_object_goes_on(root_of: Root, one: str, ot
 
 @pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("path", "s3")])
 @pytest.mark.parametrize("how", ["bit", "short", "gone"])
-def test_what_is_there_and_is_not_right_is_copied_again(root_of: Root, one: str, other: str, how: str) -> None:
+def test_damaged_part_of_an_earlier_copy_is_copied_again(root_of: Root, one: str, other: str, how: str) -> None:
     """If this fails, what rotted between two tries is committed under checksums that it does not have."""
     source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
     state = saved(source)
@@ -150,7 +150,7 @@ def test_a_copy_that_was_done_is_done(root_of: Root, one: str, other: str) -> No
 
 
 @pytest.mark.parametrize("what", ["other source", "same source again", "same save again", "unreadable"])
-def test_what_is_there_and_is_no_copy_of_it_is_left_alone(root_of: Root, what: str) -> None:
+def test_resumed_copy_leaves_another_checkpoint_alone(root_of: Root, what: str) -> None:
     """If this fails, ``resume`` says of another checkpoint that it is the copy, or replaces it unasked."""
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     saved(source)

@@ -144,7 +144,7 @@ def test_names_are_chosen_and_shortened(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_what_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_values_that_safetensors_cannot_hold_are_named(tmp_path: Path) -> None:
     """If this fails, values are lost in silence, or a tensor comes out as bytes of another type."""
     save(small(), f"{tmp_path}/step-1")
     with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=r"'optim\.lr'") as caught:

@@ -232,7 +232,7 @@ def test_an_optimizer_for_each_parameter_takes_no_more_than_one(monkeypatch: pyt
     assert counts == [8, 8]  # once for each parameter and call
 
 
-def test_what_a_class_of_optimizer_adds_to_its_state_dict_is_kept() -> None:
+def test_keys_that_an_optimizer_class_adds_are_kept() -> None:
     """If this fails, an optimizer with a counter of its own, or with a hook, resumes without it."""
     model, uri = make_two(), new_uri()
     optimizer, loaded, other = (AdamW(model[0].parameters()) for _ in range(3))
@@ -342,7 +342,7 @@ def test_several_models_and_all_kinds_of_objects_come_back() -> None:
     assert_same(*nets)
 
 
-def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_state_without_a_place_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a run goes on with a fresh optimizer, or without a part of its model, and nobody is told."""
     model = make_two()
     optimizer = AdamW(model.parameters())

@@ -252,7 +252,7 @@ def stored_in(num_chunks: int, *shape: int, transforms: Sequence[str] = ()) -> S
     return StoredTensor(dtype="float32", shape=shape, chunks=chunks, transforms=list(transforms))
 
 
-def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:
+def test_targets_that_share_memory_are_filled_one_after_the_other() -> None:
     """If this fails, the reads of tied weights find each other's bytes when they check their own, now and then."""
     memory = torch.zeros(16)
     state_dict = {"tied": memory[:4], "twin": memory[:4], "alone": memory[12:], "parts": memory[4:6]}
@@ -263,7 +263,7 @@ def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:
 
 
 @pytest.mark.parametrize("transforms", [[], ["zlib"]], ids=["strided", "transformed"])
-def test_what_is_copied_to_counts_as_shared_too(transforms: list[str]) -> None:
+def test_targets_filled_by_copies_count_as_shared(transforms: list[str]) -> None:
     """If this fails, a tensor that is loaded beside its transpose is said to be damaged, now and then."""
     memory, elsewhere = torch.zeros(2, 2), torch.zeros(2, 2)
     stored = {"a": stored_in(1, 2, 2), "b": stored_in(1, 2, 2), "c": stored_in(1, 2, 2, transforms=transforms)}

@@ -135,7 +135,7 @@ def test_one_changed_byte_of_a_large_tensor_is_found_by_a_whole_comparison() -> 
         plan(states, compare="whole", synchronized=TRAINED)
 
 
-def test_what_differs_comes_from_the_lowest_rank_and_is_named_once(
+def test_differing_buffer_comes_from_the_lowest_rank_and_is_named_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, statistics that each rank has of its own data are mixed, are refused, or fill the log."""

@@ -48,7 +48,7 @@ def planned(
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_what_differs_between_ranks_is_not_mixed(*, declared: bool) -> None:
+def test_differing_replicas_are_not_mixed(*, declared: bool) -> None:
     """If this fails, ranks whose replicas have drifted apart save a tensor that none of them had."""
     _, plans, metadata = planned(
         [{"w": torch.full((4000, 1000), float(rank)), "b": torch.zeros(2)} for rank in range(3)], declared=declared
@@ -183,7 +183,7 @@ def test_tied_tensors_go_where_the_first_of_them_goes() -> None:
         assert not {rank for name in ("a", "b") for rank, _, _ in pieces[name]} & {pieces["head"][0][0]}
 
 
-def test_what_is_tied_on_one_rank_alone_is_saved_under_each_name() -> None:
+def test_tensor_tied_on_one_rank_only_is_saved_under_each_name() -> None:
     """If this fails, ranks that disagree about what is tied save one tensor under the name of another."""
     weight = torch.ones(300)
     tied = {"a": weight, "b": weight}

@@ -334,7 +334,7 @@ def test_a_fence_keeps_a_checkpoint_or_ends_it(directory: Path, number: int) -> 
     assert cloudckpt.latest(directory.parent) is None
 
 
-def test_what_gc_and_delete_leave_is_what_the_document_says(directory: Path) -> None:
+def test_remains_of_gc_and_delete_match_the_document(directory: Path) -> None:
     """If this fails, the independent reader, and so the document, does not understand what cloudckpt writes."""
     stray = directory / "data" / "20200101T000000000Z-000000000000" / "0-0.safetensors"
     stray.parent.mkdir()

@@ -119,7 +119,7 @@ def outcome_of_save(uri: str, meeting_point: str, fill: float, overwrite: bool) 
 @pytest.mark.multirank
 @pytest.mark.every_store
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
-def test_of_two_concurrent_jobs_exactly_one_wins(place: Place, tmp_path: Path, overwrite: bool) -> None:  # noqa: FBT001
+def test_one_of_two_concurrent_jobs_wins(place: Place, tmp_path: Path, overwrite: bool) -> None:  # noqa: FBT001
     """If this fails, two jobs with one name both believe in a checkpoint that holds only one job's weights."""
     uri = place.uri()
     if overwrite:

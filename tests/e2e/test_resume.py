@@ -71,7 +71,7 @@ NUM_EVENTS = num_events()
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("step", range(NUM_EVENTS))
-def test_whoever_was_thought_dead_changes_nothing(step: int, *, same: bool, overwrite: bool) -> None:
+def test_overtaken_job_changes_nothing(step: int, *, same: bool, overwrite: bool) -> None:
     """If this fails, a process that was cut off for a while, and then goes on, damages the checkpoint of the job that
     was started in its place and took up what it had sent; or makes one of its own that is none.
 
@@ -109,7 +109,7 @@ def test_whoever_was_thought_dead_changes_nothing(step: int, *, same: bool, over
 
 
 @pytest.mark.parametrize("step", range(NUM_EVENTS))
-def test_what_a_later_save_took_up_is_not_removed_by_the_earlier(step: int) -> None:
+def test_data_taken_over_by_a_later_save_is_kept_by_the_earlier(step: int) -> None:
     """If this fails, a save that fails because it was overtaken takes the other's data with it."""
     uri = f"memory://resume-fails-{step}/checkpoint"
     count = itertools.count()

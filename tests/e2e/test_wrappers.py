@@ -123,7 +123,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("strict", [None, False])
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_is_not_alike_is_refused(local: LocalPlace, other: str, strict: bool | None) -> None:  # noqa: FBT001
+def test_unlike_wrapper_is_refused(local: LocalPlace, other: str, strict: bool | None) -> None:  # noqa: FBT001
     """If this fails, quantized bits are loaded as values, or under another scale: wrong weights without an error."""
     value, message = OTHERS[other]
     cloudckpt.save({"w": make_scaled()}, local.uri())

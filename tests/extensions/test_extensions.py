@@ -123,7 +123,7 @@ def test_torchs_own_keywords_and_classes_work_as_well(tmp_path: Path) -> None:
         cloudckpt.ObjectStoreWriter("x", _extensions=[TorchsZstandard()], options=Options(extensions=[Zstandard()]))
 
 
-def test_what_torch_compressed_is_read_with_consent(tmp_path: Path) -> None:
+def test_checkpoint_compressed_by_torch_is_read_with_consent(tmp_path: Path) -> None:
     """If this fails, compressed checkpoints of torch's own writer, or with users' extensions, cannot be taken over."""
     for name, extension in (("zstd", TorchsZstandard()), ("xor", Constant(7))):
         writer = dcp.FileSystemWriter(tmp_path / name, _extensions=[extension])

@@ -110,7 +110,7 @@ def tiled(draw: st.DrawFn) -> tuple[Shape, list[Block], Block]:
 
 
 @given(tiled())
-def test_what_is_found_is_all_there_is(case: tuple[Shape, list[Block], Block]) -> None:
+def test_overlapping_chunks_are_all_found(case: tuple[Shape, list[Block], Block]) -> None:
     """If this fails, a load leaves a part of a tensor as it was, without an error."""
     _, blocks, (offsets, lengths) = case
     found = find_overlapping_chunks([Chunk(begins, extents, 0, 0, 0) for begins, extents in blocks], offsets, lengths)

@@ -62,7 +62,7 @@ def test_no_truncation_or_addition_is_accepted() -> None:
         (b'{"format": "caf\xe9"}', "truncated"),
     ],
 )
-def test_what_others_wrote_is_told_apart(foreign: bytes, says: str) -> None:
+def test_foreign_manifest_is_recognised(foreign: bytes, says: str) -> None:
     """If this fails, somebody who points at the wrong place reads that a checkpoint is damaged."""
     with pytest.raises(InvalidManifestError, match=says) as caught:
         decode(foreign, uri=URI)
@@ -103,7 +103,7 @@ def test_tiles_are_little_endian_words_in_base64(values: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["AAA", "AAAA", "AAAAAA=", "AAAAAA==AAAA", "AAAA*A==", "ÄAAAAA=="])
-def test_what_is_no_list_of_tiles_is_refused(text: str) -> None:
+def test_malformed_tile_checksums_are_refused(text: str) -> None:
     """If this fails, damaged checksums are taken for others instead of being refused."""
     with pytest.raises(ValueError, match=r"."):
         unpack_tiles(text)

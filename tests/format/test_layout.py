@@ -111,7 +111,7 @@ def test_every_dtype_that_has_plain_bytes_can_be_stored(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("name", ["float7", "qint8", "", "Tensor", "__name__", "nn", "load"])
-def test_what_is_no_dtype_is_refused(name: str) -> None:
+def test_unknown_dtype_is_refused(name: str) -> None:
     """If this fails, a manifest can name any attribute of torch as a dtype."""
     with pytest.raises(UnsupportedValueError, match="upgrade torch"):
         dtype_of(name)

@@ -112,7 +112,7 @@ def num_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("num_rows", [128, 1024, 8192])
-def test_what_a_rank_makes_does_not_grow(num_rows: int, num_made: list[int]) -> None:
+def test_objects_of_a_rank_do_not_grow_with_the_number_of_ranks(num_rows: int, num_made: list[int]) -> None:
     """If this fails, each rank makes objects for the chunks of all others, minutes of them in the largest jobs."""
     metadata = metadata_with(manifest_of_shards(num_rows, 2))
     planner = ExplainingLoadPlanner(URI)

@@ -59,7 +59,7 @@ def test_an_export_opens_with_from_pretrained(tmp_path: Path, name: str, max_sha
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_save_pretrained_wrote_is_imported_and_loaded(tmp_path: Path, name: str) -> None:
+def test_checkpoint_of_save_pretrained_is_imported_and_loaded(tmp_path: Path, name: str) -> None:
     """A run that begins with a published model could not load it: of a tied one, the head's name is in no file."""
     model = made(name, 1)
     model.save_pretrained(tmp_path / "hub")

@@ -81,7 +81,7 @@ def test_values_are_right_beside_other_work(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("is_side", [False, True], ids=["default stream", "side stream"])
-def test_what_was_queued_before_the_save_is_in_it(memory: Memory, is_side: bool) -> None:  # noqa: FBT001  # pytest's
+def test_copies_wait_for_queued_kernels(memory: Memory, is_side: bool) -> None:  # noqa: FBT001  # pytest's
     """If this fails, the copies do not wait for the caller's stream: an optimizer's last step is half in the save."""
     with torch.cuda.stream(torch.cuda.Stream() if is_side else None):
         tensor = torch.zeros(2000, 2000, device=DEVICE)

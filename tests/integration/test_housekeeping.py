@@ -11,8 +11,8 @@ from tests.commit.gc.test_gc_on_stores import (
     test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not,
     test_a_dry_run_says_what_would_go_and_touches_nothing,
     test_exactly_the_litter_goes,
-    test_what_an_overwrite_could_not_remove_goes,
-    test_what_is_young_stays_and_is_named,
+    test_gc_keeps_young_data_and_names_it,
+    test_gc_removes_data_that_an_overwrite_left,
 )
 from tests.integration.conftest import Servers
 
@@ -24,8 +24,8 @@ __all__ = [
     "test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not",
     "test_a_dry_run_says_what_would_go_and_touches_nothing",
     "test_exactly_the_litter_goes",
-    "test_what_an_overwrite_could_not_remove_goes",
-    "test_what_is_young_stays_and_is_named",
+    "test_gc_keeps_young_data_and_names_it",
+    "test_gc_removes_data_that_an_overwrite_left",
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

@@ -33,7 +33,7 @@ def test_every_byte_is_read_once(memory: Memory) -> None:
     assert report.bytes_per_s > 0
 
 
-def test_what_a_load_does_not_read_only_verify_sees(memory: Memory) -> None:
+def test_verify_sees_damage_that_a_partial_load_skips(memory: Memory) -> None:
     """If this fails, either loads read what nobody asked for, or `verify` sees no more than a load does."""
     options = make_options(tile_bytes=4096)
     cloudckpt.save({"a": torch.ones(MIB), "b": torch.ones(MIB)}, memory.uri(), options=options)

@@ -101,7 +101,7 @@ def test_every_wanted_byte_comes_once(
 
 
 @given(wanted=wants(), tile_bytes=st.integers(1, 20), request_bytes=st.integers(1, 100))
-def test_what_is_held_is_read_without_a_break(wanted: list[WantedRange], tile_bytes: int, request_bytes: int) -> None:
+def test_held_ranges_are_read_without_a_break(wanted: list[WantedRange], tile_bytes: int, request_bytes: int) -> None:
     """If this fails, the memory of all Python objects of a load is taken at once, while their bytes trickle in (G7)."""
     requests = plan_reads(
         wanted,

@@ -100,7 +100,7 @@ def test_an_object_that_differs_in_one_bit_is_not_taken(store: FaultyStore, posi
 
 
 @pytest.mark.parametrize("numbers", [[1], [3], [1, 2, 3, 4], [5, 2], [1, 2, 3, 4, 5]], ids=str)
-def test_of_an_upload_only_the_missing_parts_are_sent(store: FaultyStore, numbers: list[int]) -> None:
+def test_resumed_upload_sends_only_the_missing_parts(store: FaultyStore, numbers: list[int]) -> None:
     """If this fails, what was sent of a large object before the kill is sent again."""
     begun(store, numbers)
     receipt, num_reused_bytes = resumed(store)
@@ -121,7 +121,7 @@ def test_parts_that_have_changed_are_sent_again(store: FaultyStore) -> None:
     assert store.count("upload_part") == 3  # numbers 2, 4 and 5
 
 
-def test_of_two_uploads_to_one_key_none_is_taken(store: FaultyStore) -> None:
+def test_neither_of_two_uploads_to_one_key_is_resumed(store: FaultyStore) -> None:
     """If this fails, one is completed here and the other there, and the last one stays."""
     begun(store, [1, 2])
     begun(store, [1, 2, 3])
@@ -160,7 +160,7 @@ def test_a_part_that_another_replaces_does_not_get_into_the_object(store: Faulty
 
 
 @pytest.mark.parametrize("theirs", [DATA, changed(2 * PART_BYTES)], ids=["same", "other"])
-def test_whoever_is_taken_over_hears_of_it(store: FaultyStore, theirs: bytes) -> None:
+def test_overtaken_writer_fails(store: FaultyStore, theirs: bytes) -> None:
     """If this fails, a rank that was thought dead takes the newer save's object for its own: were its job to commit
     first, its checkpoint could not be loaded.
     """
@@ -191,7 +191,7 @@ def test_whoever_is_taken_over_hears_of_it(store: FaultyStore, theirs: bytes) ->
     "operation",
     ["list", "list_uploads", "list_parts", "read_into", "upload_part", "complete_multipart", "head"],
 )
-def test_what_does_not_pass_makes_it_send_all(
+def test_upload_that_cannot_be_resumed_is_sent_whole(
     store: FaultyStore, operation: str, error: Callable[[str], StoreError]
 ) -> None:
     """If this fails, a trainer that may not list or read cannot save any more once a save of its was killed."""

@@ -47,7 +47,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("kind", PASSING)
-def test_what_may_pass_is_tried_again(clock: FakeClock, kind: type[StoreError]) -> None:
+def test_transient_error_is_retried(clock: FakeClock, kind: type[StoreError]) -> None:
     """If this fails, one lost packet fails a save of terabytes."""
     seen: list[StoreError] = []
     retrier = Retrier(retries=3, timeout_s=60, on_retry=seen.append)
@@ -61,7 +61,7 @@ def test_what_may_pass_is_tried_again(clock: FakeClock, kind: type[StoreError]) 
 
 
 @pytest.mark.parametrize("kind", LASTING)
-def test_what_will_not_pass_is_raised_at_once(clock: FakeClock, kind: type[StoreError]) -> None:
+def test_permanent_error_is_raised_at_once(clock: FakeClock, kind: type[StoreError]) -> None:
     """If this fails, a missing permission is found only after a minute of trying."""
     attempt = Failing([error_of(kind)])
     with pytest.raises(kind):
@@ -69,7 +69,7 @@ def test_what_will_not_pass_is_raised_at_once(clock: FakeClock, kind: type[Store
     assert (attempt.num_calls, clock.waits_s) == (1, [])
 
 
-def test_what_no_store_should_raise_is_a_store_error_that_names_it(clock: FakeClock) -> None:
+def test_foreign_exception_becomes_a_store_error_that_names_it(clock: FakeClock) -> None:
     """If this fails, bugs are hidden by repetition, or pass by all that handles the failures of stores."""
     error = ValueError("a bug")
     attempt = Failing([error])  # type: ignore[list-item]
@@ -115,9 +115,7 @@ def test_stop_gives_up_what_would_be_tried_again(clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
-def test_what_is_doubted_is_looked_at_again(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, num_failures: int
-) -> None:
+def test_doubted_answer_is_checked_again(clock: FakeClock, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
     """If this fails, one bogus answer is believed, or a gateway that restarts is given no time."""
     monkeypatch.setattr("cloudckpt.io.retry._FIRST_LOOK_DELAY_S", 0.1)
     look = Failing([error_of(ObjectNotFoundError) for _ in range(num_failures)])
@@ -126,7 +124,7 @@ def test_what_is_doubted_is_looked_at_again(
     assert [0.05 * 2**i <= wait_s <= 0.1 * 2**i for i, wait_s in enumerate(clock.waits_s)] == [True] * num_failures
 
 
-def test_what_was_not_looked_at_again_is_not_believed(clock: FakeClock) -> None:
+def test_unchecked_answer_is_not_believed(clock: FakeClock) -> None:
     """If this fails, a failure elsewhere makes the first bogus answer damage."""
     retrier = Retrier(retries=9, timeout_s=60)
     look = Failing([error_of(ObjectNotFoundError)], before=clock.set)
@@ -212,7 +210,7 @@ def unsent() -> StoreError:
     return error
 
 
-def test_what_was_not_sent_is_bounded_by_the_time_alone(clock: FakeClock) -> None:
+def test_unsent_request_is_bounded_by_time_only(clock: FakeClock) -> None:
     """If this fails, a metadata service that starts ends a job after the five retries that are meant for the store."""
     attempt = Failing([unsent() for _ in range(9)])
     assert Retrier(retries=0, timeout_s=60).call(attempt) == "done"
@@ -222,7 +220,7 @@ def test_what_was_not_sent_is_bounded_by_the_time_alone(clock: FakeClock) -> Non
     assert 15 < clock.now_s - begun_s < 30
 
 
-def test_what_was_not_sent_waits_while_other_calls_make_progress(clock: FakeClock) -> None:
+def test_unsent_request_waits_while_other_calls_progress(clock: FakeClock) -> None:
     """If this fails, a part that waits for another's connection is given up in the middle of a save that proceeds."""
     retrier = Retrier(retries=0, timeout_s=1)
     attempt = Failing([unsent() for _ in range(100)], before=lambda: retrier.call(lambda: None))

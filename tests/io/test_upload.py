@@ -149,7 +149,7 @@ def test_checksums_stay_with_their_tiles_where_parts_overtake_each_other(store: 
 @pytest.mark.parametrize("kind", [TransientStoreError, ThrottledError, ChecksumRefusedError])
 @pytest.mark.parametrize("operation", ["put", "create_multipart", "upload_part", "complete_multipart", "head"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_what_fails_in_passing_arrives_all_the_same(
+def test_upload_survives_transient_failures(
     store: FaultyStore, operation: str, kind: type[StoreError], after: object
 ) -> None:
     """If this fails, one lost packet or lost answer anywhere fails a save."""
@@ -161,7 +161,7 @@ def test_what_fails_in_passing_arrives_all_the_same(
 
 @pytest.mark.parametrize("operation", ["put", "create_multipart", "upload_part", "complete_multipart", "head"])
 @pytest.mark.parametrize("skip", [0, 1])
-def test_what_fails_for_good_leaves_nothing(store: FaultyStore, operation: str, skip: int) -> None:
+def test_permanently_failed_upload_leaves_nothing(store: FaultyStore, operation: str, skip: int) -> None:
     """If this fails, a failed save leaves objects or unfinished uploads that are paid for, or hides its cause."""
     denied = AccessDeniedError("s3:PutObject is missing", key="k", operation=operation)
     store.fail(operation, error=lambda: denied, skip=skip, times=100)

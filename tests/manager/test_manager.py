@@ -103,7 +103,7 @@ def test_saved_and_restored(memory: Memory, *, async_: bool) -> None:
     assert cloudckpt.latest(memory.root) == cloudckpt.list_checkpoints(memory.root)[0]
 
 
-def test_what_is_not_due_costs_nothing(memory: Memory) -> None:
+def test_step_that_is_not_due_costs_nothing(memory: Memory) -> None:
     """If this fails, every step of training asks the store, or is held up by the save of an earlier one."""
     manager = CheckpointManager(memory.root, save_every=10)
     assert [manager.save(step, state_of()) for step in (1, 9, 11)] == [None] * 3
@@ -146,7 +146,7 @@ def test_the_last_step_is_not_saved_twice(memory: Memory, caplog: pytest.LogCapt
         committed(manager, 10, force=True)  # it is not what the job has now
 
 
-def test_what_was_restored_is_not_saved_once_more(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+def test_restored_step_is_not_saved_again(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a job that is told to stop right after it was started again ends with an error."""
     first = CheckpointManager(memory.root)
     save_all(first, 10, 20, metrics={"loss": 1.0})
@@ -168,7 +168,7 @@ def test_what_was_restored_is_not_saved_once_more(memory: Memory, caplog: pytest
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, None, 10**18])
-def test_what_is_no_step_is_refused(memory: Memory, step: Any) -> None:
+def test_invalid_step_is_refused(memory: Memory, step: Any) -> None:
     """If this fails, a checkpoint gets a name under which nothing finds it again."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="a step must be a whole number"):
         CheckpointManager(memory.root).save(step, state_of())
@@ -290,7 +290,7 @@ def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
         "loss",
     ],
 )
-def test_what_is_no_metric_is_refused(memory: Memory, metrics: Any) -> None:
+def test_invalid_metric_is_refused(memory: Memory, metrics: Any) -> None:
     """If this fails, a manifest gets what no reader understands."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="metrics must be"):
         CheckpointManager(memory.root).save(1, state_of(), metrics=metrics)
@@ -562,7 +562,7 @@ def test_all_damaged_is_no_fresh_start(memory: Memory) -> None:
 # --- retention
 
 
-def test_what_is_superseded_goes(memory: Memory) -> None:
+def test_superseded_steps_are_removed(memory: Memory) -> None:
     """If this fails, the bucket fills up, or what was promised to stay is gone."""
     manager = CheckpointManager(memory.root, keep_last=2, keep_every=40, keep_best=("loss", "min", 1))
     for step in range(0, 100, 10):
@@ -600,7 +600,7 @@ def test_the_manifest_goes_first_and_only_after_the_commit(memory: Memory) -> No
     assert seen[-2:] == ["manifest", "data"]
 
 
-def test_what_is_being_overwritten_is_left_alone(memory: Memory) -> None:
+def test_retention_leaves_a_step_alone_while_it_is_overwritten(memory: Memory) -> None:
     """If this fails, retention ends the save of another job that comes to an old step once more."""
     save_all(CheckpointManager(memory.root), 1, 2)
     gate = Gate()
@@ -701,7 +701,7 @@ def test_nothing_is_removed_while_this_process_restores(memory: Memory) -> None:
     assert numbers(manager) == [3]
 
 
-def test_what_was_just_committed_stays_whatever_the_clock_says(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_just_committed_step_stays_with_any_clock(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a job on a machine whose clock is behind another's loses its new step as soon as it is there."""
     now_ns = 1_900_000_000 * 10**9
 
@@ -782,7 +782,7 @@ def test_a_clock_that_is_behind_a_commit_is_named_once(
     assert memory.root in found[0]
 
 
-def test_what_is_half_removed_goes_a_day_later(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_removed_step_is_removed_a_day_later(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, what a removal left that the store ended is there for ever, and nobody reads it any more; or the
     report counts it among the steps that can be loaded.
     """
@@ -811,7 +811,7 @@ class _Config:
 
 
 @pytest.mark.parametrize("step", [None, 2])
-def test_what_this_program_cannot_make_of_a_whole_step_is_no_damage(
+def test_unloadable_class_is_not_taken_for_damage(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, step: int | None
 ) -> None:
     """If this fails, a class that has changed makes a job go back, and write over the step that was all right."""
@@ -834,7 +834,7 @@ def test_what_this_program_cannot_make_of_a_whole_step_is_no_damage(
 # --- roots
 
 
-def test_what_else_lies_under_a_root_stays(tmp_path: Path) -> None:
+def test_foreign_objects_under_a_root_stay(tmp_path: Path) -> None:
     """If this fails, a manager removes what is not its own, trips over it, or overlooks what was saved without it."""
     for name in ("step-100", "step-007", "step-", "step-1x", "other"):
         cloudckpt.save(state_of(1.0), tmp_path / name)

@@ -102,7 +102,7 @@ def stays(info: StepInfo, infos: list[StepInfo], kept: RetentionPolicy, damaged:
 
 
 @given(situations())
-def test_what_goes_is_what_no_promise_keeps(situation: Situation) -> None:
+def test_policy_removes_only_steps_that_no_rule_keeps(situation: Situation) -> None:
     """If this fails, retention removes a checkpoint that it promised to keep, or fills the bucket."""
     infos, kept, damaged, own = situation
     gone = find_superseded(infos, kept, damaged=damaged, own_step=own)

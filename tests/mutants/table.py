@@ -180,7 +180,7 @@ MUTANTS = {
         file="_this_process.py",
         old="    def __reduce_ex__(self",
         new="    def reduce_ex(self",
-        tests=("tests/test_this_process.py::test_what_belongs_to_this_process_says_so_if_it_is_copied",),
+        tests=("tests/test_this_process.py::test_copy_of_a_process_bound_object_is_refused",),
     ),
     "one-rank-needs-its-group": Mutant(
         breaks="G3: a script of one rank that destroys its process group loses the save in flight.",
@@ -284,7 +284,7 @@ MUTANTS = {
         file="commit/publish.py",
         old="(*split_into_batches(entries), *split_into_batches(keys))",
         new="(*split_into_batches(keys), *split_into_batches(entries))",
-        tests=("tests/commit/test_publish.py::test_what_was_replaced_is_removed_lowest_first",),
+        tests=("tests/commit/test_publish.py::test_replaced_entries_are_removed_lowest_first",),
     ),
     "overwrite-removes-the-new-data": Mutant(
         breaks="G2: an overwrite that takes up objects of the old checkpoint deletes them with it.",
@@ -352,7 +352,7 @@ MUTANTS = {
         file="commit/garbage.py",
         old="return lives.get(item.attempt, item.moment) < before",
         new="return True",
-        tests=("tests/commit/gc/test_gc_on_stores.py::test_what_is_young_stays_and_is_named",),
+        tests=("tests/commit/gc/test_gc_on_stores.py::test_gc_keeps_young_data_and_names_it",),
     ),
     "gc-removes-referenced-data": Mutant(
         breaks="G1: gc deletes data that the manifest which counts names.",
@@ -475,7 +475,7 @@ MUTANTS = {
         file="io/upload.py",
         old="self._cleaner.call(self._store.abort_multipart, target.key, target.upload_id)",
         new="pass",
-        tests=("tests/io/test_upload.py::test_what_fails_for_good_leaves_nothing",),
+        tests=("tests/io/test_upload.py::test_permanently_failed_upload_leaves_nothing",),
     ),
     "leave-the-objects-of-a-failed-save": Mutant(
         breaks="G5: a failed save leaves the objects that it wrote.",
@@ -496,14 +496,14 @@ MUTANTS = {
         file="io/retry.py",
         old="if self._num_failures > self._retrier.retries or",
         new="if True or",
-        tests=("tests/io/test_retry.py::test_what_may_pass_is_tried_again",),
+        tests=("tests/io/test_retry.py::test_transient_error_is_retried",),
     ),
     "retry-what-is-final": Mutant(
         breaks="G2: a put that was refused because the key is taken is sent again.",
         file="io/retry.py",
         old="if not isinstance(error, (TransientStoreError, ChecksumRefusedError)):",
         new="if not isinstance(error, StoreError):",
-        tests=("tests/io/test_retry.py::test_what_will_not_pass_is_raised_at_once",),
+        tests=("tests/io/test_retry.py::test_permanent_error_is_raised_at_once",),
     ),
     "count-looks-in-all": Mutant(
         breaks="G10: three bogus answers among good ones are taken for damage or absence.",
@@ -531,7 +531,7 @@ MUTANTS = {
         file="io/retry.py",
         old="        if error.is_unsent:\n",
         new="        if False:\n",
-        tests=("tests/io/test_retry.py::test_what_was_not_sent_is_bounded_by_the_time_alone",),
+        tests=("tests/io/test_retry.py::test_unsent_request_is_bounded_by_time_only",),
     ),
     "keep-refused-credentials": Mutant(
         breaks="G3: a job ends although an agent has renewed its credentials.",
@@ -743,7 +743,7 @@ MUTANTS = {
         file="format/nesting.py",
         old="        _make_tuple(root, path, kind, unknown)",
         new="        pass",
-        tests=("tests/test_flat.py::test_what_was_made_flat_is_nested_as_it_was",),
+        tests=("tests/test_flat.py::test_flattened_state_is_nested_again",),
     ),
     "leave-values-of-tuples-as-they-are": Mutant(
         breaks="G11: a number beside a sharded tensor in a tuple keeps the value of the target.",
@@ -806,7 +806,7 @@ MUTANTS = {
         file="pipeline/consumers.py",
         old="target.is_shared = True",
         new="pass",
-        tests=("tests/dcp/test_load.py::test_what_shares_memory_is_not_filled_by_two_reads_at_once",),
+        tests=("tests/dcp/test_load.py::test_targets_that_share_memory_are_filled_one_after_the_other",),
     ),
     "save-report-counts-too-much": Mutant(
         breaks="G9: the report of a save counts bytes that were not sent.",
@@ -914,7 +914,7 @@ MUTANTS = {
         file="tensors/snapshot_plan.py",
         old="copied = block.tensor(offset, tensor)",
         new="copied = tensor",
-        tests=("tests/tensors/test_stager.py::test_what_changes_afterwards_is_not_in_the_copy",),
+        tests=("tests/tensors/test_stager.py::test_later_changes_are_not_in_the_copy",),
     ),
     "overlap-does-not-wait-for-buffers": Mutant(
         breaks="G4: an overlapped save has the statistics of a batch norm from the next forward pass.",
@@ -1036,7 +1036,7 @@ MUTANTS = {
         old="source.content[begin - source.begin : end - source.begin]",
         new="source.content[: end - begin]",
         tests=(
-            "tests/tensors/test_targets.py::test_what_several_want_is_read_into_one_and_copied",
+            "tests/tensors/test_targets.py::test_shared_range_is_read_once_and_copied",
             "tests/tensors/test_targets.py::test_every_block_gets_exactly_its_bytes",
         ),
     ),
@@ -1376,14 +1376,14 @@ MUTANTS = {
         file="manager/retention_policy.py",
         old="latest[: policy.keep_last]} | {own_step}",
         new="latest[: policy.keep_last]}",
-        tests=("tests/manager/test_manager.py::test_what_was_just_committed_stays_whatever_the_clock_says",),
+        tests=("tests/manager/test_manager.py::test_just_committed_step_stays_with_any_clock",),
     ),
     "remove-what-is-being-overwritten": Mutant(
         breaks="G2: retention removes a checkpoint under a save that replaces it.",
         file="manager/retention.py",
         old="if any(_has_other_writer(walked, retrier, alive_since=alive_since) for walked in locations):",
         new="if False:",
-        tests=("tests/manager/test_manager.py::test_what_is_being_overwritten_is_left_alone",),
+        tests=("tests/manager/test_manager.py::test_retention_leaves_a_step_alone_while_it_is_overwritten",),
     ),
     "denied-step-is-no-step": Mutant(
         breaks="G4: a restore passes over the newest step because it may not be looked at.",
@@ -1418,21 +1418,21 @@ MUTANTS = {
         file="convert/copying.py",
         old="if said == combine_tile_crc32cs(",
         new="if said is not None and combine_tile_crc32cs(",
-        tests=("tests/convert/test_copy.py::test_what_the_service_copies_is_not_believed",),
+        tests=("tests/convert/test_copy.py::test_copy_by_the_service_is_verified",),
     ),
     "forget-the-state-that-a-fresh-optimizer-lacks": Mutant(
         breaks="G4: a load into the state dict of a fresh optimizer leaves the moments behind, and reports success.",
         file="dcp/completeness.py",
         old="if left := _find_left_state(saved, asked, ",
         new="if left := _find_left_state({}, asked, ",
-        tests=("tests/dcp/test_live_objects.py::test_what_would_be_left_behind_is_refused_by_name",),
+        tests=("tests/dcp/test_live_objects.py::test_saved_state_without_a_place_is_refused_by_name",),
     ),
     "drop-what-an-optimizer-adds": Mutant(
         breaks="G4: what a class of optimizer adds to its state dict is not saved, and nobody is told.",
         file="dcp/live_optimizers.py",
         old="others = _others_of(held)",
         new="others: dict[Any, Any] = {}",
-        tests=("tests/dcp/test_live_objects.py::test_what_a_class_of_optimizer_adds_to_its_state_dict_is_kept",),
+        tests=("tests/dcp/test_live_objects.py::test_keys_that_an_optimizer_class_adds_are_kept",),
     ),
     "fill-from-a-damaged-step": Mutant(
         breaks="G4: a restore with strict=False leaves bytes of a damaged step in what the older one lacks.",
@@ -1460,7 +1460,7 @@ MUTANTS = {
         file="pipeline/files.py",
         old="apart = sorted({receipt.rank for receipt in found} - by_rank.keys())",
         new="apart: list[int] = []",
-        tests=("tests/test_files.py::test_what_the_ranks_say_has_to_agree",),
+        tests=("tests/test_files.py::test_ranks_that_disagree_are_refused",),
     ),
     "complete-a-file-that-failed": Mutant(
         breaks="G5: half of a file is committed as if it were whole.",
@@ -1474,7 +1474,7 @@ MUTANTS = {
         file="dcp/load_planner.py",
         old="        if any(self._wrapper_problems()):",
         new="        if not self._wrappers:",
-        tests=("tests/e2e/test_wrappers.py::test_what_is_not_alike_is_refused",),
+        tests=("tests/e2e/test_wrappers.py::test_unlike_wrapper_is_refused",),
     ),
     "leave-a-wrapper-out": Mutant(
         breaks="G4: a load with a planner of torch's leaves a wrapper as it was, and says that all is well.",

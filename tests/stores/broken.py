@@ -261,7 +261,7 @@ class BrokenAnswerTests:
         """If this fails, it does for a byte, or a framing, that the short form of the test leaves out."""
         assert check_broken(tape, lambda: self.calls[name](*taped), ["length", "chunks", "close"], every=1) > 100
 
-    def test_what_the_store_has_not_said_is_not_believed(self, tape: Tape, taped: tuple[Any, Any], name: str) -> None:
+    def test_answer_that_is_not_the_stores_is_not_believed(self, tape: Tape, taped: tuple[Any, Any], name: str) -> None:
         """If this fails, a web page or a load balancer's 404 says that a checkpoint is missing, damaged or written."""
         removes = name.startswith(("delete", "abort"))
         may_succeed = ("200 empty", "204 empty") if removes else ()

@@ -246,9 +246,7 @@ def test_answers_of_gcs_follow_what_a_handler_would_do(
         ("ListObjectsV2", 404, errors.TransientStoreError, "load balancer"),
     ],
 )
-def test_what_is_not_found_depends_on_what_was_asked_for(
-    api: str, status: int, expected: ErrorType, words: str
-) -> None:
+def test_meaning_of_404_depends_on_the_request(api: str, status: int, expected: ErrorType, words: str) -> None:
     """ "Nothing lies at this key" in answer to a listing would read as "no checkpoints" (G10)."""
     if api in APIS:
         translated = s3.translate(s3_answer("", status), s3_request(api))

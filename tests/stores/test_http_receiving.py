@@ -223,7 +223,7 @@ def test_more_is_not_awaited_than_comes(
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_what_comes_after_a_body_is_nobodys(serve: Callable[..., Line], *, reuse: bool) -> None:
+def test_bytes_after_a_response_body_close_the_connection(serve: Callable[..., Line], *, reuse: bool) -> None:
     """A server's stray bytes would be taken for the object's, or read as the beginning of the next answer."""
     line = serve(sending(BODY + b"stray"), sending(BODY))
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_what_comes_after_a_body_is_nobodys(serve: Callable[..., Line], *, reuse
     assert line.server.num_connections == 2
 
 
-def test_what_is_not_known_is_read_through_the_response(
+def test_unknown_response_is_read_through_its_own_interface(
     serve: Callable[..., Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunked body, a newer Python or another kind of socket would cost loads, where it may cost speed alone."""
@@ -287,7 +287,7 @@ def test_the_connection_in_use_is_ended_and_no_other() -> None:
             follow(before)
 
 
-def test_what_is_no_socket_is_not_ended() -> None:
+def test_connection_without_a_plain_socket_is_not_shut_down() -> None:
     """If this fails, a request through a proxy that speaks TLS fails because it is slow."""
     with CallScope() as scope:
         follow(object())  # type: ignore[arg-type]  # what urllib3 has there

@@ -446,7 +446,7 @@ def _raiser(number: int):
     return failing
 
 
-def test_what_may_be_listed_but_not_looked_at_is_no_empty_place():
+def test_directory_without_search_permission_raises():
     """A directory without the right to search it shows names and no more: taken for empty, it would have no
     checkpoint, and a save would begin over one.
     """

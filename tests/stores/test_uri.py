@@ -101,7 +101,7 @@ def test_the_home_directory_is_expanded(monkeypatch):
         ("/work/s3:/bucket/x", "pathlib.Path"),
     ],
 )
-def test_what_cannot_name_a_checkpoint_is_refused(text, words):
+def test_invalid_uri_is_refused(text, words):
     """Each mistake has its own sentence; without one a job saves to the wrong place and finds out days later."""
     with pytest.raises(InvalidURIError) as caught:
         parse_location(text)

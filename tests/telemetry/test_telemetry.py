@@ -119,7 +119,7 @@ def test_a_background_save_belongs_to_who_began_it(exported: Exported, tmp_path:
     cloudckpt.close()
 
 
-def test_what_is_told_of_a_bucket_holds_no_secret(
+def test_telemetry_of_a_bucket_holds_no_secret(
     exported: Exported, s3_bucket: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, credentials reach whoever reads traces or logs; or nobody can tell which bucket is slow."""
@@ -175,7 +175,7 @@ def test_a_failed_save_says_so(exported: Exported, memory: Memory) -> None:
     assert {point.value for point in exported.points("cloudckpt.operation.active")} == {0}
 
 
-def test_what_is_exported_is_what_the_document_lists(exported: Exported, memory: Memory) -> None:
+def test_exported_metrics_match_the_document(exported: Exported, memory: Memory) -> None:
     """If this fails, dashboards are built on names that are not there."""
     cloudckpt.async_save(state_of(), memory.uri(), no_dist=True).result(60)
     cloudckpt.load_latest(state_of(0.0), memory.uri().rpartition("/")[0], no_dist=True)

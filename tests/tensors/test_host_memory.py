@@ -87,7 +87,7 @@ def test_memory_is_taken_once_and_grows_by_what_is_missing(*, shared: bool) -> N
 
 
 @KINDS
-def test_what_is_left_of_a_closed_snapshot_can_be_read(*, shared: bool) -> None:
+def test_tensors_of_a_closed_snapshot_stay_readable(*, shared: bool) -> None:
     """If this fails, a tensor that somebody still holds after close() crashes the process."""
     stager = PinnedStager(shared=shared)
     kept = snapshot(stager, 3, 2)["1"]
@@ -226,7 +226,7 @@ def test_many_threads_stay_within_the_budget_and_come_to_an_end(seed: int) -> No
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_what_is_larger_than_the_budget_is_lent_alone() -> None:
+def test_buffer_larger_than_the_budget_is_lent_alone() -> None:
     """If this fails, one large part can never be staged, and its save waits for ever; or it comes on top."""
     arena = Arena(budget_bytes=100)
     ledger = Ledger()

@@ -78,7 +78,7 @@ def test_every_view_is_copied_bit_for_bit_and_again(data: st.DataObject, kind: s
         stager.close()
 
 
-def test_what_changes_afterwards_is_not_in_the_copy(stager: PinnedStager) -> None:
+def test_later_changes_are_not_in_the_copy(stager: PinnedStager) -> None:
     """If this fails, a checkpoint is a mixture of two steps."""
     state = {"large": torch.ones(9_000_000), "small": torch.ones(3), "value": [1, 2], "bytes": io.BytesIO(b"old")}
     staged = copied(stager, state)

@@ -53,7 +53,7 @@ def waiting_for(staging: Staging, tensor: torch.Tensor) -> tuple[threading.Threa
     return thread, is_there
 
 
-def test_what_is_there_can_be_read_while_the_rest_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_part_is_readable_while_the_rest_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, an upload begins only when all has been copied, or reads bytes that are not there yet."""
     gate = Gate(monkeypatch)
     stager = PinnedStager(num_threads=1)

@@ -150,7 +150,7 @@ def test_types_are_converted_as_torch_does(saved: torch.dtype, wanted: torch.dty
     assert torch.equal(tensor, chunk[1:4, 4:9].to(wanted))
 
 
-def test_what_several_want_is_read_into_one_and_copied() -> None:
+def test_shared_range_is_read_once_and_copied() -> None:
     """If this fails, loads of tied weights and of all that lies beside them take a buffer of their size."""
     stored = bytes_for(192, torch.float32)
     before, one, other, after = torch.zeros(8), torch.zeros(16), torch.zeros(16), torch.zeros(24)
@@ -223,7 +223,7 @@ def test_tensors_that_are_stored_side_by_side_are_one_run() -> None:
     assert not torch.cat([apart, elsewhere]).any()
 
 
-def test_what_is_stored_for_several_names_is_in_no_run_with_others() -> None:
+def test_range_of_several_names_joins_no_run() -> None:
     """If this fails, loads of tied weights and of all that lies beside them take a buffer of their size."""
     stored = bytes_for(192, torch.float32)
     placed = [(torch.zeros(length), begin) for length, begin in ((8, 0), (16, 32), (16, 32), (24, 96))]
@@ -284,7 +284,7 @@ def test_a_tensor_that_is_stored_otherwise_is_left() -> None:
         assert find_whole_address(tensor, stored) == 0
 
 
-def test_what_fails_leaves_the_targets_alone() -> None:
+def test_failed_read_leaves_the_targets_alone() -> None:
     """If this fails, bytes that were never verified are copied into tensors."""
     tensor = torch.zeros(16, dtype=torch.float64)
     target = new_block_target(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)

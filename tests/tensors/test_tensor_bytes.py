@@ -138,7 +138,7 @@ def test_conjugates_and_negatives_are_resolved() -> None:
     ],
     ids=["meta", "sparse", "nested"],
 )
-def test_what_has_no_plain_memory_is_refused_by_name(tensor: torch.Tensor, says: str) -> None:
+def test_tensor_without_plain_memory_is_refused_by_name(tensor: torch.Tensor, says: str) -> None:
     """If this fails, the user sees a NotImplementedError that names neither the tensor nor what to do."""
     with pytest.raises(UnsupportedValueError, match=says) as caught:
         plain_tensor(tensor, "model.odd", uri=URI)

@@ -73,7 +73,7 @@ class ForgivesTheSame(Broken):
             super().put(key, views, crc32c=crc32c, if_absent=if_absent)
 
 
-@fails("test_of_many_threads_exactly_one_creates")
+@fails("test_one_of_many_threads_creates")
 class ChecksThenWrites(Broken):
     """No lock between the check and the write, as moto has none."""
 
@@ -116,7 +116,7 @@ class CachesListings(Broken):
         return iter(cache.setdefault(prefix, list(super().list(prefix))))
 
 
-@fails("test_of_two_processes_exactly_one_creates")
+@fails("test_one_of_two_processes_creates")
 class LocksInTheProcess(LocalStore):
     """Files, with a condition that other processes do not hear of."""
 

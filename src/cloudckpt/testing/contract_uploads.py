@@ -141,7 +141,7 @@ class UploadClauses(Clauses):
         assert keys(store) == []
         store.abort_multipart("a", upload_id)
 
-    def test_what_comes_after_a_completion_does_no_harm(self, store: Store) -> None:
+    def test_requests_after_a_completion_change_nothing(self, store: Store) -> None:
         """The answer to a completion can be lost, and a part that was believed lost can arrive late."""
         self.require_multipart(store)
         bodies = make_bodies(store, 2)

@@ -41,7 +41,7 @@ from cloudckpt.testing.contract_base import (
 class WriteClauses(Clauses):
     """Part of `cloudckpt.testing.StoreContract`."""
 
-    def test_what_was_put_can_be_read_at_once(self, store: Store) -> None:
+    def test_put_object_is_readable_at_once(self, store: Store) -> None:
         """Without read-after-write a rank cannot check its objects, nor a coordinator its manifest."""
         put(store, "a/b", b"first")
         assert content(store, "a/b") == b"first"
@@ -143,7 +143,7 @@ class WriteClauses(Clauses):
             put(store, "manifest", b"ours", if_absent=True)
         assert content(store, "manifest") == b"ours"
 
-    def test_of_many_threads_exactly_one_creates(self, store: Store) -> None:
+    def test_one_of_many_threads_creates(self, store: Store) -> None:
         """Two that both believe they committed is the worst that can happen."""
         self.require_create(store)
         for round_ in range(self.num_racing_rounds):
@@ -158,7 +158,7 @@ class WriteClauses(Clauses):
             assert len(winners) == 1 or (not winners and unknown), results
             assert content(store, key) in (winners or unknown)
 
-    def test_of_two_processes_exactly_one_creates(self, store: Store) -> None:
+    def test_one_of_two_processes_creates(self, store: Store) -> None:
         """Ranks and jobs are processes: a lock in one of them is no condition."""
         self.require_create(store)
         if not self.shared_between_processes:

@@ -76,7 +76,7 @@ def test_exactly_the_litter_goes(root: str, capsys: pytest.CaptureFixture[str]) 
     assert cloudckpt.gc(root, older_than=0, dry_run=False).locations == ()
 
 
-def test_what_is_young_stays_and_is_named(root: str) -> None:
+def test_gc_keeps_young_data_and_names_it(root: str) -> None:
     """If this fails, gc takes the data of a save that is still running, or hides what a save that died has left."""
     littered(root)
     put(at(f"{root}/step-8"), f"data/{new_attempt_id()}/0-0.safetensors", b"left over")
@@ -89,7 +89,7 @@ def test_what_is_young_stays_and_is_named(root: str) -> None:
     assert keys_in(root) == before
 
 
-def test_what_an_overwrite_could_not_remove_goes(root: str) -> None:
+def test_gc_removes_data_that_an_overwrite_left(root: str) -> None:
     """If this fails, an overwriter that died while it tidied up leaves a whole checkpoint to be paid for."""
     uri = f"{root}/step-1"
     save(uri, 1)

@@ -34,7 +34,7 @@ entries_of = st.dictionaries(st.integers(0, 4), st.tuples(st.sampled_from([97, 5
     keeps=st.booleans(),
     is_fenced=st.booleans(),
 )
-def test_what_goes_is_what_the_rules_say(  # noqa: C901  # the rules are many
+def test_plan_of_gc_follows_the_rules(  # noqa: C901  # the rules are many
     location: str,
     objects: dict[str, datetime],
     uploads: dict[str, datetime],

@@ -33,7 +33,7 @@ def denied() -> AccessDeniedError:
     return AccessDeniedError("no", key="memory://tests/key", operation="delete")
 
 
-def test_what_cannot_be_removed_is_named_and_the_rest_goes(memory: Memory, uri: str) -> None:
+def test_gc_names_denied_keys_and_removes_the_rest(memory: Memory, uri: str) -> None:
     """If this fails, a denied key is passed over in silence, or keeps the rest from being removed."""
     memory.at().fail("delete", key_part="0-0", error=denied, times=9)
     with pytest.raises(cloudckpt.errors.GarbageLeftError, match=r"0-0\.safetensors") as caught:

@@ -231,9 +231,7 @@ def stored(scripted: Any, *, generation: int = 7, size: int = 1, value: int = CR
 
 @pytest.mark.parametrize("if_absent", [False, True])
 @pytest.mark.parametrize("damage", [{"value": 1}, {"size": 2}])
-def test_what_was_stored_wrongly_is_removed_and_nothing_else(
-    scripted: Any, damage: dict[str, int], *, if_absent: bool
-) -> None:
+def test_damaged_upload_alone_is_removed(scripted: Any, damage: dict[str, int], *, if_absent: bool) -> None:
     """Damaged bytes would lie there as if they were right; but another writer's object at the key is not ours."""
     server = scripted.serve(stored(scripted, **damage), scripted.reply(204))
     error = refuse(lambda: server.store().put("k", X, crc32c=CRC, if_absent=if_absent), errors.ChecksumRefusedError)

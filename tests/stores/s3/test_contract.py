@@ -25,14 +25,14 @@ class TestS3OnMoto(HTTPStoreContract):
     def http_server(self, s3_server: S3Server) -> S3Server:
         return s3_server
 
-    def test_of_many_threads_exactly_one_creates(self, store: S3Store) -> None:
+    def test_one_of_many_threads_creates(self, store: S3Store) -> None:
         """moto has no lock between the check and the write: several may win, but never none, and never a mixture."""
         bodies = [f"writer {writer}".encode() * 100 for writer in range(4)]
         results = run_at_once([functools.partial(put, store, "race", body, if_absent=True) for body in bodies])
         winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
         assert content(store, "race") in winners
 
-    def test_of_two_processes_exactly_one_creates(self, store: S3Store) -> None:
+    def test_one_of_two_processes_creates(self, store: S3Store) -> None:
         """No race can be held on moto."""
         pytest.skip("moto has no lock between the check and the write")
 

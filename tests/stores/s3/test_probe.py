@@ -132,7 +132,7 @@ def test_a_store_that_cannot_create_if_absent_is_found_out(scripted: Any, faults
     assert bucket.num_requests <= 6
 
 
-def test_what_was_found_out_is_kept_to(scripted: Any) -> None:
+def test_found_capability_is_remembered(scripted: Any) -> None:
     """A put that is to be conditional would overwrite, although it is known that it will."""
     bucket, server = served(scripted, conditional=False)
     store = server.store(prefix="run")

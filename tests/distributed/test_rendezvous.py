@@ -106,7 +106,7 @@ def test_a_load_of_some_ranks_says_that_all_must_make_the_call(three: list[Rende
     steps = (lambda one: begin(one, call, doing="loading", timeout_s=TIMEOUT_S), lambda one: one.barrier())
     errors = on_all(three[:1], *steps)
     assert_lost(errors, (1, 2), "all ranks must make this call, and none under 'if rank == 0' alone")
-    assert_lost(errors, (1, 2), "load again before training goes on")
+    assert_lost(errors, (1, 2), "load again before you continue training")
     assert "committed" not in str(errors[0])
 
 

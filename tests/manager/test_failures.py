@@ -86,8 +86,8 @@ def test_training_goes_on(memory: Memory, caplog: pytest.LogCaptureFixture, *, a
     assert [(event.uri, event.error) for event in told] == [(failure.uri, "StoreError") for failure in manager.failures]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text.partition(":")[0] for text in warned] == [
-        "the save of step 3 failed, and training goes on (1 in a row; 3 end it)",
-        "the save of step 4 failed, and training goes on (2 in a row; 3 end it)",
+        "the save of step 3 failed, and training continues (1 in a row; 3 end it)",
+        "the save of step 4 failed, and training continues (2 in a row; 3 end it)",
     ]
     state = state_of(-1.0)
     CheckpointManager(memory.root).restore(state)

@@ -231,4 +231,4 @@ def _waited(future: Outcome, ask: Callable[[float | None], _T], timeout: float |
     except FutureTimeoutError as error:  # a class of its own before Python 3.11
         if future.done():
             raise  # the save's own failure
-        raise TimeoutError(f"the save has not ended within {timeout} s; it goes on") from error
+        raise TimeoutError(f"the save has not ended within {timeout} s; it continues") from error

@@ -237,7 +237,7 @@ def close(timeout: float | None = None) -> None:
     """
     refuse_in_fork()
     ends_at_s = None if timeout is None else time.monotonic() + timeout
-    refusal = TimeoutError(f"another thread has not begun its background save within {timeout} s; it goes on")
+    refusal = TimeoutError(f"another thread has not begun its background save within {timeout} s; it continues")
     with _slot.hold(None if timeout is None else max(0.0, timeout), refusal):
         _end(timeout, within_s=None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic()))
 
@@ -245,7 +245,7 @@ def close(timeout: float | None = None) -> None:
 def _end(timeout: float | None, *, within_s: float | None) -> None:
     previous = _slot.handle
     if previous is not None and not previous.committed.wait(within_s):
-        raise TimeoutError(f"the background save to {previous.uri} has not ended within {timeout} s; it goes on")
+        raise TimeoutError(f"the background save to {previous.uri} has not ended within {timeout} s; it continues")
     _slot.join()
     with _slot.lock:
         stagers, _slot.stagers = list(_slot.stagers.values()), {}

@@ -37,7 +37,8 @@ def show(
     ] = None,
     objects: Annotated[bool, typer.Option("--objects", help="Also the data objects.")] = False,
     values: Annotated[
-        bool, typer.Option("--values", help="Also read what is no tensor, and show it. Nothing that lies there is run.")
+        bool,
+        typer.Option("--values", help="Also read and show the values that are not tensors. No stored code is run."),
     ] = False,
     common: CommonOptions,
 ) -> None:
@@ -114,7 +115,7 @@ def cat(
 ) -> None:
     """Show one value, or a tensor's shape, dtype, smallest and largest element, mean, and number of NaNs.
 
-    Reads that entry alone. Nothing that lies there is run.
+    Reads that entry alone. No stored code is run.
 
     Example: cloudckpt cat s3://bucket/run/step-100 model.layer.weight
     """

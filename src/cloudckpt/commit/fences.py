@@ -70,7 +70,7 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
         if major > _MAJOR:
             raise UnsupportedFormatError(
                 f"{uri} was written in version {major} of the format of fences; this cloudckpt, {__version__}, reads "
-                f"up to {_MAJOR}.x. Upgrade cloudckpt to load what lies there",
+                f"up to {_MAJOR}.x. Upgrade cloudckpt to load the checkpoint",
                 uri=uri,
             )
         fence = _FENCE_DECODER.decode(document)
@@ -89,7 +89,7 @@ def _new_id() -> str:
 
 def _invalid(uri: str, why: str) -> InvalidManifestError:
     return InvalidManifestError(
-        f"{uri} is a damaged fence: {why}. Which checkpoint counts there cannot be told: load another one, or restore "
+        f"{uri} is a damaged fence: {why}. The current checkpoint is unknown: load another one, or restore "
         "the object from a backup",
         uri=uri,
     )

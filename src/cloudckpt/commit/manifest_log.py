@@ -371,13 +371,13 @@ def parse_ranks(folders: Iterable[str]) -> list[int]:
 def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> CheckpointNotFoundError:
     has_data = retrier.call(lambda: next(iter(store.list("data/")), None)) is not None
     if has_data:
-        hint = f"what lies there is an unfinished or failed save. {_LOAD_AN_OLDER_ONE}"
+        hint = f"the data there is of an unfinished or failed save. {_LOAD_AN_OLDER_ONE}"
     elif was_fenced:
-        hint = f"it was deleted, or what was left of a failed save was. {_LOAD_AN_OLDER_ONE}"
+        hint = f"it was deleted, or gc removed a failed save. {_LOAD_AN_OLDER_ONE}"
     elif retrier.call(lambda: next(iter(store.list("rank-0/manifest")), None)) is not None:
         hint = f"ranks saved on their own there, and each has a checkpoint: name one, as {store.uri.rstrip('/')}/rank-0"
     elif holds_torch_checkpoint(store, retrier):
-        hint = "one of torch's own writer lies there, of which cloudckpt import --format dcp makes one of cloudckpt's"
+        hint = "this is a checkpoint of torch's own writer: convert it with `cloudckpt import --format dcp`"
     else:
         try:
             folders = list_kept_folders(store, retrier)
@@ -393,9 +393,9 @@ def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool) -> st
     if folders:
         return f"it has the {describe_folders(folders)}. Name the checkpoint itself: `cloudckpt ls {uri}` lists them"
     if is_empty:
-        return "nothing lies there. Check the URI, or list what there is with `cloudckpt ls ROOT`"
+        return "the location is empty. Check the URI, or list the checkpoints with `cloudckpt ls ROOT`"
     return (
-        "what lies there is no checkpoint of cloudckpt's, or only what deleted ones have left. Check the URI. "
+        "the location holds other files, or the remains of deleted checkpoints. Check the URI. "
         "`cloudckpt import` makes a checkpoint of files, and `cloudckpt export` writes files to any store"
     )
 
@@ -430,8 +430,8 @@ def describe_folders(folders: Sequence[str]) -> str:
 def _changing(store: Store, prefix: str = "") -> CheckpointChangedError:
     uri = store.url(prefix.rstrip("/"))
     return CheckpointChangedError(
-        f"{uri} is being overwritten again and again, or its store lists an entry that it does not find: what counts "
-        "there could not be told. Try again",
+        f"{uri} is being overwritten again and again, or its store lists an entry that it does not find: the "
+        "current checkpoint is unknown. Try again",
         uri=uri,
     )
 

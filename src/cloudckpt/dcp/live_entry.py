@@ -171,7 +171,7 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
         raise CloudckptError(
             f"load_state_dict of {where!r} ({type(target).__name__}) raised {type(error).__name__}: {error} "
             f"({place.filename}:{place.lineno}). All bytes were read. The objects hold a part of what was loaded, so "
-            "load again before training goes on"
+            "load again before you continue training"
         ) from error
 
 

@@ -367,7 +367,7 @@ def warn_of_shared_generator(dataloader: Any) -> None:
         is_drawn_from = of_sampler is loader.generator and loader.num_workers == 0
         if loader.generator is None:
             _log.warning(
-                "the %s has no generator of its own, so a resume within an epoch goes on with other random numbers. "
+                "the %s has no generator of its own, so a resume within an epoch continues with other random numbers. "
                 "Pass it generator=torch.Generator()",
                 type(loader).__name__,
             )
@@ -375,7 +375,7 @@ def warn_of_shared_generator(dataloader: Any) -> None:
         is_torchs = type(loader.sampler) is torch.utils.data.RandomSampler  # torchdata's is a subclass
         if of_sampler is not None and (is_drawn_from or is_torchs):
             _log.warning(
-                "the %s does not save the generator of its sampler, so a resume goes on in another order. Pass it "
+                "the %s does not save the generator of its sampler, so a resume continues in another order. Pass it "
                 "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=torch.Generator()), and "
                 "another generator=torch.Generator()",
                 type(loader).__name__,

@@ -236,7 +236,7 @@ class Rendezvous:
         if not self._state.has_failed(call):
             return
         failure = self._state.failure
-        after = "The objects may hold a part of what was loaded: load again before training goes on"
+        after = "The objects may hold a part of what was loaded: load again before you continue training"
         if "sav" in self._doing:
             after = "Nothing was removed. A save may have been committed: look at what is there"
         text = f"{self._doing} {self._uri} failed: {failure.reason}. {after}"

@@ -115,7 +115,7 @@ def check_clock(endpoint_url: str, *, timeout_s: float) -> str | None:
     if abs(skew_s) > _MAX_SKEW_S:
         raise CheckFailed(
             f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the store's",
-            "A store refuses requests whose time is off by more than a quarter of an hour, and gc goes by the clock. "
+            "A store refuses requests whose time is off by more than a quarter of an hour, and gc trusts the clock. "
             "Set the clock (NTP).",
         )
     return f"at most {abs(skew_s):.0f} s off"

@@ -221,7 +221,7 @@ class _Checklist:
             self.add(name, "failed", str(error), advice or str(error), matters=matters)
         else:
             if found is None:
-                self.add(name, "skipped", "could not be told", matters=matters)
+                self.add(name, "skipped", "unknown", matters=matters)
             else:
                 self.add(name, "passed", found, matters=matters)
 
@@ -238,7 +238,7 @@ def _check_contact(checklist: _Checklist, location: Location, store: Store, plai
         elif error is None:
             checklist.add("bucket", "passed", f"{location.authority} exists")
         else:
-            checklist.add("bucket", "skipped", checklist.skip_reason or "could not be told")
+            checklist.add("bucket", "skipped", checklist.skip_reason or "unknown")
     checklist.run(
         "list",
         functools.partial(_raise_or_allow, error),
@@ -259,7 +259,7 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
         checklist.add("endpoint", "failed", f"no answer of a store from {endpoint}", str(error))
         checklist.skip_reason = "not asked: no store answers"
     elif isinstance(error, CredentialsError) and environment.request_headers(endpoint, timeout_s=timeout_s) is None:
-        checklist.add("endpoint", "skipped", "could not be told: without credentials nothing is asked")
+        checklist.add("endpoint", "skipped", "unknown: without credentials no request is sent")
     else:
         checklist.add("endpoint", "passed", f"{endpoint} answers")
     checklist.run("clock", functools.partial(environment.check_clock, endpoint, timeout_s=timeout_s / 2))
@@ -269,7 +269,7 @@ def _check_credentials(checklist: _Checklist, location: Location, plain: Any, er
     if isinstance(error, CredentialsError) and not checklist.skip_reason:
         checklist.skip_reason = "not asked: no credentials that the store accepts"
         if checklist.has("clock", "failed"):  # a store refuses requests of another time
-            checklist.add("credentials", "skipped", "could not be told: the clock is off")
+            checklist.add("credentials", "skipped", "unknown: the clock is off")
         else:
             checklist.add("credentials", "failed", "none that the store accepts", str(error))
     elif location.scheme == "s3":

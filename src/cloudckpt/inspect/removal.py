@@ -379,7 +379,7 @@ class GarbageReport:
             f"{_count(self.num_uploads, 'unfinished upload')} {done}{how}"
         )
         if self.is_nothing_there:
-            yield f"{self.root}: nothing of cloudckpt's lies there; is it the right place?"
+            yield f"{self.root}: no checkpoint of cloudckpt is there. Is it the right place?"
 
 
 def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:

@@ -526,7 +526,7 @@ class CheckpointManager(OfThisProcess):
     def _tell(self, failure: SaveFailure, rank: int) -> None:
         kind, limit = type(failure.error).__name__, self._failures.limit
         num_failures = f"{self._failures.in_a_row} in a row; {limit} end it"
-        words = f"the save of step {failure.step} failed, and training goes on ({num_failures}): {failure.error}"
+        words = f"the save of step {failure.step} failed, and training continues ({num_failures}): {failure.error}"
         event = Event(name="save.tolerated", uri=failure.uri, rank=rank, error=kind, message=str(failure.error))
         tell(event, self._options, words=words)
 

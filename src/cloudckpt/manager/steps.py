@@ -351,7 +351,7 @@ class Steps:
 
     def _make_changed_error(self) -> CheckpointChangedError:
         return CheckpointChangedError(
-            f"the steps under {self.root.uri} keep changing, so the committed ones cannot be told. Try again",
+            f"the steps under {self.root.uri} keep changing, so the committed ones are unknown. Try again",
             uri=self.root.uri,
         )
 

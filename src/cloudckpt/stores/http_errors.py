@@ -64,12 +64,12 @@ EXISTS = ErrorRule(ObjectExistsError, "An object exists at this key already; it 
 FILES = ErrorRule(TransientStoreError, TOO_MANY_FILES)
 FOREIGN = ErrorRule(
     TransientStoreError,
-    "Is a proxy or a load balancer between? Try again; if it goes on, check endpoint_url, and what answers at "
+    "Is a proxy or a load balancer between? Try again; if it persists, check endpoint_url, and what answers at "
     "{endpoint}.",
 )
 FULL = ErrorRule(StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
 LARGE = ErrorRule(StoreError, "The object or part is larger than the store takes. Lower object_bytes or part_bytes.")
-LATER = ErrorRule(TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
+LATER = ErrorRule(TransientStoreError, "Try again; if it persists, check the health of {endpoint}.")
 NOTHING = ErrorRule(ObjectNotFoundError, "No object exists at this key.")
 PROXY = ErrorRule(TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
 READ_LATE = ErrorRule(StoreTimeoutError, "{endpoint} made no progress in time. Try again.")

@@ -32,7 +32,7 @@ _MOST_NAME_CHARACTERS = 200
 _LISTINGS = ("list", "list_directories", "list_uploads")
 _MOST_PER_ROW = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 _FEWEST_PER_ROW = 17
-_BETWEEN = "Is a proxy or a load balancer between? Try again; if it goes on, use another store or way to it."
+_BETWEEN = "Is a proxy or a load balancer between? Try again; if it persists, use another store or another route to it."
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 

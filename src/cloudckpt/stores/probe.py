@@ -271,7 +271,7 @@ def check_create_if_absent(scratch: Scratch, key: str = "") -> str:
         # A proxy sent the request twice; or the store refuses every such put.
         problem = (
             "the store says that an object exists at this key, which was drawn at random for this request. Try again; "
-            "if it goes on, the store cannot create-if-absent: use another one, or Options(commit='unconditional')."
+            "if it persists, the store cannot create-if-absent: use another one, or Options(commit='unconditional')."
         )
         raise scratch.store.error(TransientStoreError, "probe", key, problem) from None
     except StoreError as error:

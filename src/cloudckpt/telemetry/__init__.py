@@ -128,7 +128,7 @@ def _leave(name: str, context: AbstractContextManager[None], *failure: Any) -> N
 
 
 def _logging_failures(name: str) -> AbstractContextManager[None]:
-    return logging_failures("a subscriber of cloudckpt's events failed at %s; the operation goes on", name)
+    return logging_failures("a subscriber of cloudckpt's events failed at %s; the operation continues", name)
 
 
 def fields(**known: object) -> dict[str, object]:

@@ -430,7 +430,7 @@ class GCSSession(HTTPSession):
     def foreign_answer(self, operation: str, api: str, key: str) -> StoreError:
         """Return the error for an answer to `api` that lacks what GCS's have."""
         problem = (
-            f"the answer to {api} cannot be read: it is not GCS's. Try again; if it goes on, check endpoint_url, and "
+            f"the answer to {api} cannot be read: it is not GCS's. Try again; if it persists, check endpoint_url, and "
             "proxies on the way."
         )
         return self.error(TransientStoreError, operation, key, problem)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.scaled import make_scaled
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
@@ -21,7 +22,13 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks, merge_plans
+from cloudckpt.dcp.save_planner import (
+    BalancedSavePlanner,
+    ReplicatedItem,
+    assign_ranks,
+    check_agreement,
+    merge_plans,
+)
 from cloudckpt.dcp.shards import describe_shards
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.nesting import unflatten
@@ -86,6 +93,36 @@ def test_ranks_that_have_different_things_under_a_name_are_told(one: Any, other:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         with pytest.raises(StateDictMismatchError):
             planned([{"x": one}, {"x": other}], declared=True)
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+def test_a_whole_tensor_beside_a_shard_of_that_name_is_told(plain: int) -> None:
+    """If this fails, one rank's whole tensor is saved in the place of the shards of the others, or a part of it."""
+    plans = []
+    for rank in range(2):
+        planner = BalancedSavePlanner()
+        planner.set_up_planner({"same": torch.ones(2), "w": torch.ones(4)}, is_coordinator=rank == 0)
+        items = list(planner.create_local_plan().items)
+        if rank != plain:
+            whole = items[1].tensor_data
+            half = dataclasses.replace(whole, chunk=ChunkStorageMetadata(torch.Size([0]), torch.Size([2])))
+            items[1] = dataclasses.replace(items[1], type=WriteItemType.SHARD, tensor_data=half)
+        plans.append(SavePlan(items))
+    said = "'w' is a .*tensor .* on rank 0, a .*tensor .* on rank 1. Nothing was written"
+    with pytest.raises(StateDictMismatchError, match=said) as caught:
+        check_agreement(plans, uri="memory://here")
+    assert "a DTensor or sharded tensor of torch.float32 [4]" in str(caught.value)
+    assert "same" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrapped", [0, 1])
+def test_a_plain_tensor_beside_a_wrapper_of_that_name_is_told(wrapped: int) -> None:
+    """If this fails, a checkpoint holds a quantized tensor and a plain one under one name, and no load takes both."""
+    states = [{"model": {"w": make_scaled() if rank == wrapped else torch.ones(8, 6), "b": 1}} for rank in range(2)]
+    with pytest.raises(
+        StateDictMismatchError, match=r"different tensors as 'model\.w': .*, and a plain tensor or value"
+    ):
+        planned(states)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +194,13 @@ def test_no_rank_has_much_more_than_in_the_best_assignment(sizes: list[int], num
     every = itertools.product(range(num_ranks), repeat=len(items))
     best = min(max(loads_of(items, ranks, nothing)) for ranks in every)
     assert max(loads_of(items, assign_ranks(items, own_bytes=nothing), nothing)) <= best * 4 / 3
+
+
+def test_ranks_are_balanced_by_bytes_and_not_by_elements() -> None:
+    """If this fails, the rank with the wide dtypes, such as float32 moments, writes while all others wait for it."""
+    state = {"a": torch.zeros(1100), "b": torch.zeros(1100), "wide": torch.zeros(1000, dtype=torch.complex128)}
+    _, plans, _ = planned([dict(state), dict(state)])
+    assert sorted(sorted(item.index.fqn for item in plan.items) for plan in plans) == [["a", "b"], ["wide"]]
 
 
 def test_tied_tensors_go_where_the_first_of_them_goes() -> None:

@@ -24,6 +24,69 @@ class Mutant:
 
 
 MUTANTS = {
+    "state-of-a-parameter-asked-for-in-part": Mutant(
+        breaks="G11: a resume takes one moment of a parameter and leaves the other behind without a word.",
+        file="dcp/completeness.py",
+        old="if _param_of(name, state) in params | of_asked_state]",
+        new="if _param_of(name, state) in params]",
+        tests=("tests/dcp/test_completeness.py",),
+    ),
+    "data-of-other-ranks-must-be-asked-for": Mutant(
+        breaks="G11: a rank cannot load its own position in the data beside those of other ranks.",
+        file="dcp/completeness.py",
+        old='        and _RANK.sub(".rank", name) not in of_any_rank\n        and not name',
+        new="        and not name",
+        tests=("tests/dcp/test_completeness.py",),
+    ),
+    "object-of-one-rank-is-refused-on-all": Mutant(
+        breaks="G11: an object that one rank fills cannot be loaded where it is empty on another.",
+        file="dcp/completeness.py",
+        old="        if asked.isdisjoint(below):",
+        new="        if True:",
+        tests=("tests/dcp/test_completeness.py",),
+    ),
+    "shard-beside-a-whole-tensor": Mutant(
+        breaks="G11: a shard of one rank, or the whole tensor of another, is saved in the place of both.",
+        file="dcp/save_planner.py",
+        old="    disputed |= plain & in_parts\n",
+        new="",
+        tests=("tests/dcp/test_save_planner.py::test_a_whole_tensor_beside_a_shard_of_that_name_is_told",),
+    ),
+    "wrapper-beside-a-plain-tensor": Mutant(
+        breaks="G11: ranks save a quantized tensor and a plain one under one name, which no load takes.",
+        file="dcp/save_planner.py",
+        old="            if name in others:\n",
+        new="            if False:\n",
+        tests=("tests/dcp/test_save_planner.py::test_a_plain_tensor_beside_a_wrapper_of_that_name_is_told",),
+    ),
+    "balanced-by-elements": Mutant(
+        breaks="G5: all ranks wait for the one that saves the widest dtypes.",
+        file="dcp/save_planner.py",
+        old="item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize",
+        new="item.tensor_data.chunk.sizes.numel()",
+        tests=("tests/dcp/test_save_planner.py::test_ranks_are_balanced_by_bytes_and_not_by_elements",),
+    ),
+    "both-sides-with-the-first-options": Mutant(
+        breaks="G10: compare opens the second checkpoint with the credentials of the first one.",
+        file="inspect/comparison.py",
+        old="options_after or options or Options()",
+        new="options or Options()",
+        tests=("tests/tensors/test_comparison.py::test_each_side_is_opened_with_its_own_options",),
+    ),
+    "difference-of-the-last-block": Mutant(
+        breaks="G10: compare reports the largest difference of the last 64 MiB alone.",
+        file="inspect/comparison.py",
+        old="self.max_absolute = max(self.max_absolute, absolute)",
+        new="self.max_absolute = absolute",
+        tests=("tests/tensors/test_comparison.py::test_the_largest_difference_is_that_of_all_blocks",),
+    ),
+    "one-is-true": Mutant(
+        breaks="G10: compare calls values of two types, such as 1 and True, the same.",
+        file="inspect/comparison.py",
+        old="    if type(one) is not type(other):\n        return False\n",
+        new="",
+        tests=("tests/tensors/test_comparison.py::test_values_are_the_same_if_type_and_content_are",),
+    ),
     "three-failures-in-all": Mutant(
         breaks="G3: a store that fails now and then ends a job, because failures of days ago count.",
         file="manager/checkpoint_manager.py",

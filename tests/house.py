@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,30 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "cloudckpt"
 _SUPPRESSION = re.compile(r"#\s*(?:noqa|type:\s*ignore)\b")
+_SCHEME = re.compile(r"\bscheme\b|'(?:s3|gs|file|memory|az)(?:://)?'")
 _INDIRECT = re.compile(r"(?:Of|What|Whether|As|Where|Who|How|Until)\b")
 
 
 def main() -> int:
     """Print the table. Returns 1 where a bar is missed, else 0."""
     put_frames, read_frames = count_frames()
+    test_lines = count_lines(ROOT / "tests")
     rows: list[tuple[str, int, str, int]] = [
-        ("lines in src/", count_lines(ROOT / "src"), "≤", 29_000),
-        ("modules", len(list(modules())), "≤", 170),
+        ("lines in src/", count_lines(ROOT / "src"), "≤", 33_000),
+        ("modules", len(list(modules())), "≤", 150),
+        ("modules with torch's checkpoint types outside dcp", len(list(importers_of_dcp())), "≤", 0),
+        ("parameters `retrier: Retrier`", count_retriers(), "≤", 0),
+        ("modules outside stores, uri, doctor that ask a scheme", len(list(scheme_deciders())), "≤", 0),
+        ("modules in circles of imports", len(circular_modules()), "≤", 0),
         ("modules imported by exactly one other module", len(imported_once()), "≤", 40),
         ("lines of the ranks' protocol", count_lines_of((PACKAGE / "distributed").glob("*.py")), "≤", 500),
-        ("frames of ours between save() and boto3", put_frames, "≤", 8),
-        ("frames of ours between a ranged read and the socket", read_frames, "≤", 9),
+        ("frames of ours between save() and boto3", put_frames, "≤", 9),
+        ("frames of ours between a ranged read and the socket", read_frames, "≤", 10),
         ("noqa and type: ignore in src/", count_suppressions(), "≤", 120),
         ("docstrings that begin with Of, What, Whether, …", len(list(indirect_docstrings())), "≤", 40),
-        ("lines of tests", count_lines(ROOT / "tests"), "≤", 38_000),
+        ("lines of tests", test_lines, "≤", 36_000),
+        ("harness among them, percent", round(100 - 100 * count_test_bodies() / test_lines), "≤", 55),
+        ("tests whose name begins with what, who, of", len(list(riddles())), "≤", 0),
         ("mutants in the table", count_mutants(), "≥", 40),
         ("names in cloudckpt.__all__", count_public_names(), "≤", 45),
     ]
@@ -70,17 +78,90 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_once() -> list[str]:
-    """Return the names of the modules that exactly one other module imports."""
+def imports_by_module() -> dict[str, set[str]]:
+    """Return the modules of the package that each module imports, wherever the statement stands."""
     known = {name_of(path) for path in modules()}
-    importers: defaultdict[str, set[str]] = defaultdict(set)
+    imports: dict[str, set[str]] = {}
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        found = imports[name_of(path)] = set()
+        for node in _nodes(path):
             for imported in _imports(node):
                 module = imported if imported in known else imported.rpartition(".")[0]
                 if module in known and module != name_of(path):
-                    importers[module].add(name_of(path))
-    return sorted(module for module, by in importers.items() if len(by) == 1)
+                    found.add(module)
+    return imports
+
+
+def imported_once() -> list[str]:
+    """Return the names of the modules that exactly one other module imports."""
+    num_importers = Counter(module for found in imports_by_module().values() for module in found)
+    return sorted(module for module, number in num_importers.items() if number == 1)
+
+
+def circular_modules() -> set[str]:
+    """Return the modules that import themselves by way of others, without the packages' ``__init__``."""
+    packages = {name_of(path) for path in modules() if path.name == "__init__.py"}
+    imports = {name: found - packages for name, found in imports_by_module().items() if name not in packages}
+    circular = set()
+    for name, found in imports.items():
+        reached, ahead = set(), [*found]
+        while ahead:
+            if (module := ahead.pop()) not in reached:
+                reached.add(module)
+                ahead.extend(imports[module])
+        if name in reached:
+            circular.add(name)
+    return circular
+
+
+def importers_of_dcp() -> Iterator[Path]:
+    """Yield the modules that import torch.distributed.checkpoint where the core speaks of objects and blocks."""
+    for path in modules():
+        parts = path.relative_to(PACKAGE).parts
+        if parts[0] not in {"dcp", "background", "integrations", "_torch_compat.py"} and any(
+            imported.startswith("torch.distributed.checkpoint") for node in _nodes(path) for imported in _imports(node)
+        ):
+            yield path
+
+
+def count_retriers() -> int:
+    """Count the parameters that hand on a retrier beside the store that it is for."""
+    return sum(
+        isinstance(node, ast.arg) and node.annotation is not None and "Retrier" in ast.unparse(node.annotation)
+        for path in modules()
+        for node in _nodes(path)
+    )
+
+
+def scheme_deciders() -> Iterator[Path]:
+    """Yield the modules that compare with a URI's scheme and are not of the stores, the URIs or the doctor."""
+    for path in modules():
+        parts = path.relative_to(PACKAGE).parts
+        if parts[0] not in {"stores", "doctor", "uri.py"} and any(
+            isinstance(node, ast.Compare) and _SCHEME.search(ast.unparse(node)) for node in _nodes(path)
+        ):
+            yield path
+
+
+def _tests() -> Iterator[ast.FunctionDef]:
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in _nodes(path):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                yield node
+
+
+def count_test_bodies() -> int:
+    """Count the lines within test functions. All other lines below tests/ are harness."""
+    return sum((test.end_lineno or test.lineno) - test.lineno + 1 for test in _tests())
+
+
+def riddles() -> Iterator[str]:
+    """Yield the tests whose name puts off its subject."""
+    return (test.name for test in _tests() if re.match(r"test_(?:what|who\w*|of)_", test.name))
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def _imports(node: ast.AST) -> list[str]:
@@ -94,7 +175,7 @@ def _imports(node: ast.AST) -> list[str]:
 def indirect_docstrings() -> Iterator[str]:
     """Yield each docstring that begins with a word that puts off its subject; those below names count too."""
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _nodes(path):
             body = getattr(node, "body", None)
             for statement in body if isinstance(body, list) else []:
                 is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

@@ -95,7 +95,6 @@ def _save(job: Job, clock: Clock, sizes_bytes: dict[str, int], *, with_planning:
             uri=URI,
             attempt=ATTEMPT,
             save_id="simulated",
-            committed_at_ns=1,
             tile_bytes=TILE_BYTES,
             user_metadata={},
         )

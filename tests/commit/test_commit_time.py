@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -14,14 +15,14 @@ from awscrt.checksums import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.in_memory import Memory, state_of
-from tests.wrapped import permanent, transient
+from tests.wrapped import FaultyStore, permanent, transient
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
 from cloudckpt.commit import commit_time
 from cloudckpt.commit.commit_time import datetime_of
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
-from cloudckpt.stores.base import Store
+from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.open import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -97,6 +98,52 @@ def test_the_order_is_that_of_the_commits(history: list[tuple[str, int, bool]]) 
     state = {"w": torch.zeros(3)}
     cloudckpt.load_latest(state, root)
     assert state["w"].tolist() == [len(history) - 1] * 3
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.sampled_from([-(50 * 365 * 86_400), -3600, -30, 0, 30, 3600, 50 * 365 * 86_400]), max_size=6))
+def test_saves_that_read_nothing_are_in_order_with_any_clock(seconds_ahead: list[int]) -> None:
+    """If this fails, `latest` names an older checkpoint because another machine's clock was ahead, or is behind."""
+    root = f"memory://unread-{next(_names)}"
+    with pytest.MonkeyPatch.context() as patch:
+        for number, ahead_s in enumerate(seconds_ahead):
+            moment = SECOND + timedelta(seconds=60 * number)
+            patch.setattr("cloudckpt.stores.memory._now", lambda moment=moment: moment)
+            own_ns = BEGIN_NS + (60 * number + ahead_s) * 10**9
+            set_clock(patch, max(own_ns, 0), in_new_process=True)
+            save(f"{root}/{'afedcb'[number]}")
+        assert names(root) == ["afedcb"[number] for number in range(len(seconds_ahead))]
+        for info in cloudckpt.list_checkpoints(root):
+            assert timedelta(0) <= info.committed_at - SECOND < timedelta(minutes=len(seconds_ahead))
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_own_clock_counts_if_the_store_has_no_times(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """If this fails, checkpoints on a file system that gives files the year 1970 are from that year."""
+    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: datetime.fromtimestamp(0, timezone.utc))
+    set_clock(monkeypatch, BEGIN_NS + ahead_s * 10**9)
+    save(memory.uri("a"))
+    assert manifest_at(memory.at("a"))["committed_at_ns"] == BEGIN_NS + ahead_s * 10**9
+
+
+def test_upload_of_hours_is_committed_at_the_own_time(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a long save counts as older than what was committed meanwhile: S3 shows when an upload began."""
+    set_clock(monkeypatch, BEGIN_NS + 3 * 3600 * 10**9)
+    real_s = time.monotonic
+    monkeypatch.setattr("cloudckpt.pipeline.save.time.monotonic", lambda: real_s() + hours_passed * 3600)
+    hours_passed = 0
+    listed = FaultyStore.list
+
+    def list_later(self: FaultyStore, prefix: str = "") -> Iterator[ObjectInfo]:
+        nonlocal hours_passed
+        hours_passed = 3 if prefix.startswith("data/") else hours_passed
+        return listed(self, prefix)
+
+    monkeypatch.setattr(FaultyStore, "list", list_later)
+    save(memory.uri("a"))
+    assert manifest_at(memory.at("a"))["committed_at_ns"] == BEGIN_NS + 3 * 3600 * 10**9
 
 
 @pytest.mark.parametrize("use_collectives", [True, False])

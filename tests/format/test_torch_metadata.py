@@ -88,7 +88,6 @@ def made(metadata: Metadata, receipts: list[ItemReceipts], **user_metadata: Any)
         uri=URI,
         attempt="attempt",
         save_id="save",
-        committed_at_ns=1_795_403_713_245_015_000,
         tile_bytes=TILE_BYTES,
         user_metadata=user_metadata,
     )

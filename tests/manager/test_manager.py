@@ -701,13 +701,19 @@ def test_nothing_is_removed_while_this_process_restores(memory: Memory) -> None:
     assert numbers(manager) == [3]
 
 
+def go_to_other_machine(monkeypatch: pytest.MonkeyPatch, now_ns: int) -> None:
+    """Begin a process on a machine with this time, which its file system has, too: no other clock corrects it."""
+    monkeypatch.setattr(commit_time, "_newest_ns", 0)
+    monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns)
+    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: commit_time.datetime_of(now_ns))
+
+
 def test_just_committed_step_stays_with_any_clock(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a job on a machine whose clock is behind another's loses its new step as soon as it is there."""
     now_ns = 1_900_000_000 * 10**9
 
     def go_to_machine(*, minutes_ahead: int) -> None:
-        monkeypatch.setattr(commit_time, "_newest_ns", 0)
-        monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns + minutes_ahead * 60 * 10**9)
+        go_to_other_machine(monkeypatch, now_ns + minutes_ahead * 60 * 10**9)
 
     go_to_machine(minutes_ahead=0)
     manager = CheckpointManager(memory.root, keep_last=1)
@@ -732,8 +738,7 @@ def test_a_clock_that_is_years_off_changes_no_order(
     done: list[int] = []
 
     def run_on_machine(days_ahead: int, *steps: int) -> None:
-        monkeypatch.setattr(commit_time, "_newest_ns", 0)
-        monkeypatch.setattr(commit_time, "_now_ns", lambda: begin_ns + days_ahead * 86_400 * 10**9)
+        go_to_other_machine(monkeypatch, begin_ns + days_ahead * 86_400 * 10**9)
         manager = CheckpointManager(memory.root, keep_last=keep_last, async_=False)
         if restores != "none":
             restored = manager.restore(state_of(), step=done[-2] if restores == "oldest" and done else None)
@@ -753,7 +758,7 @@ def test_after_the_last_time_of_the_format_steps_are_ordered_by_number(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a clock or a manifest of the year 2300 makes manifests that no reader takes."""
-    monkeypatch.setattr(commit_time, "_now_ns", lambda: 10**19)
+    monkeypatch.setattr(commit_time, "_newest_ns", 10**19)
     save_all(CheckpointManager(memory.root, async_=False), 8, 9)
     monkeypatch.setattr(commit_time, "_newest_ns", 0)
     monkeypatch.setattr(commit_time, "_now_ns", time.time_ns)

@@ -1264,6 +1264,20 @@ MUTANTS = {
         new="    if seen_ns is None or seen_ns > _now_ns() + 86_400 * 10**9:\n",
         tests=("tests/manager/test_manager.py::test_a_clock_that_is_years_off_changes_no_order",),
     ),
+    "commit-behind-the-stores-clock": Mutant(
+        breaks="G10: a save on a machine whose clock is behind commits before what other machines have committed.",
+        file="commit/commit_time.py",
+        old="        now_ns = max(begin_ns, now_ns)\n",
+        new="",
+        tests=("tests/commit/test_commit_time.py",),
+    ),
+    "commit-ahead-of-the-stores-clock": Mutant(
+        breaks="G10: a save on a machine whose clock is ahead hides what other machines commit until that time.",
+        file="commit/commit_time.py",
+        old="        if longest_since_s < math.inf:\n",
+        new="        if False:\n",
+        tests=("tests/commit/test_commit_time.py",),
+    ),
     "save-without-a-look-at-the-steps": Mutant(
         breaks="G10: a manager that restores an older step, or none, on a slow clock commits before the newest.",
         file="manager/checkpoint_manager.py",

@@ -1,10 +1,11 @@
 """The time of a commit, by which checkpoints are ordered. The coordinator draws it, and the manifest keeps it.
 
-A store's own time is no order: that of Amazon S3 has whole seconds.
+A store's own time is no order, since that of Amazon S3 has whole seconds. But it bounds the time that is drawn.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -32,21 +33,36 @@ _LATEST_NS = (2**63 - 1) // _TICK_NS * _TICK_NS
 """The latest time that a manifest can hold, in the year 2262. After it, the names of checkpoints decide."""
 _MOST_VANISHED = 2
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
+"""A store that knows no times gives objects earlier ones."""
+_RESOLUTION_S = 1.0
+"""The coarsest that a store's times are."""
 _DIGITS = re.compile(r"([0-9]+)")
 
 _lock = threading.Lock()
 _newest_ns = 0
 
 
-def draw_commit_time_ns() -> int:
+def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: float = math.inf) -> int:
     """Return the time of a commit that begins now, later than every one that this process has drawn or seen.
 
     A hybrid logical clock (Kulkarni et al., 2014): no clock is trusted to say that a time which was seen is wrong,
-    because it may be the wrong one itself.
+    because it may be the wrong one itself. The store's clock, which all writers share, bounds the own one.
+
+    Args:
+        written_at: The time that the store gives the newest object of this save.
+        longest_since_s: That was at most so many seconds ago.
+
     """
     global _newest_ns  # noqa: PLW0603  # one clock for each process
+    now_ns = _now_ns()
+    if written_at is not None and written_at > _EARLIEST:
+        begin_ns = ns_of(written_at)
+        now_ns = max(begin_ns, now_ns)
+        if longest_since_s < math.inf:
+            now_ns = min(now_ns, begin_ns + int((longest_since_s + _RESOLUTION_S) * 1e9))
     with _lock:
-        _newest_ns = min(max(_now_ns(), _newest_ns + _TICK_NS), _LATEST_NS) // _TICK_NS * _TICK_NS
+        _newest_ns = min(max(now_ns, _newest_ns + _TICK_NS), _LATEST_NS) // _TICK_NS * _TICK_NS
         return _newest_ns
 
 

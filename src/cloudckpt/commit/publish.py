@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 
 from cloudckpt.commit.fences import Fence
 from cloudckpt.commit.manifest_log import (
@@ -213,21 +214,23 @@ def _unknown(store: Store, key: str, why: object) -> CommitUnknownError:
 _MAX_SHOWN = 3
 
 
-def check_objects_present(store: Store, manifest: Manifest, retrier: Retrier) -> None:
-    """Raises `IncompleteSaveError` unless every data object of `manifest` lies on the store with its size.
+def check_objects_present(store: Store, manifest: Manifest, retrier: Retrier) -> datetime | None:
+    """Return the time of the newest data object of `manifest`, as the store lists it; None if it lists none.
 
-    One listing; what it lacks is asked for by itself, since a listing may lag.
+    Raises `IncompleteSaveError` unless each of them lies on the store with its size. One listing; what it lacks is
+    asked for by itself, since a listing may lag.
     """
     wanted = {stored.key: stored.size for stored in manifest.objects}
     if not wanted:
-        return
+        return None
     folders = {key.rpartition("/")[0] + "/" for key in wanted}
     prefix = folders.pop() if len(folders) == 1 else "data/"
-    found = retrier.call(lambda: {info.key: info.size_bytes for info in store.list(prefix) if info.key in wanted})
+    found = retrier.call(lambda: {info.key: info for info in store.list(prefix) if info.key in wanted})
     problems = [
         problem
         for key, size_bytes in wanted.items()
-        if found.get(key) != size_bytes and (problem := _problem(store, key, size_bytes, retrier))
+        if (key not in found or found[key].size_bytes != size_bytes)
+        and (problem := _problem(store, key, size_bytes, retrier))
     ]
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
@@ -236,6 +239,7 @@ def check_objects_present(store: Store, manifest: Manifest, retrier: Retrier) ->
             "replaced what this save wrote (a gc that spares too little, a lifecycle rule?): save again",
             uri=store.uri,
         )
+    return max((info.modified_at for info in found.values()), default=None)
 
 
 def check_still_next(store: Store, number: int, retrier: Retrier) -> None:

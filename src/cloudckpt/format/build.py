@@ -50,11 +50,10 @@ def build_manifest(
     uri: str,
     attempt: str,
     save_id: str,
-    committed_at_ns: int,
     tile_bytes: int,
     user_metadata: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest of a save that planned `metadata` and wrote `results`, one sequence per rank.
+    """The manifest of a save that planned `metadata` and wrote `results`, one sequence per rank. It has no time yet.
 
     Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3) and can be loaded
     again, `UnsupportedValueError` for what the manifest cannot hold, and `InvalidOptionError` where ranks cut tiles of
@@ -94,7 +93,6 @@ def build_manifest(
         version=(FORMAT_MAJOR, FORMAT_MINOR),
         attempt=attempt,
         created_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds"),
-        committed_at_ns=committed_at_ns,
         world_size=len(results),
         software={
             "cloudckpt": __version__,

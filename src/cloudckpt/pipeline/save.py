@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -278,7 +280,6 @@ class SaveJob:
                 uri=context.uri,
                 attempt=self._attempt,
                 save_id=self._save_id,
-                committed_at_ns=draw_commit_time_ns(),
                 tile_bytes=context.options.advanced.tile_bytes,
                 user_metadata=context.options.metadata,
             )
@@ -292,10 +293,18 @@ class SaveJob:
             )
 
     def commit_manifest(self, manifest: Manifest, keys: Iterable[str]) -> None:
-        """Make `manifest` the checkpoint. Unless the outcome is unknown, a failure removes the objects at `keys`."""
+        """Make `manifest` the checkpoint, with a time if it has none.
+
+        Unless the outcome is unknown, a failure removes the objects at `keys`.
+        """
         context = self._context
         with self._removing_on_error(keys):
-            check_objects_present(context.store, manifest, context.retrier)
+            written_at = check_objects_present(context.store, manifest, context.retrier)
+            if manifest.committed_at_ns is None:
+                # An object of a resumed save can be older than the save.
+                longest_s = math.inf if context.options.resume else time.monotonic() - self._started_s
+                committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=longest_s)
+                manifest = msgspec.structs.replace(manifest, committed_at_ns=committed_at_ns)
             context.emit("save.committing", key=manifest_key(self._number))
             check_still_next(context.store, self._number, context.retrier)
         self._publish(manifest, keys)

@@ -266,6 +266,43 @@ def test_parameters_that_the_saved_optimizer_did_not_have_are_named(caplog: pyte
     assert_same(loaded.state[fresh[1].weight], optimizer.state[model[1].weight])
 
 
+def test_moments_keep_their_dtype_in_an_optimizer_that_has_stepped_in_another() -> None:
+    """If this fails, a model that goes on in bfloat16 rounds the moments of a run in float32 (G11)."""
+    model, uri = make_two(), new_uri()
+    optimizer = Adam(model.parameters())
+    trained(model, optimizer)
+    cloudckpt.save(uri, model=model, optimizer=optimizer)
+    narrow = make_two().to(torch.bfloat16)
+    stepped = Adam(narrow.parameters())
+    narrow(torch.rand(3, 4, dtype=torch.bfloat16)).sum().backward()
+    stepped.step()
+    cloudckpt.load(uri, model=narrow, optimizer=stepped)
+    for one, other in zip(model.parameters(), narrow.parameters(), strict=True):
+        assert other.dtype is torch.bfloat16
+        assert_same(stepped.state[other], optimizer.state[one])
+
+
+def test_groups_of_which_one_has_a_setting_more_are_not_merged() -> None:
+    """If this fails, parameters go on with the settings of another group, such as without its own scale."""
+    model, uri = make_two(), new_uri()
+    params = list(model.parameters())
+    cloudckpt.save(uri, model=model, optimizer=SGD([{"params": params[:2]}, {"params": params[2:], "scale": 2.0}]))
+    with pytest.raises(StateDictMismatchError, match="parameters of 2 saved groups with different settings"):
+        cloudckpt.load(uri, model=model, optimizer=SGD(params))
+
+
+@pytest.mark.parametrize(
+    ("saved", "held"),
+    [(5, {"a": 1}), ({"a": 1}, 5), ({"a": {"b": 2}}, {"a": 1}), ([1, {"x": 2}], {"y": 1}), ({"y": 1}, [1, {"x": 2}])],
+)
+def test_values_of_extra_take_the_form_that_was_saved(saved: Any, held: Any) -> None:
+    """If this fails, a setting that was a number and is a dict by now cannot be restored, or keeps its fresh value."""
+    uri, extra = new_uri(), {"setting": held, "kept": "as it is"}
+    cloudckpt.save(uri, extra={"setting": saved})
+    cloudckpt.load(uri, extra=extra)
+    assert extra == {"setting": saved, "kept": "as it is"}
+
+
 def test_moments_of_parameters_that_are_frozen_now_are_left_out() -> None:
     """If this fails, a run that freezes a part of its model needs strict=False, which checks nothing else either."""
     model, fresh = make_two(), make_two()

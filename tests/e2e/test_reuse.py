@@ -64,24 +64,23 @@ def test_each_call_has_its_own_timeout() -> None:
     run_ranks(time_out_in_each_call, world_size=2)
 
 
-def test_a_candidate_that_was_damaged_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, each candidate that is gone makes a restore read the damaged ones before it once more."""
-    fates: dict[str, Exception | None] = {
-        "damaged": CorruptCheckpointError("bits flipped", uri="damaged"),
-        "gone": CheckpointNotFoundError("nothing is committed", uri="gone"),
-        "also damaged": CorruptCheckpointError("bits flipped", uri="also damaged"),
-        "whole": None,
-    }
+def load_by_fates(
+    fates: dict[str, list[list[Exception]]], looks: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], LoadReport]:
+    """Load the newest of the candidates of `looks`, each time with the next of its fates: errors of the ranks, or none.
+
+    Returns the candidates that were tried, and the report.
+    """
     tried: list[str] = []
-    looks: list[list[str]] = [[*fates], [name for name in fates if name != "gone"]]
 
     def load(state_dict: dict[str, Any], uri: str, **_: Any) -> LoadReport:
         tried.append(uri)
-        if (error := fates[uri]) is not None:
-            raise CheckpointException("read", {0: (error, traceback.StackSummary())})
+        if errors := fates[uri].pop(0):
+            failures: Any = {rank: (error, traceback.StackSummary()) for rank, error in enumerate(errors)}
+            raise CheckpointException("read", failures)
         return cloudckpt.load(state_dict, "memory://reused/whole", no_dist=True)
 
-    cloudckpt.save({"w": torch.ones(1)}, "memory://reused/whole", no_dist=True)
+    cloudckpt.save({"w": torch.ones(1)}, "memory://reused/whole", no_dist=True, overwrite=True)
     monkeypatch.setattr("cloudckpt.manager.restore.load", load)
     found = load_newest(
         {"w": torch.zeros(1)},
@@ -95,8 +94,27 @@ def test_a_candidate_that_was_damaged_is_not_tried_again(monkeypatch: pytest.Mon
         options=None,
     )
     assert found is not None
-    assert tried == [*fates]
-    assert [one.uri for one in found[1].skipped] == ["damaged", "gone", "also damaged"]
+    assert not looks
+    return tried, found[1]
+
+
+DAMAGED = CorruptCheckpointError("bits flipped", uri="memory://reused")
+GONE = CheckpointNotFoundError("nothing is committed", uri="memory://reused")
+
+
+def test_a_candidate_that_was_damaged_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, each candidate that is gone makes a restore read the damaged ones before it once more."""
+    fates: dict[str, list[list[Exception]]] = {"a": [[DAMAGED]], "b": [[GONE]], "c": [[DAMAGED]], "d": [[]]}
+    tried, report = load_by_fates(fates, [["a", "b", "c", "d"], ["a", "c", "d"]], monkeypatch)
+    assert tried == ["a", "b", "c", "d"]
+    assert [(one.uri, one.is_gone) for one in report.skipped] == [("a", False), ("b", True), ("c", False)]
+
+
+def test_a_candidate_that_was_replaced_meanwhile_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a restore passes over the newest checkpoint, because a save replaced it while it was read."""
+    fates: dict[str, list[list[Exception]]] = {"a": [[DAMAGED, GONE], []], "b": [[]]}
+    tried, report = load_by_fates(fates, [["a", "b"], ["a", "b"]], monkeypatch)
+    assert (tried, report.skipped) == (["a", "a"], ())
 
 
 def test_a_step_that_was_deleted_and_saved_again_is_looked_at_anew(memory: Memory) -> None:

@@ -81,7 +81,11 @@ def test_damage_is_passed_over_aloud(
     DAMAGES[damage](run, "step-3")  # the later, since the order is that of the manifests' times
     state = state_of(-1.0)
     with caplog.at_level(logging.WARNING, logger="cloudckpt"):
-        report = cloudckpt.load_latest(state, run.root, verify_first=verify_first)
+        reader = cloudckpt.ObjectStoreReader(run.root)
+        report = cloudckpt.load_latest(
+            state, run.root, verify_first=verify_first, storage_reader=reader, options=cloudckpt.Options()
+        )
+    assert reader.report == report
     assert_holds(state, 1.0)
     assert [one.uri for one in report.skipped] == [run.uri("step-3"), run.uri("step-2")]
     for one in report.skipped:

@@ -180,6 +180,19 @@ def test_a_step_that_may_be_committed_is_saved_again(memory: Memory, *, async_: 
     assert numbers(manager) == [2]
 
 
+def test_a_step_that_may_have_been_committed_before_others_is_refused(memory: Memory) -> None:
+    """If this fails, a job that comes back to an earlier step replaces its checkpoint, because a later save failed."""
+    manager = warning(memory, async_=False)
+    at = memory.at("step-2")
+    at.once_before("put", "manifest", lambda: at.fail("list", error=lambda: permanent("list")))
+    break_saves(memory, 3)
+    save_each(manager, 2, 3)
+    assert [type(failure.error).__name__ for failure in manager.failures] == ["CommitUnknownError", "StoreError"]
+    assert numbers(manager) == [2]
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        save(manager, 2)
+
+
 def test_another_jobs_commit_is_no_outage(memory: Memory) -> None:
     """If this fails, a job that another one has overtaken trains on, and overwrites what the other has saved."""
     manager = warning(memory, async_=False)

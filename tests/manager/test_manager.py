@@ -577,6 +577,17 @@ def test_superseded_steps_are_removed(memory: Memory) -> None:
         cloudckpt.verify(manager.uri_of(step))
 
 
+def test_a_step_that_was_removed_and_comes_again_counts(memory: Memory) -> None:
+    """If this fails, a job that goes back to a step that retention has removed fills the bucket from there on."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 1, 2)
+    assert numbers(manager) == [2]
+    save_all(manager, 1)
+    assert numbers(manager) == [1]
+    save_all(manager, 2, 3)
+    assert numbers(manager) == [3]
+
+
 def test_nothing_goes_for_a_save_that_failed(memory: Memory) -> None:
     """If this fails, a checkpoint is removed for a newer one that does not exist."""
     manager = CheckpointManager(memory.root, keep_last=1)

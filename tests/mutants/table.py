@@ -24,6 +24,71 @@ class Mutant:
 
 
 MUTANTS = {
+    "each-rest-within-the-bound": Mutant(
+        breaks="G5: each rank reads the whole optimizer beside a model that was asked for on purpose.",
+        file="dcp/stateful_objects.py",
+        old="            self._rest_bytes -= num_bytes\n",
+        new="            pass\n",
+        tests=("tests/dcp/test_stateful_objects.py",),
+    ),
+    "members-beyond-the-saved-ones-are-lost": Mutant(
+        breaks="G11: an object with a longer list than was saved loses the rest of it.",
+        file="dcp/stateful_objects.py",
+        old="            made += state[len(extra) :]\n",
+        new="",
+        tests=("tests/dcp/test_stateful_objects.py",),
+    ),
+    "a-member-in-the-place-of-another": Mutant(
+        breaks="G11: the third member of a list comes back as the second, which was too large to be given.",
+        file="dcp/stateful_objects.py",
+        old="                    break\n                made",
+        new="                    continue\n                made",
+        tests=("tests/dcp/test_stateful_objects.py",),
+    ),
+    "moments-in-the-dtype-of-the-last-step": Mutant(
+        breaks="G11: a model that goes on in bfloat16 rounds the moments of a run in float32.",
+        file="dcp/live_optimizers.py",
+        old=" and held.dtype is saved.properties.dtype",
+        new="",
+        tests=(
+            "tests/dcp/test_live_objects.py::test_moments_keep_their_dtype_in_an_optimizer_that_has_stepped_in_another",
+        ),
+    ),
+    "groups-with-a-setting-more-are-the-same": Mutant(
+        breaks="G11: parameters go on with the settings of another group.",
+        file="dcp/live_optimizers.py",
+        old="return one.keys() == other.keys() and all(",
+        new="return all(",
+        tests=("tests/dcp/test_live_objects.py::test_groups_of_which_one_has_a_setting_more_are_not_merged",),
+    ),
+    "setting-that-was-a-number": Mutant(
+        breaks="G11: a value of `extra` that is a dict by now cannot be restored.",
+        file="dcp/live_objects.py",
+        old="key in self._live and (isinstance(value, dict) or not isinstance(self._live[key], ValuesEntry)):",
+        new="key in self._live:",
+        tests=("tests/dcp/test_live_objects.py::test_values_of_extra_take_the_form_that_was_saved",),
+    ),
+    "replaced-candidate-is-passed-over": Mutant(
+        breaks="G10: a restore passes over the newest checkpoint, because a save replaced it while it was read.",
+        file="manager/restore.py",
+        old="            if uri in waiting:  #",
+        new="            if False:  #",
+        tests=("tests/e2e/test_reuse.py::test_a_candidate_that_was_replaced_meanwhile_is_tried_again",),
+    ),
+    "unknown-commit-among-all-failures": Mutant(
+        breaks="G1: a job that comes back to an earlier step replaces its checkpoint, because a later save failed.",
+        file="manager/checkpoint_manager.py",
+        old="itertools.takewhile(lambda one: one.step == step, reversed(self._failures.all))",
+        new="filter(lambda one: one.step == step, reversed(self._failures.all))",
+        tests=("tests/manager/test_failures.py::test_a_step_that_may_have_been_committed_before_others_is_refused",),
+    ),
+    "step-that-comes-again-is-not-looked-at": Mutant(
+        breaks="G10: a step that retention removed and that is saved again is never superseded, and fills the bucket.",
+        file="manager/retention.py",
+        old="            self._fenced_at.pop(uri, None)\n            self._own_step",
+        new="            self._own_step",
+        tests=("tests/manager/test_manager.py::test_a_step_that_was_removed_and_comes_again_counts",),
+    ),
     "state-of-a-parameter-asked-for-in-part": Mutant(
         breaks="G11: a resume takes one moment of a parameter and leaves the other behind without a word.",
         file="dcp/completeness.py",

@@ -62,7 +62,6 @@ class Row:
             "wire": self.cell.wire,
             "num_ranks": self.cell.num_ranks,
             "connections": self.cell.connections,
-            "options": dict(self.cell.options),
             "num_bytes": num_bytes_of(self.verb, self.cell.payload),
             "samples": [dataclasses.asdict(sample) for sample in self.samples],
             "failed": self.failed,
@@ -148,7 +147,7 @@ class Run:
             region=place.region,
             ca_bundle=place.ca_bundle,
             no_dist=cell.num_ranks == 1,
-            options={**cell.options, **self.options},
+            options=self.options,
             connections=cell.connections,
         )
         for number, system in enumerate(cell.systems):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.payloads import Payload
 
-Layout: TypeAlias = Literal["sharded", "replicated", "part"]
-"""`sharded`: by rows over the ranks. `replicated`: all of it on each. `part`: what one rank of a larger job has."""
+Layout: TypeAlias = Literal["sharded", "part"]
+"""`sharded`: by rows over the ranks. `part`: what one rank of a larger job has."""
 
 _BLOCK_ITEMS = 8 << 20
 _BLOCKS_PER_TENSOR = 64
@@ -34,13 +34,13 @@ class _Local:
 class State:
     """A state dict in which each tensor has a storage of its own, and values of its own that no rank count changes."""
 
-    def __init__(self, payload: Payload, layout: Layout, mesh: DeviceMesh | None) -> None:
+    def __init__(self, payload: Payload, mesh: DeviceMesh | None) -> None:
         """`mesh` is the one over whose only dimension tensors are sharded; None where there is one rank."""
         self._noise = _noise()
         self._scratch = torch.empty_like(self._noise)
         self._locals: list[_Local] = []
         self.state_dict: dict[str, Any] = {}
-        num_parts = 1 if mesh is None or layout == "replicated" else mesh.size()
+        num_parts = 1 if mesh is None else mesh.size()
         part = mesh.get_local_rank() if mesh is not None and num_parts > 1 else 0
         for group in payload.tensors:
             is_sharded = num_parts > 1 and bool(group.shape)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from benchmarks.payloads import KIB, MIB, Payload, transformer, uniform
 
-Verb: TypeAlias = Literal["save", "load", "async_blocking", "async_training", "resharded_load", "shared_load"]
+Verb: TypeAlias = Literal["save", "load", "async_blocking", "async_training", "resharded_load"]
 ServerName: TypeAlias = Literal["fasts3", "rgw", "moto", "path", "given"]
 WireName: TypeAlias = Literal["http", "tls", "slow", "far", "capped", "none"]
 
@@ -36,8 +36,7 @@ class Cell:
 
     ``save`` and ``load`` are of all the tensors. ``async_blocking`` is an asynchronous save, of which also counts how
     long training waits; ``async_training`` is one beside a training loop, which counts how fast that goes.
-    ``resharded_load`` wants a part of each shard that was saved, in one process. ``shared_load`` wants the same tensors
-    on all ranks.
+    ``resharded_load`` wants a part of each shard that was saved, in one process.
     """
 
     payload: Payload
@@ -48,8 +47,6 @@ class Cell:
     systems: tuple[str, ...] = S3_SYSTEMS
     connections: int | None = None
     """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `cloudckpt.Options` that differ from the defaults."""
 
     def __post_init__(self) -> None:
         if "resharded_load" in self.verbs and self.num_ranks > 1:
@@ -148,7 +145,7 @@ _SHORT = Sweep(
     cells=(
         Cell(payload=TINY, verbs=("save", "load", "async_blocking"), server="moto", systems=S3_SYSTEMS[:3]),
         Cell(payload=TINY_SHARDS, verbs=("resharded_load",), server="moto", systems=("cloudckpt",)),
-        Cell(payload=TINY, verbs=("shared_load",), num_ranks=2, server="moto", systems=("cloudckpt",)),
+        Cell(payload=TINY, num_ranks=2, server="moto", systems=("cloudckpt",)),
         Cell(payload=TINY, server="path", wire="none", systems=PATH_SYSTEMS),
     ),
 )
@@ -163,13 +160,6 @@ _BARS = Sweep(
         Cell(payload=FEW_LARGE, systems=("cloudckpt",)),
         Cell(payload=SIXTY_FOUR, verbs=("resharded_load",), systems=("cloudckpt", "s3torchconnector")),
         Cell(payload=SIXTY_FOUR, server="path", wire="none", systems=(*PATH_SYSTEMS, "limit")),
-        Cell(
-            payload=SIXTEEN,
-            verbs=("shared_load",),
-            num_ranks=2,
-            systems=("cloudckpt", "s3torchconnector"),
-            options={"share_reads": "always"},  # by itself from four ranks of a machine on
-        ),
     ),
 )
 _MEASURED: tuple[Verb, ...] = ("save", "load", "async_blocking")
@@ -195,18 +185,6 @@ _FULL = Sweep(
         ),
         *(Cell(payload=SIXTEEN, num_ranks=num_ranks, server="rgw") for num_ranks in (1, 2)),
         Cell(payload=SIXTEEN, server="rgw", wire="tls"),
-        *(
-            Cell(
-                payload=SIXTEEN,
-                verbs=("shared_load",),
-                num_ranks=num_ranks,
-                wire=wire,
-                systems=S3_SYSTEMS,
-                options={"share_reads": "always"},
-            )
-            for num_ranks in (2, 4)
-            for wire in ("http", "slow")
-        ),
         *(
             Cell(
                 payload=payload,

@@ -56,10 +56,8 @@ def turn(cell: Cell, ranks: Ranks, store: Store, *, system: str, repetition: int
     wanted = set(cell.verbs)
     if wanted & {"save", "load", *IN_BACKGROUND}:
         yield from this.sharded(wanted)
-    if "shared_load" in wanted:
-        yield "shared_load", this.load_after_save("shared_load", saved="replicated", wanted="replicated")
     if "resharded_load" in wanted:
-        yield "resharded_load", this.load_after_save("resharded_load", saved="sharded", wanted="part")
+        yield "resharded_load", this.resharded()
     ranks.do("release")
 
 
@@ -87,14 +85,13 @@ class _Turn:
                 yield verb, self._measured(verb, self.store.new_uri(self.system))
                 self.store.clear()
 
-    def load_after_save(self, verb: Verb, *, saved: Layout, wanted: Layout) -> Sample:
-        """Save in one layout and load in another."""
-        self.ranks.prepare(self.cell.payload, saved)
+    def resharded(self) -> Sample:
+        """Save the whole tensors, and load a part of each shard."""
+        self.ranks.prepare(self.cell.payload, "sharded")
         uri = self.store.new_uri(self.system)
         self.ranks.measure("save", uri)
-        if wanted != saved:
-            self.ranks.prepare(self.cell.payload, wanted)
-        sample = self._loaded(verb, uri)
+        self.ranks.prepare(self.cell.payload, "part")
+        sample = self._loaded("resharded_load", uri)
         self.store.clear()
         return sample
 

@@ -89,7 +89,7 @@ class Worker:
         mesh = self._mesh
         if layout == "part":
             mesh = self._layout.enter_context(_mesh_of_a_pretended_job())
-        self._state = State(Payload.of_json(payload), layout, mesh)
+        self._state = State(Payload.of_json(payload), mesh)
         self._state.fill()
         return self._state.num_bytes
 
@@ -114,7 +114,6 @@ class Worker:
             "async_blocking": lambda: system.async_save(state_dict, uri),
             "async_training": lambda: system.save_beside_training(state_dict, uri),
             "resharded_load": lambda: system.load(state_dict, uri),
-            "shared_load": lambda: system.load(state_dict, uri),
         }
         if self._mesh is not None:
             dist.barrier()

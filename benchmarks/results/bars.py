@@ -32,7 +32,6 @@ SLOW = Place(cell="64x32MiB", server="fasts3", wire="slow", num_ranks=1)
 SMALL = Place(cell="20000x64KiB", server="fasts3", wire="http", num_ranks=1)
 LOCAL = Place(cell="64x32MiB", server="path", wire="none", num_ranks=1)
 CAPPED = Place(cell="64x32MiB", server="fasts3", wire="capped", num_ranks=1)
-SHARED = Place(cell="16x32MiB", server="fasts3", wire="http", num_ranks=2)
 _DEFAULT_TILE_BYTES = MIB
 
 
@@ -161,11 +160,6 @@ def _read_of_parts(results: Results) -> Finding | None:
     return _finding([read / allowed_bytes for read in _read_bytes(row)])
 
 
-def _read_of_shared(results: Results) -> Finding | None:
-    row = results.row("cloudckpt", "shared_load", SHARED)
-    return None if row is None else _finding([read / row.num_bytes for read in _read_bytes(row)])
-
-
 def _read_bytes(row: Row) -> list[int]:
     return [sample.num_bytes_read for sample in row.counted if sample.num_bytes_read is not None]
 
@@ -243,14 +237,6 @@ BARS: tuple[Bar, ...] = (
         bar=1.0,
         stretch=None,
         measure=_read_of_parts,
-    ),
-    Bar(
-        name="two ranks want the same",
-        formula='bytes from the store ÷ unique bytes (share_reads="always")',
-        sense="≤",
-        bar=1.1,
-        stretch=None,
-        measure=_read_of_shared,
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import numbers
@@ -10,7 +11,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,7 +28,28 @@ GIB = 1024 * MIB
 DEFAULT_CONNECTIONS = 16
 """Number of requests of one rank in flight, if `Options.connections` is None and the rank's host has few ranks."""
 
+_T = TypeVar("_T")
 
+
+def _refuse(removed: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
+    """Make a dataclass refuse options of earlier versions. `removed` maps each to what to do instead."""
+
+    def decorate(options_class: type[_T]) -> type[_T]:
+        initialize: Callable[..., None] = options_class.__init__
+
+        @functools.wraps(initialize)
+        def refusing(self: _T, **values: Any) -> None:
+            if found := [f"{name} was removed: {removed[name]}" for name in values if name in removed]:
+                raise InvalidOptionError("; ".join(found))
+            initialize(self, **values)
+
+        options_class.__init__ = refusing  # type: ignore[assignment,method-assign]  # its signature stays
+        return options_class
+
+    return decorate
+
+
+@_refuse({"share_reads": "each rank reads for itself. Leave it out"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvancedOptions:
     """Options of saves and loads that few users change. Sizes are in bytes.
@@ -59,10 +81,6 @@ class AdvancedOptions:
     max_over_read: float = 0.1
     """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes.
     With 0.0, a load reads fewer bytes with more requests."""
-    share_reads: Literal["auto", "always", "never"] = "auto"
-    """Condition under which one rank reads bytes that several ranks of its host load, and passes them on in shared
-    memory. ``"auto"``: four or more ranks want the same 16 MiB or more, and the store is not a path. ``"always"``: two
-    or more ranks want the same bytes. ``"never"``: each rank reads for itself."""
     wrap_store: Callable[[Store], Store] | None = None
     """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls in tests. Async
     saves by process pickle it, and call it in that process."""
@@ -226,7 +244,6 @@ _ADVANCED_BOUNDS: tuple[_Rule, ...] = (
         "a multiple of 64, from 4096 to 1 GiB",
     ),
     ("request_bytes", lambda options: options.request_bytes >= options.tile_bytes, "at least tile_bytes"),
-    ("share_reads", lambda options: options.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
     ("max_over_read", lambda options: 0 <= options.max_over_read <= _MAX_OVER_READ, "from 0 to 1000"),
 )

@@ -91,8 +91,6 @@ class LoadReport:
     """Bytes of the tensors and objects that were asked for."""
     num_bytes_read: int
     """Bytes that came from the store for them, in whole tiles and with small gaps."""
-    num_bytes_received: int = 0
-    """Bytes that another rank read from the store and passed on to this one; 0 without other ranks."""
     num_requests: int
     """Requests to the store, retries included."""
     num_retries: int

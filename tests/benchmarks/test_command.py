@@ -52,13 +52,15 @@ def test_small_sweep(sweep, tmp_path, capsys):
             systems=("cloudckpt", "s3torchconnector"),
         ),
         Cell(payload=SMALL, server="path", wire="none", systems=("cloudckpt-path", "filesystem", "limit")),
-        Cell(payload=SMALL, verbs=("shared_load",), num_ranks=2, server="moto", systems=("cloudckpt",)),
+        Cell(payload=SMALL, verbs=("load",), num_ranks=2, server="moto", systems=("cloudckpt",)),
     )
     # An interpreter without the rival.
     status, document = run(tmp_path, "--python-s3torchconnector", sys.executable)
     assert status == 0
     assert (document["schema"], document["sweep"]) == (1, "small")
-    cells = {(cell["system"], cell["verb"]): cell for cell in document["cells"]}
+    *alone, of_two_ranks = document["cells"]
+    assert (of_two_ranks["num_ranks"], of_two_ranks["failed"], len(of_two_ranks["samples"])) == (2, None, 2)
+    cells = {(cell["system"], cell["verb"]): cell for cell in alone}
     complete = [name for name, cell in cells.items() if cell["failed"] is None]
     assert complete == [
         *(("cloudckpt", verb) for verb in ("save", "load", "async_blocking", "resharded_load")),
@@ -66,7 +68,6 @@ def test_small_sweep(sweep, tmp_path, capsys):
         *(("filesystem", verb) for verb in ("save", "load")),
         ("limit", "write_disk"),
         ("limit", "memcpy"),
-        ("cloudckpt", "shared_load"),
     ]
     for name in complete:
         assert [sample["repetition"] for sample in cells[name]["samples"]] == [0, 1], name

@@ -38,7 +38,7 @@ def spec(system="filesystem", *, num_ranks=1, rank=0, rendezvous_path=""):
 
 def test_verify_finds_a_single_flipped_bit():
     """A system that loads wrong values would be compared as if it worked."""
-    state = State(PAYLOAD, "sharded", None)
+    state = State(PAYLOAD, None)
     state.fill()
     state.verify()
     state.state_dict["weight.1"].view(dtype=torch.int32)[3, 7] ^= 1
@@ -95,7 +95,7 @@ def test_failure_of_a_worker_is_told(fleets, tmp_path):
 def test_a_save_beside_training_says_how_fast_it_went(monkeypatch, tmp_path):
     """The cell would be empty, or a save that failed be counted."""
     monkeypatch.setattr(training, "ALONE_S", 0.2)
-    state = State(uniform(2, 64 * KIB), "sharded", None)
+    state = State(uniform(2, 64 * KIB), None)
     state.fill()
     settings = Settings(endpoint_url=None, region=None, ca_bundle=None, no_dist=True)
     for name in ("cloudckpt-path", "filesystem"):

@@ -205,13 +205,12 @@ def fill_on_two_ranks(root: str) -> None:
     sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     seen = {"loss": full["b"], "epoch": 3}
     saved = {"stage": Holder(mine), "tracker": Holder({"seen": seen}), "s": Holder({"w": sharded})}
-    options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(share_reads="always"))
-    cloudckpt.save(saved, f"{root}/a", options=options)
+    cloudckpt.save(saved, f"{root}/a")
 
     stage, tracker = Holder({name: torch.zeros(2) for name in mine}), Holder({"seen": {}})
     held = Holder({"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])})
     objects = {"stage": stage, "tracker": tracker, "s": held}
-    cloudckpt.load(objects if rank else dict(reversed(objects.items())), f"{root}/a", options=options)
+    cloudckpt.load(objects if rank else dict(reversed(objects.items())), f"{root}/a")
     assert_equal(stage.state, mine)
     assert_equal(tracker.state, {"seen": seen})
     assert isinstance(held.state["w"], DTensor)

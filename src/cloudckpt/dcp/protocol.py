@@ -25,11 +25,10 @@ from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
-from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
 from cloudckpt.dcp.stateful_objects import close, hand_over, leave_open
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.distributed.shared_reads.exchange import RankPlanData
 from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
 from cloudckpt.report import SaveReport
 from cloudckpt.tensors.tensor_bytes import training_mode
@@ -298,10 +297,7 @@ def _load(
         plan = ranks.reduce_scatter("plan", plan_again, plan_globally)
 
     def read() -> bool:
-        try:
-            reader.read_data(planner.finish_plan(plan), planner).wait()
-        finally:
-            reader.stop_sharing()  # the other ranks must not wait for the bytes of one that failed
+        reader.read_data(planner.finish_plan(plan), planner).wait()
         if is_ours:
             entries.update({key: close(entries[key]) for key in stateful})
         return has_objects

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 import time
@@ -21,7 +20,6 @@ from cloudckpt.commit.manifest_log import holds_rank_checkpoints, holds_torch_ch
 from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
-from cloudckpt.distributed.shared_reads.exchange import RankPlanData, ShareSession, assign_groups
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -35,7 +33,7 @@ from cloudckpt.format.model import Manifest
 from cloudckpt.format.torch_metadata import make_metadata
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.load import LoadJob, wanted_by
+from cloudckpt.pipeline.load import LoadJob
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.timeline import new_recorder
 from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
@@ -67,8 +65,20 @@ class _Call:
     rank: int
     is_lazy: bool
     whole_keys: Collection[str]
-    session: ShareSession | None
-    """None where there are no other ranks to share bytes with."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlanData:
+    """Travels with the plan of a rank."""
+
+    attempt: str
+    """The commit that the rank found."""
+    unused: Sequence[str] = ()
+    """Paths in the checkpoint that this rank's objects have no use for."""
+    objects: Sequence[str] = ()
+    """Top-level keys of this rank's ``Stateful`` objects, which can take more than they ask for."""
+    left: Sequence[str] = ()
+    """Names of what was saved of such objects and no rank asks for, so that all ranks plan again."""
 
 
 class ObjectStoreReader(StorageReader):
@@ -173,8 +183,8 @@ class ObjectStoreReader(StorageReader):
         """
         self._begin(ranks.rank)
         self._recorder.open(ranks.rank)
-        has_others = ranks.get_world_size() > 1
-        lookup = ranks.broadcast_object(self._look_up(is_sent=has_others) if ranks.is_coordinator else None)
+        is_sent = ranks.get_world_size() > 1
+        lookup = ranks.broadcast_object(self._look_up(is_sent=is_sent) if ranks.is_coordinator else None)
         if lookup.uri != self.checkpoint_id:  # this rank reads another copy
             lookup = self._look_up(is_sent=False)
         self._call = _Call(
@@ -182,13 +192,7 @@ class ObjectStoreReader(StorageReader):
             rank=ranks.rank,
             is_lazy=is_lazy and type(self) is ObjectStoreReader,
             whole_keys=whole_keys,
-            session=ShareSession() if has_others else None,
         )
-
-    def stop_sharing(self) -> None:
-        """Tell the other ranks that no more bytes come from this one."""
-        if self._call is not None and self._call.session is not None:
-            self._call.session.leave()
 
     def end_call(self) -> Exception | None:
         """End what `begin_call` began, on this rank and all others. Returns the error of the lookup, if it failed."""
@@ -196,8 +200,6 @@ class ObjectStoreReader(StorageReader):
         if call is None:
             return None
         self._recorder.end()
-        if call.session is not None:
-            call.session.close()
         failure, self._failure, self._failed_lookup = self._failure, None, None
         return failure
 
@@ -241,11 +243,11 @@ class ObjectStoreReader(StorageReader):
     def prepare_local_plan(
         self, plan: LoadPlan, *, unused: Sequence[str] = (), objects: Sequence[str] = ()
     ) -> LoadPlan:
-        """Attach which commit this rank found, what it can share, and which paths its objects have no use for.
+        """Attach which commit this rank found, and which paths its objects have no use for.
 
         `objects` are the top-level keys of those that can take more than they ask for.
         """
-        manifest, metadata = self._manifest, self._metadata
+        manifest = self._manifest
         if manifest is None or self._context is None or self._is_of_rank:
             data = RankPlanData(attempt="", unused=unused, objects=() if self._is_of_rank else objects)
             plan = dataclasses.replace(plan, storage_data=data)
@@ -254,12 +256,8 @@ class ObjectStoreReader(StorageReader):
                 self._check_completeness([plan], left=left)
                 plan = dataclasses.replace(plan, storage_data=dataclasses.replace(data, left=left))
             return plan
-        offer = None
-        if metadata is not None and self._call is not None and self._call.session is not None:
-            wanted = functools.partial(wanted_by, plan, manifest, metadata.storage_data, self._options)
-            offer = self._call.session.offer(wanted, scheme=self._location.scheme, options=self._options)
         return dataclasses.replace(
-            plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer, unused=unused, objects=objects)
+            plan, storage_data=RankPlanData(attempt=manifest.attempt, unused=unused, objects=objects)
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -286,11 +284,7 @@ class ObjectStoreReader(StorageReader):
                 "different saves. Nothing was loaded; load again",
                 uri=self.checkpoint_id,
             )
-        if self._manifest is None:
-            return plans
-        extended = assign_groups(found, tile_bytes=self._manifest.tile_bytes, options=self._options)
-        pairs = zip(plans, extended, strict=True)
-        return [plan if one is None else dataclasses.replace(plan, storage_data=one) for plan, one in pairs]
+        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for. After an error, what the tensors hold is undefined."""
@@ -448,22 +442,18 @@ class ObjectStoreReader(StorageReader):
                 allows_lossy_casts=self._options.allow_lossy_casts,
             )
         else:
-            report = self._new_job(context, plan, planner).run(plan, planner)
+            report = self._new_job(context, planner).run(plan, planner)
         self.report = dataclasses.replace(report, plan_s=begun_s - self._started_s, manifest_s=self._manifest_s)
         self.lifecycle.end(self.report)
 
-    def _new_job(self, context: Context, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
+    def _new_job(self, context: Context, planner: LoadPlanner) -> LoadJob:
         assert self._manifest is not None  # noqa: S101  # read_metadata has found it
         assert self._metadata is not None  # noqa: S101  # read_metadata has made it
-        exchange, session = None, None if self._call is None else self._call.session
-        if session is not None and isinstance(plan.storage_data, RankPlanData):
-            exchange = session.join(plan.storage_data.group, rank=context.rank, timeout_s=self._options.timeout_s)
         return LoadJob(
             context,
             self._manifest,
             self._metadata.storage_data,
             transforms=ReadTransforms(self._registry, self._options.extensions),
             allow_pickle=self._allow_pickle,
-            exchange=exchange,
             tensors_of=planner.tensors_of if isinstance(planner, ExplainingLoadPlanner) else None,
         )

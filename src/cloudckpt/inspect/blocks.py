@@ -117,7 +117,6 @@ class CheckpointReader:
             self._locations,
             transforms=ReadTransforms(None, self.context.options.extensions),
             allow_pickle=True,  # bytes are handed out as they are: nothing is unpickled
-            exchange=None,
         )
         job.run(LoadPlan(list(items)), _TargetPlanner(targets))
 

@@ -130,10 +130,11 @@ class Options:
     2.5 as an integer. If False, it raises `StateDictMismatchError` for these, and rounds floats to another precision
     with a warning. Set it to drop imaginary parts or fractions on purpose."""
     compare_replicas: Literal["sample", "whole", "never"] = "sample"
-    """Comparison of tensors that several ranks hold under one name, which must be equal in the parameters and optimizer
-    states of live objects. Other entries that differ are saved by the lowest rank. ``"sample"`` compares tensors of up
-    to 16 KiB whole, and 1 KiB of each 4 MiB of others, at least at three places. ``"whole"`` compares all bytes.
-    ``"never"`` compares nothing, and the lowest rank saves it all. Set it if ranks differ on purpose."""
+    """Comparison of entries that several ranks hold under one name, which must be equal in the parameters and optimizer
+    states of live objects. Other tensors that differ are saved by the lowest rank. ``"sample"`` compares tensors of up
+    to 16 KiB whole, and samples of others: at the begin, in the middle and at the end, and of each 4 MiB. ``"whole"``
+    compares all bytes. ``"never"`` compares nothing, and the lowest rank saves it all. Set it if ranks differ on
+    purpose."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     async_in_flight: Literal["wait", "raise"] = "wait"

@@ -98,6 +98,44 @@ def test_batch_statistics_come_from_one_rank(mode: str, tmp_path: Path) -> None:
     assert_same(cloudckpt.read(str(tmp_path / "c"))["model"], ours)
 
 
+class Scaled(torch.nn.Module):
+    """A model with a parameter that has no dimensions, and with a counter of batches among its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(2.5))
+
+
+def refuse_numbers_of_each_rank(mode: str, root: str) -> None:
+    model, rank = Scaled(), dist.get_rank()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert model.norm.num_batches_tracked is not None
+    model.norm.num_batches_tracked += rank
+    save_in(mode, f"{root}/agreed", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    with pytest.raises(StateDictMismatchError, match=r"'optimizer\.param_groups\.0\.lr' of rank 1 differs from"):
+        save_in(mode, f"{root}/lr", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.state[model.linear.weight]["step"] += rank
+    with pytest.raises(StateDictMismatchError, match=r"'optimizer\.state\.linear\.weight\.step' of rank 1 differs"):
+        save_in(mode, f"{root}/step", model=model, optimizer=optimizer)
+    model.logit_scale.data += rank
+    with pytest.raises(StateDictMismatchError, match=r"'model\.logit_scale' of rank 1 differs from that of rank 0"):
+        save_in(mode, f"{root}/scale", model=model)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_numbers_of_each_rank_are_refused(mode: str, tmp_path: Path) -> None:
+    """If this fails, ranks with other steps or learning rates are one checkpoint, and nobody knows whose it is."""
+    run_ranks(functools.partial(refuse_numbers_of_each_rank, mode), str(tmp_path), world_size=2)
+    assert int(cloudckpt.read(str(tmp_path / "agreed"))["model"]["norm.num_batches_tracked"]) == 0
+
+
 def drift(parallelism: Parallelism, root: str) -> dict[str, Any]:
     """Change the replicas of the last two ranks; save live, and by a state dict. Returns what this rank holds."""
     training = build(parallelism, seed=1)

@@ -83,6 +83,10 @@ class OptimizerEntry(LiveEntry):
             )
         return {_STATE: {name: value for part in parts for name, value in part[_STATE].items()}, _GROUPS: groups}
 
+    def find_unsynchronized(self, where: str) -> list[str]:
+        num_groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+        return [f"{where}.{_GROUPS}.{number}.{_PARAMS}" for number in range(num_groups)]  # of stages of a pipeline
+
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         if not isinstance(saved, Mapping) or not isinstance(saved.get(_GROUPS), list):
             raise StateDictMismatchError(

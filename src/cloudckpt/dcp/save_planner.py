@@ -135,7 +135,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         check_wrappers(all_plans, uri=self._uri)
         check_containers([plan.planner_data for plan in all_plans], uri=self._uri)
         copies_of = copies_of_items(all_plans)
-        check_replicas(copies_of, uri=self._uri)
+        check_replicas(copies_of, all_plans, uri=self._uri)
         plans, metadata = merge_plans(balance_plans(all_plans, copies_of), uri=self._uri)
         metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
         self.global_plan, self.metadata = plans, metadata
@@ -395,7 +395,7 @@ def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[MetadataIndex, S
         first = _common_first(copies, copies_of)
         if first is not None:
             tied[index] = first
-        elif len(copies) > 1 and are_equal(copies):
+        elif len(copies) > 1 and item.tensor_data is not None and are_equal(copies):
             replicated[index] = ReplicatedItem(ranks=tuple(copy.rank for copy in copies), num_bytes=_num_bytes(item))
         else:
             own_bytes[rank] += _num_bytes(item)

@@ -31,7 +31,7 @@ PART_ATTRIBUTES = frozenset({"global_shape", "global_offsets", "local_offsets", 
 PLANNER_HOOKS = frozenset({"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"})
 """The methods by which any object tells torch's planners what a save writes and what a load fills."""
 _ASKED = PART_ATTRIBUTES | PLANNER_HOOKS
-_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
+LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _MAX_INTEGER_KEY = 2**63 - 1
 
 _log = logging.getLogger("cloudckpt")
@@ -80,8 +80,8 @@ class Nesting(dict[str, Path]):
     """See `FlatStateDict`."""
     tuples: dict[Path, str | None]
     """See `FlatStateDict`."""
-    fingerprints: Sequence[int]
-    """One for each item of a rank's plan, by which ranks find out that they hold the same."""
+    fingerprints: object
+    """What a rank's planner tells the coordinator's of the items of its plan (`cloudckpt.dcp.replicas`)."""
     hollow: frozenset[str]
     """The names of one rank's entries that may stand for a container of another's: None, and empty lists and tuples."""
 
@@ -99,7 +99,7 @@ class Nesting(dict[str, Path]):
         self.empty = list(empty)
         self.wrappers = dict(wrappers)
         self.tuples = dict(tuples)
-        self.fingerprints = ()
+        self.fingerprints = None
         self.hollow = frozenset()
 
     @classmethod
@@ -176,7 +176,7 @@ def _add_all(
 
 def _add(flat: FlatStateDict, name: str, path: Path, value: Any, *, is_keyed: bool, uri: str) -> None:
     kind = type(value)
-    if kind in PLAIN_TENSORS or kind in _LEAVES:
+    if kind in PLAIN_TENSORS or kind in LEAVES:
         flat.entries[name] = value
     elif isinstance(value, tuple):
         if _is_nested_tuple(value) and not (flat.is_value is not None and flat.is_value(name) and _is_plain(value)):
@@ -228,7 +228,7 @@ def _add_path(flat: FlatStateDict, name: str, path: Path, *, is_keyed: bool, uri
 
 def _holds_entries(values: list[Any]) -> bool:
     """Return whether torch looks into the list: a tensor or a mapping is in it, or in a list in it."""
-    return not _LEAVES.issuperset(map(type, values)) and any(
+    return not LEAVES.issuperset(map(type, values)) and any(
         isinstance(value, (torch.Tensor, Mapping))
         or (isinstance(value, list) and _holds_entries(value))
         or (isinstance(value, tuple) and _is_nested_tuple(value))
@@ -239,7 +239,7 @@ def _holds_entries(values: list[Any]) -> bool:
 def holds_tensors(value: object) -> bool:
     """Return whether there is a tensor in a mapping, list or tuple, at any depth."""
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return not _LEAVES.issuperset(map(type, parts)) and any(
+    return not LEAVES.issuperset(map(type, parts)) and any(
         isinstance(part, torch.Tensor) or holds_tensors(part) for part in parts
     )
 

@@ -13,7 +13,7 @@ import torch
 from cloudckpt._torch_compat import copy_each, negated_view
 from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
 from cloudckpt.io.boxes import compute_strides
-from cloudckpt.options import MIB
+from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors.answers import AnsweringTensor, with_attributes
 from cloudckpt.tensors.host_memory import Block, SnapshotPool, empty_tensor
 from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes, layout_of
@@ -21,6 +21,7 @@ from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes, layout_of
 CPU = torch.device("cpu")
 _MAX_TASK_BYTES = 16 * MIB
 _MIN_TASK_BYTES = MIB
+_MAX_EARLY_BYTES = 64 * KIB
 _TASKS_PER_THREAD = 4
 _DEVICE_TASK_BYTES = 64 * MIB  # for one event: an upload of the first bytes waits for so many, and no more
 _MAX_SMALL_ELEMENTS = 32 * 1024  # torch copies more elements in threads of its own
@@ -98,12 +99,13 @@ def plan_snapshot(
 ) -> SnapshotPlan:
     """Take memory of `pool` for copies of `tensors`, which have memory addresses, and plan the copies.
 
-    Those at the positions `urgent` are copied first. Tensors that share memory share it in their copies, with the same
-    strides. Where `whole` says so, the copy's
-    storage is one that torch shares with other processes, if the memory is shared.
+    Those at the positions `urgent` are copied first, and then small ones. Tensors that share memory share it in their
+    copies, with the same strides. Where `whole` says so, the copy's storage is one that torch shares with other
+    processes, if the memory is shared.
     """
     copies, segments = lay_out_copies(tensors, pool, reuse_lent=reuse_lent, urgent=urgent, whole=whole)
-    segments.sort(key=lambda segment: not segment.is_urgent)
+    # Small ones are often an optimizer's numbers, which the plan of the save waits for.
+    segments.sort(key=lambda segment: (not segment.is_urgent, segment.num_bytes > _MAX_EARLY_BYTES))
     tasks: list[CopyTask] = []
     tasks_of_device: dict[torch.device, range] = {}
     filled: list[tuple[int, int, range]] = []

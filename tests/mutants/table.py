@@ -1725,6 +1725,13 @@ MUTANTS = {
         new="    return False\n",
         tests=("tests/tensors/test_casts.py",),
     ),
+    "a-float-without-zero-takes-it": Mutant(
+        breaks="G11: a 0 is loaded into float8_e8m0fnu as 5.9e-39, without a word.",
+        file="tensors/casts.py",
+        old="    return torch.finfo(dtype).min if dtype.is_floating_point else -1\n",
+        new="    return min(torch.finfo(dtype).min, 0) if dtype.is_floating_point else -1\n",
+        tests=("tests/tensors/test_casts.py",),
+    ),
     "only-the-first-slice-is-looked-at": Mutant(
         breaks="G11: a fraction in a large tensor is dropped without a word.",
         file="tensors/casts.py",

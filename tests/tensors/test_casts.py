@@ -59,14 +59,14 @@ def is_held(value: complex, stored: torch.dtype, wanted: torch.dtype) -> bool:
         low, high = (0, 1) if wanted is torch.bool else (torch.iinfo(wanted).min, torch.iinfo(wanted).max)
         held = math.isfinite(value) and value == int(value) and low <= value <= high
     elif stored in INTEGERS and wanted in SMALL_FLOATS:
-        held = int(value) in patterns_of(wanted) or (wanted is torch.float8_e8m0fnu and value == 0)
+        held = int(value) in patterns_of(wanted)
     elif stored in INTEGERS:
         held = int((np.float32 if wanted is torch.float32 else np.float64)(int(value))) == value
     elif math.isinf(value):
         held = wanted not in SMALL_FLOATS or value in patterns_of(wanted)
     else:
-        is_negative = value < 0 and wanted is torch.float8_e8m0fnu
-        held = math.isnan(value) or (abs(Fraction(value)) < overflow_of(wanted) and not is_negative)
+        is_below = wanted is torch.float8_e8m0fnu and value < min(patterns_of(wanted))  # it has no 0
+        held = math.isnan(value) or (abs(Fraction(value)) < overflow_of(wanted) and not is_below)
     return held
 
 
@@ -90,7 +90,25 @@ def tensors(dtype: torch.dtype) -> st.SearchStrategy[torch.Tensor]:
             made = torch.tensor(float(number), dtype=torch.float64).to(dtype)
         return bytes(made.reshape(1).view(torch.uint8).tolist())
 
-    bounds = st.sampled_from([0.5, 2.75, 448.0, 463.0, 465.0, 65519.0, 65520.0, 3.39e38, 3.4e38, 3.402823568e38, 1e300])
+    bounds = st.sampled_from(
+        [
+            0.0,
+            -0.0,
+            2.0**-127,
+            2.0**-128,
+            0.5,
+            2.75,
+            448.0,
+            463.0,
+            465.0,
+            65519.0,
+            65520.0,
+            3.39e38,
+            3.4e38,
+            3.402823568e38,
+            1e300,
+        ]
+    )
     many = [bits] if dtype is torch.bool else [bits, near.map(encoded)]
     if dtype.is_floating_point or dtype.is_complex:
         many.append(bounds.map(encoded))

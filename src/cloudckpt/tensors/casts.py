@@ -91,17 +91,17 @@ def log_precision(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri:
 @functools.cache
 def _can_lose(stored: torch.dtype, wanted: torch.dtype) -> bool:
     if stored is torch.bool:
-        return False
+        return _least_of(wanted) > 0
     if stored in _INTEGERS:
         info = torch.iinfo(stored)
         if wanted in _INTEGERS or wanted is torch.bool:
             low, high = _bounds(wanted)
             return info.min < low or info.max > high
-        return info.max > _exact_integers(wanted) or torch.finfo(wanted).min > 0
+        return info.max > _exact_integers(wanted) or _least_of(wanted) > 0
     if wanted in _INTEGERS or wanted is torch.bool or (stored.is_complex and not wanted.is_complex):
         return True
     stored, wanted = stored.to_real(), wanted.to_real()
-    if torch.finfo(wanted).max < torch.finfo(stored).max or torch.finfo(wanted).min > 0:
+    if torch.finfo(wanted).max < torch.finfo(stored).max or _least_of(wanted) > 0:
         return True
     return _has_infinity(stored) and not _has_infinity(wanted)
 
@@ -138,29 +138,31 @@ def _find_out_of_range(values: torch.Tensor, wanted: torch.dtype) -> torch.Tenso
 
 
 def _find_overflows(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
-    bound, is_signed = _overflow_of(wanted), torch.finfo(wanted).min < 0
+    bound, least = _overflow_of(wanted), _least_of(wanted)
     wide = values.float() if values.dtype.itemsize == 1 else values  # torch calculates with few types of 8 bits
+    if least > 0:
+        wide = wide.double()  # float16 would round the least number to 0
     smallest, largest = map(float, torch.aminmax(wide))
-    if (-bound < smallest if is_signed else smallest >= 0) and largest < bound:
+    if (smallest >= least if least > 0 else smallest > -bound) and largest < bound:
         return None
     is_held = (wide.abs() < bound) | wide.isnan()
     if _has_infinity(wanted):
         is_held |= wide.isinf()
-    return ~is_held if is_signed else ~is_held | (wide < 0)
+    return ~is_held | (wide < least) if least > 0 else ~is_held
 
 
 def _find_rounded(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
     """Return which integers have more binary digits, apart from zeros at the end, than the float has."""
     most, array = _exact_integers(wanted), values.numpy()
-    is_signed = torch.finfo(wanted).min < 0
-    if (-most if is_signed else 0) <= int(array.min()) and int(array.max()) <= most:
+    has_zero = _least_of(wanted) < 0
+    if (-most if has_zero else 1) <= int(array.min()) and int(array.max()) <= most:
         return None
     absolute = array.astype(np.uint64)
     absolute = np.where(array < 0, ~absolute + np.uint64(1), absolute)
     odd = absolute // np.maximum(absolute & (~absolute + np.uint64(1)), np.uint64(1))
     lost: Any = (odd >= np.uint64(most)) & (odd > np.uint64(1))
     lost |= absolute > np.uint64(min(int(torch.finfo(wanted).max), 2**64 - 1))
-    return torch.from_numpy(lost if is_signed else lost | (array < 0))
+    return torch.from_numpy(lost if has_zero else lost | (array < 1))
 
 
 def _bounds(dtype: torch.dtype) -> tuple[int, int]:
@@ -175,6 +177,11 @@ def _exact_integers(dtype: torch.dtype) -> int:
     while torch.tensor(number + 1, dtype=torch.float64).to(dtype).double().item() == number + 1:
         number *= 2
     return number
+
+
+def _least_of(dtype: torch.dtype) -> float:
+    """Return the least number of a float: above 0 for float8_e8m0fnu, which has powers of two alone; else below."""
+    return torch.finfo(dtype).min if dtype.is_floating_point else -1
 
 
 @functools.cache

@@ -167,7 +167,7 @@ def load(
 
     Args:
         state_dict: The state dict to fill; or `uri`, if live objects are passed. A ``Stateful`` in it also gets what
-            was saved of it and its ``state_dict()`` does not ask for, up to `Options.read_bytes` beside what it does.
+            was saved of it and its ``state_dict()`` does not ask for, unless `strict` is False.
         uri: Place of the checkpoint.
         model: Models to fill, as `save` takes them. So are `optimizer`, `scheduler`, `dataloader` and `extra`.
         optimizer: See `model`.

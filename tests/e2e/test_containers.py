@@ -112,7 +112,9 @@ class Average:
 
     def __init__(self, mesh: DeviceMesh, *, is_blank: bool) -> None:
         sharded, columns, replicated = (TENSORS[name](mesh, is_blank) for name in ("sharded", "columns", "replicated"))
-        self.state = {"by_name": {"w": sharded}, "pair": (columns, [replicated]), "num": 0 if is_blank else 3}
+        quantized = [TENSORS["sharded_wrapper"](mesh, is_blank)]
+        self.state = {"by_name": {"w": sharded}, "pair": (columns, [replicated]), "quantized": quantized}
+        self.state["num"] = 0 if is_blank else 3
 
     def state_dict(self) -> dict[str, Any]:
         return self.state

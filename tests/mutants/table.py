@@ -1725,6 +1725,20 @@ MUTANTS = {
         new="    return False\n",
         tests=("tests/tensors/test_casts.py",),
     ),
+    "whole-tensors-where-no-layout-is-known": Mutant(
+        breaks="G11: an object of extra that is fresh gets the whole of a sharded tensor on every rank.",
+        file="dcp/live_entry.py",
+        old="    if not is_laid_out and has_parts_of_ranks(saved):\n",
+        new="    if False:\n",
+        tests=("tests/e2e/test_stateful_objects.py::test_a_sharded_tensor_without_a_layout_is_refused",),
+    ),
+    "the-rest-of-an-object-stays-behind": Mutant(
+        breaks="G11: an object that asks for a part of its state loses a sharded rest with a warning alone.",
+        file="dcp/stateful_objects.py",
+        old="    if left and is_strict:\n",
+        new="    if False:\n",
+        tests=("tests/e2e/test_stateful_objects.py::test_a_sharded_tensor_without_a_layout_is_refused",),
+    ),
     "a-float-without-zero-takes-it": Mutant(
         breaks="G11: a 0 is loaded into float8_e8m0fnu as 5.9e-39, without a word.",
         file="tensors/casts.py",

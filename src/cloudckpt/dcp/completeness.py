@@ -19,7 +19,7 @@ _RANK = re.compile(r"\.rank-[0-9]+\b")
 
 
 def check_completeness(
-    plans: Iterable[LoadPlan], saved: Mapping[str, Any], *, whole: Collection[str] | None, uri: str
+    plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, whole: Collection[str] | None, uri: str
 ) -> None:
     """Compare what all ranks ask for with what was saved.
 
@@ -42,9 +42,11 @@ def check_completeness(
         return  # nothing can be left behind, and plans of many ranks take long to go through
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
     if left := _find_left(saved, asked, whole):
+        is_sharded = len(plans) > 1 and any(len(getattr(saved[name], "chunks", ())) > 1 for name in left)
+        hint = ". In the place of a tensor of which several ranks hold parts, hold a tensor of its layout"
         raise StateDictMismatchError(
             f"the load leaves behind a part of {uri}: {_summarize(left, saved)}. Ask for all that was saved (restore "
-            "takes the objects that save was given), or pass strict=False",
+            f"takes the objects that save was given), or pass strict=False{hint if is_sharded else ''}",
             uri=uri,
         )
     for prefix in _prefixes_of_groups(asked):

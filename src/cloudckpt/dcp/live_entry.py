@@ -6,9 +6,10 @@ no state, so its own state dict would ask for none, and the moments in the check
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ IMPORT_HINT = (
     "Check that it is the same model. If it was imported without a prefix, load it with "
     "cloudckpt.load(model.state_dict(), uri), or import again with add_prefix='model' (--add-prefix model)"
 )
+
+
+NO_PLACE: Any = object()
+"""Returned by `make_empty` for what it cannot make."""
+
+
+@dataclasses.dataclass
+class _PartsOfRanks(TensorStorageMetadata):
+    """torch's metadata of a tensor of which ranks hold parts. Only a tensor in its place tells which part is whose."""
 
 
 class LiveEntry:
@@ -76,7 +86,7 @@ class OptionalEntry(LiveEntry):
     """An entry that may be absent from a checkpoint."""
 
 
-def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str) -> list[str]:
+def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str, num_ranks: int) -> list[str]:
     """Replace each `LiveEntry` in `entries` by what the load of a checkpoint with this `metadata` fills.
 
     Returns the paths that the objects have no use for.
@@ -84,20 +94,26 @@ def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str) 
     live = {key: entry for key, entry in entries.items() if isinstance(entry, LiveEntry)}
     if not live:
         return []
-    saved = nest_metadata(metadata)
+    saved = nest_metadata(metadata, num_ranks=num_ranks)
     for key, entry in live.items():
         entries[key] = _plan(entry, saved, key, where=key, uri=uri)
     return [path for key, entry in live.items() for path in entry.find_unused(key)]
 
 
-def nest_metadata(metadata: Metadata) -> dict[Any, Any]:
-    """Return torch's metadata of each entry, nested as the state dict was that was saved."""
+def nest_metadata(metadata: Metadata, *, num_ranks: int) -> dict[Any, Any]:
+    """Return torch's metadata of each entry, nested as the state dict was that was saved, for a load of `num_ranks`."""
+    saved: Mapping[str, Any] = metadata.state_dict_metadata
+    if num_ranks > 1:
+        saved = {
+            name: _PartsOfRanks(**vars(one)) if isinstance(one, TensorStorageMetadata) and len(one.chunks) > 1 else one
+            for name, one in saved.items()
+        }
     nesting = {} if metadata.planner_data is None else metadata.planner_data
     if not isinstance(nesting, Nesting):
-        return unflatten(metadata.state_dict_metadata, nesting)
+        return unflatten(saved, nesting)
     uri = str(metadata.storage_meta.checkpoint_id) if metadata.storage_meta is not None else ""
     make = functools.partial(SavedWrapper, Registry(uri=uri))
-    entries, paths = collapse(nesting.wrappers, metadata.state_dict_metadata, {**nesting, **nesting.typed}, make)
+    entries, paths = collapse(nesting.wrappers, saved, {**nesting, **nesting.typed}, make)
     return unflatten(entries, paths, nesting.empty, nesting.tuples)
 
 
@@ -175,23 +191,54 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
         ) from error
 
 
-def make_empty(saved: Any, like: Any = None) -> Any:
+def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
     """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value.
 
-    A tensor that is a DTensor in the same place of `like` is laid out over the ranks as that.
+    A tensor that is a DTensor in the same place of `like` is laid out over the ranks as that. Without one, nobody knows
+    which part of a tensor of several ranks belongs to a rank: a dict lacks it, and a list or tuple with it anywhere is
+    `NO_PLACE`; so is a dict if `is_whole`.
     """
-    if isinstance(saved, SavedWrapper):
-        return saved.rebuild(lambda _, entry: make_empty(entry))
-    if isinstance(saved, TensorStorageMetadata):
-        if isinstance(like, DTensor) and like.size() == saved.size:
-            return torch.empty_like(like, dtype=saved.properties.dtype, requires_grad=False)
-        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+    if isinstance(saved, (SavedWrapper, TensorStorageMetadata)):
+        return _make_empty_tensor(saved, like)
     if isinstance(saved, Mapping):
-        return {key: make_empty(value, part_of(like, key)) for key, value in saved.items()}
+        by_key = {key: make_empty(value, part_of(like, key), is_whole=is_whole) for key, value in saved.items()}
+        placed = {key: value for key, value in by_key.items() if value is not NO_PLACE}
+        return NO_PLACE if is_whole and len(placed) < len(by_key) else placed
     if isinstance(saved, (list, tuple)):
-        made = [make_empty(value, part_of(like, position)) for position, value in enumerate(saved)]
+        made = [make_empty(value, part_of(like, position), is_whole=True) for position, value in enumerate(saved)]
+        if any(one is NO_PLACE for one in made):
+            return NO_PLACE
         return made if isinstance(saved, list) else rebuild_tuple(saved, made)
     return None
+
+
+def _make_empty_tensor(saved: SavedWrapper | TensorStorageMetadata, like: Any) -> Any:
+    size = torch.Size(saved.stored.shape) if isinstance(saved, SavedWrapper) else saved.size
+    is_laid_out = isinstance(like, DTensor) and like.size() == size
+    if not is_laid_out and has_parts_of_ranks(saved):
+        return NO_PLACE
+    if isinstance(saved, SavedWrapper):  # its class may be unable to make an empty one
+        return like if is_laid_out else saved.rebuild(lambda _, entry: make_empty(entry))
+    dtype = saved.properties.dtype
+    if is_laid_out:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(saved.size, dtype=dtype, device="cpu")
+
+
+def has_parts_of_ranks(saved: Any) -> bool:
+    """Return whether ranks hold parts of a tensor in the saved structure."""
+    return any(isinstance(one, _PartsOfRanks) for one in tensors_in(saved))
+
+
+def tensors_in(saved: Any) -> Iterator[TensorStorageMetadata]:
+    """Give torch's metadata of the tensors in a nested state dict of metadata."""
+    if isinstance(saved, TensorStorageMetadata):
+        yield saved
+    elif isinstance(saved, SavedWrapper):
+        yield from tensors_in(saved.parts)
+    elif isinstance(saved, (Mapping, list, tuple)):
+        for one in saved.values() if isinstance(saved, Mapping) else saved:
+            yield from tensors_in(one)
 
 
 def part_of(held: Any, key: Any) -> Any:

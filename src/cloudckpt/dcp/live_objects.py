@@ -18,16 +18,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
 from cloudckpt.dcp.live_entry import (
     IMPORT_HINT,
+    NO_PLACE,
     EntryGroup,
     LiveEntry,
     OptionalEntry,
     get_model_state,
+    has_parts_of_ranks,
     load_object,
     make_empty,
+    tensors_in,
 )
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.dcp.save_planner import is_stateful
-from cloudckpt.dcp.stateful_objects import tensors_in
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.tensors.tensor_bytes import writable
 
@@ -82,10 +84,11 @@ class ModelEntry(LiveEntry):
                 _log.warning("%s of %s lacks %s, which the model keeps as they are", where, uri, quote_names(new))
             wanted = {name: value for name, value in wanted.items() if name in known}
         # A fresh module's extra state may have another structure than the one that was saved.
-        return {
-            name: value if isinstance(value, torch.Tensor) or name not in known else make_empty(known[name])
+        planned = {
+            name: value if isinstance(value, torch.Tensor) or name not in known else make_empty(known[name], value)
             for name, value in wanted.items()
         }
+        return {name: value for name, value in planned.items() if value is not NO_PLACE}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:
@@ -106,7 +109,8 @@ class StatefulEntry(LiveEntry):
         # Only its own state tells which tensors are DTensors. One without floats is not asked for it, since a data
         # loader would begin to iterate.
         has_floats = any(one.properties.dtype.is_floating_point and one.size for one in tensors_in(saved))
-        return make_empty(saved, self.state_dict() if has_floats else None)
+        made = make_empty(saved, self.state_dict() if has_floats or has_parts_of_ranks(saved) else None)
+        return {} if made is NO_PLACE else made
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
@@ -155,7 +159,8 @@ class ValuesEntry(LiveEntry):
             raise StateDictMismatchError(
                 f"{uri} has no {quote_names(missing)} under {where!r}. Load without it, and add it afterwards", uri=uri
             )
-        return {key: self._plan_value(key, entry, where=where, uri=uri) for key, entry in known.items()}
+        planned = {key: self._plan_value(key, entry, where=where, uri=uri) for key, entry in known.items()}
+        return {key: value for key, value in planned.items() if value is not NO_PLACE}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         for key, value in state.items():

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
-from cloudckpt.dcp.live_entry import make_empty, nest_metadata, part_of
+from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
 from cloudckpt.errors import StateDictMismatchError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, FlatStateDict, answers_planners, assign, flatten, name_path
@@ -52,6 +53,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=allow_partial_load)
         self._uri = uri
         self._has_live_objects = has_live_objects
+        self.num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._saved: Mapping[str, Any] = {}
         self._empty: list[str] = []
         self._wrappers: dict[str, StoredWrapper] = {}
@@ -95,12 +97,20 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         ]
         below = tuple(f"{name}." for name in found)
         saved = {name: self._saved[name] for name in self._saved if name.startswith(below)} if found else {}
-        nested = nest_metadata(dataclasses.replace(metadata, state_dict_metadata=saved, planner_data=nesting))
+        narrowed = dataclasses.replace(metadata, state_dict_metadata=saved, planner_data=nesting)
+        nested = nest_metadata(narrowed, num_ranks=self.num_ranks)
         for name in found:
             held: Any = nested
             for step in paths[name]:
                 held = part_of(held, step[0] if isinstance(step, tuple) else step)
-            assign(state_dict, flat.paths[name], make_empty(held))
+            if (made := make_empty(held)) is NO_PLACE:
+                kind = type(flat.entries[name]).__name__
+                raise StateDictMismatchError(
+                    f"{name!r} of {self._uri} is a tuple with tensors of which several ranks hold parts, and a {kind} "
+                    "is to take it. Put a tuple with tensors of their layout there",
+                    uri=self._uri,
+                )
+            assign(state_dict, flat.paths[name], made)
         return bool(found)
 
     def create_local_plan(self) -> LoadPlan:

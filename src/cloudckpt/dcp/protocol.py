@@ -27,7 +27,7 @@ from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized, load_object, 
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
-from cloudckpt.dcp.stateful_objects import close, hand_over, leave_open
+from cloudckpt.dcp.stateful_objects import close, hand_over, leave_open, refuse_left
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
 from cloudckpt.report import SaveReport
@@ -212,6 +212,8 @@ def run_load(
     try:
         with ranks_context as ranks:
             rank = ranks.rank
+            if isinstance(planner, ExplainingLoadPlanner):
+                planner.num_ranks = ranks.get_world_size()
             # In one order on all ranks: the methods of the objects may be collective.
             entries = {key: state_dict[key] for key in sorted(state_dict, key=str)}
             objects = {key: value for key, value in entries.items() if is_stateful(value)}
@@ -262,7 +264,7 @@ def _load(
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
-        unused = plan_live_entries(entries, metadata, uri=reader.checkpoint_id)
+        unused = plan_live_entries(entries, metadata, uri=reader.checkpoint_id, num_ranks=ranks.get_world_size())
         if is_ours:
             opened = {key: leave_open(entries[key], key, metadata.state_dict_metadata) for key in stateful}
             entries.update(opened)
@@ -284,12 +286,11 @@ def _load(
             left,
             reader.nested_metadata(),
             is_strict=reader.is_strict,
-            max_bytes=reader.options.read_bytes,
             num_ranks=ranks.get_world_size(),
-            rank=ranks.rank,
-            uri=reader.checkpoint_id,
         )
         planner.set_up_planner(entries, planner.metadata, ranks.is_coordinator)
+        behind = [name for name in left if name not in planner.state_dict]
+        refuse_left(behind, stateful, is_strict=reader.is_strict, rank=ranks.rank, uri=reader.checkpoint_id)
         return reader.prepare_local_plan(planner.create_local_plan(), unused=plan.storage_data.unused)
 
     plan = ranks.reduce_scatter("plan", plan_locally, plan_globally)

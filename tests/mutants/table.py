@@ -1331,6 +1331,20 @@ MUTANTS = {
         new="    if False:\n",
         tests=("tests/commit/gc/test_refused.py::test_a_refused_deletion_leaves_the_checkpoint_as_it_was",),
     ),
+    "gc-removes-the-fence-of-rank-0-first": Mutant(
+        breaks="G10: nothing finds what a refused deletion has left of the other ranks' parts.",
+        file="commit/collect.py",
+        old="    if is_of_rank_0:\n",
+        new="    if False:\n",
+        tests=("tests/commit/gc/test_refused.py::test_part_of_a_rank_is_found_until_it_is_removed",),
+    ),
+    "unconditional-deletion-without-asking": Mutant(
+        breaks="G10: with commit='unconditional', a deletion that the store refuses leaves more fences each time.",
+        file="commit/collect.py",
+        old="        for walked, log in doomed:\n            _check_may_delete",
+        new="        for walked, log in doomed if conditional else ():\n            _check_may_delete",
+        tests=("tests/commit/gc/test_refused.py::test_a_refused_deletion_leaves_the_checkpoint_as_it_was",),
+    ),
     "put-back-without-the-data": Mutant(
         breaks="G1: a deletion that removed some data before it was refused makes the checkpoint count again.",
         file="commit/collect.py",

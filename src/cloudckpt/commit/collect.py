@@ -186,7 +186,7 @@ def collect(walked: WalkedLocation, retrier: Retrier, *, before: datetime, condi
                 # Each run would leave one more fence.
                 return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
             # Whether the number was free does not matter: from here on it is taken.
-            put_fence(walked.store, top + 1, keeps=log.counting, retrier=retrier)
+            put_fence(walked.store, top + 1, keeps=log.counting, conditional=True, retrier=retrier)
         log, second = judge(walked, retrier, before=before, is_fenced=is_fenced)
         if is_fenced and log.top <= top:
             raise CheckpointChangedError(
@@ -200,7 +200,7 @@ def collect(walked: WalkedLocation, retrier: Retrier, *, before: datetime, condi
     # If a manifest stays, so must its data.
     if remove([walked.prefix + manifest_key(entry.number) for entry in plan.entries]):
         remove([item.key for item in plan.objects])
-        if plan.lone_fence is not None and not left and _is_alone(walked.store, plan.lone_fence, retrier):
+        if plan.lone_fence is not None and not left and _is_alone(walked, plan.lone_fence, retrier):
             remove([walked.prefix + manifest_key(plan.lone_fence.number)])
     return _describe(walked, log, plan, done=done, left=left)
 
@@ -256,8 +256,13 @@ def _references(store: Store, entry: Entry, retrier: Retrier) -> frozenset[str]:
     return frozenset(stored.key for stored in found.objects)
 
 
-def _is_alone(store: Store, fence: Entry, retrier: Retrier) -> bool:
-    """Return whether nothing but the fence is there, and no save is under way."""
+def _is_alone(walked: WalkedLocation, fence: Entry, retrier: Retrier) -> bool:
+    """Return whether nothing but the fence is there, no save is under way, and no other rank's part is found by it."""
+    store, (step, is_of_rank_0, _) = walked.store, walked.prefix.rpartition("rank-0/")
+    if is_of_rank_0:
+        keys = retrier.call(lambda: [info.key for info in walked.root.list(f"{step}rank-")])
+        if any(not key.startswith(walked.prefix) for key in keys):
+            return False
     if [entry.number for entry in list_entries(store, retrier)] != [fence.number]:
         return False
     return retrier.call(
@@ -337,7 +342,7 @@ def delete_checkpoint(locations: Sequence[WalkedLocation], retrier: Retrier, *, 
         if not any(item.kind == "data" for item in walked.found):  # beside data of ours it is ours, and damaged
             check_ours(walked.store, log.entries, retrier)
     try:
-        for walked, log in doomed if conditional else ():
+        for walked, log in doomed:
             _check_may_delete(walked, log, retrier)
     except StoreError as error:
         raise _told(error, f"{unchanged}. Deletions are refused at {walked.store.uri}") from error
@@ -361,23 +366,20 @@ def _delete_part(
     walked: WalkedLocation, log: Log, retrier: Retrier, *, conditional: bool, unchanged: str | None
 ) -> None:
     """Remove what lies at one location. `unchanged` tells that it is put back; None if it must not be."""
-    fenced: _Fenced | None = None
-    if conditional:
-        fenced = _fence_off(walked.store, log, retrier)
-        log = fenced.log
-    doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
+    fenced = _fence_off(walked.store, log, retrier, conditional=conditional)
+    doomed = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.top]
     failure, is_certain = _remove_whole(walked, doomed, retrier)
     if failure is None:
         return
-    if fenced is None or unchanged is None:
+    if unchanged is None:
         raise failure
-    if is_certain and _put_back(walked, fenced, retrier):
+    if is_certain and _put_back(walked, fenced, retrier, conditional=conditional):
         raise _told(failure, unchanged) from failure
     hiding = walked.store.url(manifest_key(fenced.number))
     raise _told(
         failure,
-        f"The checkpoint was removed in part, or may have been, and can no longer be loaded: {hiding} hides it. Delete "
-        "it again when the store permits it",
+        f"The checkpoint was removed in part, or may have been, and can no longer be loaded: {hiding} hides it. When "
+        f"the store permits it, delete it again, or run `cloudckpt gc {walked.store.uri}`",
     ) from failure
 
 
@@ -426,10 +428,11 @@ class _Fenced:
     """That manifest; None if it is large or could not be read."""
 
 
-def _fence_off(store: Store, log: Log, retrier: Retrier) -> _Fenced:
+def _fence_off(store: Store, log: Log, retrier: Retrier, *, conditional: bool) -> _Fenced:
     """Lay a fence of our own above all that counted.
 
-    Never relies on the fence of another deletion: who laid one may take it back.
+    Never relies on the fence of another deletion: who laid one may take it back. Unless `conditional`, it takes the
+    place of what another save commits at the same moment, as that save's manifest could take its place.
     """
     counted = log.counting
     document: bytes | None = None
@@ -438,7 +441,7 @@ def _fence_off(store: Store, log: Log, retrier: Retrier) -> _Fenced:
             document = retrier.call(store.read, manifest_key(counted), max_bytes=_MOST_KEPT_BYTES)
     for _ in range(_NUM_FENCES):
         below = log
-        has_laid = put_fence(store, log.top + 1, keeps=None, retrier=retrier)
+        has_laid = put_fence(store, log.top + 1, keeps=None, conditional=conditional, retrier=retrier)
         log = read_log(store, retrier)
         if has_laid and log.counting is None:
             return _Fenced(log=log, number=below.top + 1, hidden=below.counting, document=document)
@@ -452,7 +455,7 @@ def _fence_off(store: Store, log: Log, retrier: Retrier) -> _Fenced:
     raise CheckpointChangedError(f"{store.uri} changes all the time: it was not deleted. Try again", uri=store.uri)
 
 
-def _put_back(walked: WalkedLocation, fenced: _Fenced, retrier: Retrier) -> bool:
+def _put_back(walked: WalkedLocation, fenced: _Fenced, retrier: Retrier, *, conditional: bool) -> bool:
     """Make the checkpoint count again that a deletion has hidden and then could not remove. Return whether it does.
 
     All of its data has to be there. The entry is created directly above the deletion's own fence, and only if absent:
@@ -468,9 +471,9 @@ def _put_back(walked: WalkedLocation, fenced: _Fenced, retrier: Retrier) -> bool
             return False
         check_still_next(store, number, retrier)
         if any(entry.number == fenced.hidden for entry in list_entries(store, retrier)):
-            put_fence(store, number, keeps=fenced.hidden, retrier=retrier)
+            put_fence(store, number, keeps=fenced.hidden, conditional=conditional, retrier=retrier)
         elif fenced.document is not None:
-            put_entry(store, number, fenced.document, conditional=True, retrier=retrier)
+            put_entry(store, number, fenced.document, conditional=conditional, retrier=retrier)
         return read_log(store, retrier).counting is not None
     except (StoreError, CheckpointError):
         return False

@@ -371,7 +371,8 @@ def parse_ranks(folders: Iterable[str]) -> list[int]:
 def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> CheckpointNotFoundError:
     has_data = retrier.call(lambda: next(iter(store.list("data/")), None)) is not None
     if has_data:
-        hint = f"the data there is of an unfinished or failed save. {_LOAD_AN_OLDER_ONE}"
+        left = "what a deletion or a failed save has left" if was_fenced else "of an unfinished or failed save"
+        hint = f"the data there is {left}. {_LOAD_AN_OLDER_ONE}"
     elif was_fenced:
         hint = f"it was deleted, or gc removed a failed save. {_LOAD_AN_OLDER_ONE}"
     elif retrier.call(lambda: next(iter(store.list("rank-0/manifest")), None)) is not None:
@@ -493,14 +494,14 @@ def put_entry(store: Store, number: int, document: bytes, *, conditional: bool, 
     return PutOutcome(error=None, may_have_arrived=False)
 
 
-def put_fence(store: Store, number: int, *, keeps: int | None, retrier: Retrier) -> bool:
-    """Put a fence at `number`. Returns False if another entry has that number.
+def put_fence(store: Store, number: int, *, keeps: int | None, conditional: bool, retrier: Retrier) -> bool:
+    """Put a fence at `number`. Returns False if another entry has that number, which only `conditional` finds out.
 
     Raises a `StoreError` if the store refused, and `CommitUnknownError` if it cannot be known: the fence may be there,
     or still appear.
     """
     fence = new_fence(keeps=keeps)
-    outcome = put_entry(store, number, encode_fence(fence), conditional=True, retrier=retrier)
+    outcome = put_entry(store, number, encode_fence(fence), conditional=conditional, retrier=retrier)
     if outcome.error is None:
         return True
     try:

@@ -188,7 +188,8 @@ class _Collection:
             if inventory.locations:
                 break
         self._before = _parse_older_than(self._older_than)  # by now the store has shown its clock
-        for prefix in inventory.locations:
+        # The parts of other ranks are found by that of rank 0.
+        for prefix in sorted(inventory.locations, key=lambda prefix: prefix.endswith("rank-0/")):
             self._collect(prefix, inventory)
         return GarbageReport(
             root=self._location.uri,

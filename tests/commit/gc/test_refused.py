@@ -6,6 +6,7 @@ import dataclasses
 import os
 import stat
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -32,23 +33,30 @@ def refusing(key: str, error: type[StoreError] = AccessDeniedError, *, skip: int
 
 
 @pytest.mark.parametrize("key", KINDS)
-@pytest.mark.parametrize("error", [AccessDeniedError, StoreError])
-def test_a_refused_deletion_leaves_the_checkpoint_as_it_was(root: str, key: str, error: type[StoreError]) -> None:
+@pytest.mark.parametrize(
+    ("error", "commit"),
+    [(AccessDeniedError, "conditional"), (StoreError, "conditional"), (AccessDeniedError, "unconditional")],
+)
+def test_a_refused_deletion_leaves_the_checkpoint_as_it_was(
+    root: str, key: str, error: type[StoreError], commit: Literal["conditional", "unconditional"]
+) -> None:
     """If this fails, an error that says "denied" has hidden the checkpoint, or each try leaves one more object."""
     uri = f"{root}/step-1"
     save(uri, 1)
     num_keys = []
     for _ in range(4):
         with pytest.raises(error, match="Nothing was deleted, and the checkpoint can be loaded as before"):
-            cloudckpt.delete(uri, options=refusing(key, error))
+            cloudckpt.delete(uri, options=dataclasses.replace(refusing(key, error), commit=commit))
         assert holds(uri, 1)
         num_keys.append(len(keys_in(root)))
     assert num_keys[-1] == num_keys[-2] <= 4
     save(uri, 2, overwrite=True)
     assert holds(uri, 2)
-    cloudckpt.delete(uri)
+    cloudckpt.delete(uri, options=Options(commit=commit))
     with pytest.raises(CheckpointNotFoundError):
         cloudckpt.delete(uri)
+    save(uri, 3)
+    assert holds(uri, 3)
 
 
 def test_a_deletion_that_ends_half_way_says_what_it_has_hidden(root: str) -> None:
@@ -87,6 +95,21 @@ def test_no_ranks_part_is_deleted_unless_all_may_be(root: str) -> None:
     assert keys_in(root) == before
     assert holds(f"{uri}/rank-0", 0)
     assert holds(f"{uri}/rank-1", 1)
+
+
+def test_part_of_a_rank_is_found_until_it_is_removed(root: str) -> None:
+    """If this fails, nothing finds what a refused deletion has left of rank 1, because gc removed that of rank 0."""
+    uri = f"{root}/step-1"
+    for rank in (0, 1):
+        save(f"{uri}/rank-{rank}", rank)
+    with pytest.raises(AccessDeniedError, match="rank-1 were removed"):
+        cloudckpt.delete(uri, options=refusing("rank-1/manifest"))
+    with pytest.raises(GarbageLeftError):
+        cloudckpt.gc(root, older_than=0, dry_run=False, options=refusing("rank-1/"))
+    assert any("rank-0/manifest" in key for key in keys_in(root))
+    cloudckpt.delete(uri)
+    cloudckpt.gc(root, older_than=0, dry_run=False)
+    assert not keys_in(root)
 
 
 def test_a_deletion_that_ends_between_ranks_says_that_parts_are_gone(root: str) -> None:

@@ -368,6 +368,7 @@ def test_state_keeps_its_dtypes_and_types_at_every_depth(tmp_path: Path) -> None
         "exp_avg": torch.rand(2, 3),
         "block": {"factor": torch.rand(3), "index": torch.tensor([70001]), 7: {"count": torch.tensor(3)}},
         "history": [torch.rand(2, 3), [torch.rand(1, dtype=torch.float64)], {"m": torch.rand(2)}],
+        "twins": [torch.rand(2, 3), torch.rand(2, 3)],
         "pair": (1.5, "text"),
         "moments": Moments((torch.rand(2, 3), [torch.rand(3)]), 3),
         "queue": deque([1, 2], maxlen=2),

@@ -665,6 +665,23 @@ def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.Log
         assert numbers(manager) == [4]
 
 
+def test_steps_that_may_not_go_keep_no_others_from_going(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a few protected steps keep retention from removing any other, and the bucket fills up."""
+    monkeypatch.setattr("cloudckpt.manager.retention._MAX_DENIED", 2)
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    for step in (1, 2):
+        for operation in ("put", "delete"):
+            memory.at(f"step-{step}").fail(operation, error=lambda: denied("delete"), times=1000)
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 4)
+    assert manager.retention is not None
+    assert names(manager.retention.failed) == ["step-1", "step-2", "step-3"]
+    assert "not tried" in manager.retention.failed[-1].reason
+    save_all(manager, 5)
+    assert numbers(manager) == [1, 2, 5]
+    assert names(manager.retention.removed) == ["step-3", "step-4"]
+
+
 def test_a_step_whose_metrics_may_not_be_read_may_be_the_best(memory: Memory) -> None:
     """If this fails, the best step goes because nobody may know that it is, or no other ever goes because of it."""
     for step, loss in enumerate((0.5, 0.1, 0.3)):

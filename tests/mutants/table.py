@@ -24,6 +24,41 @@ class Mutant:
 
 
 MUTANTS = {
+    "tuples-in-a-list-are-one-value": Mutant(
+        breaks="G11: tuples of sharded tensors in a list are stored by one rank, and the other shards are lost.",
+        file="format/nesting.py",
+        old="        or (isinstance(value, tuple) and _is_nested_tuple(value))\n",
+        new="",
+        tests=("tests/format/test_nesting.py::test_tuples_with_tensors_are_taken_apart_at_any_place",),
+    ),
+    "attributes-of-a-named-tuple-are-lost": Mutant(
+        breaks="G11: a named tuple loses what it holds beside its entries.",
+        file="format/nesting.py",
+        old=' and not getattr(value, "__dict__", None)',
+        new="",
+        tests=("tests/format/test_nesting.py::test_named_tuple_with_attributes_stays_one_value",),
+    ),
+    "named-tuple-that-gained-a-field": Mutant(
+        breaks="G11: a checkpoint cannot be read once a named tuple in it has gained a field.",
+        file="format/nesting.py",
+        old=" or len(kind._fields) != len(held)):",
+        new="):",
+        tests=("tests/format/test_nesting.py::test_class_that_does_not_fit_becomes_a_tuple",),
+    ),
+    "empty-dict-under-a-surrogate": Mutant(
+        breaks="G11: a save succeeds whose manifest no program reads.",
+        file="format/nesting.py",
+        old="check_names((step for path in (*empty, *tuples) for step in path if isinstance(step, str)), uri=uri)",
+        new="pass",
+        tests=("tests/format/test_nesting.py::test_key_that_cannot_be_stored_is_refused",),
+    ),
+    "protected-steps-are-tried-first": Mutant(
+        breaks="G10: a few protected steps keep retention from removing any other.",
+        file="manager/retention.py",
+        old="sorted(superseded, key=lambda info: info.uri in self._denied_uris)",
+        new="list(superseded)",
+        tests=("tests/manager/test_manager.py::test_steps_that_may_not_go_keep_no_others_from_going",),
+    ),
     "each-rest-within-the-bound": Mutant(
         breaks="G5: each rank reads the whole optimizer beside a model that was asked for on purpose.",
         file="dcp/stateful_objects.py",

@@ -131,6 +131,12 @@ GCS_TOO_MANY_REQUESTS = _gcs_error(429, "rateLimitExceeded", "The rate of reques
 # As others have met it; no document quotes it.
 GCS_APPENDABLE_ONLY = _gcs_error(400, "invalid", "This bucket requires appendable objects.")
 GCS_FORBIDDEN = _gcs_error(403, "forbidden", "The caller does not have storage access to the object.")
+GCS_RETAINED = _gcs_error(
+    403,
+    "retentionPolicyNotMet",
+    "Object is subject to bucket's retention policy and cannot be deleted until 2036-01-01.",
+)
+"""Of an object in a bucket with a retention policy (https://cloud.google.com/storage/docs/bucket-lock)."""
 
 
 _UPLOAD_ID = re.compile(r"(?<=[?&])(uploadId|upload_id)=[^&]*")

@@ -379,6 +379,56 @@ def test_several_models_and_all_kinds_of_objects_come_back() -> None:
     assert_same(*nets)
 
 
+class Broken(Sampler):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("shuffle")
+
+
+def test_an_object_whose_state_dict_fails_is_named() -> None:
+    """If this fails, a bug in one of many objects ends a save or a load with a bare KeyError of some object."""
+    uri = new_uri()
+    cloudckpt.save(uri, scheduler=Sampler(), no_dist=True)
+    broken: dict[str, Any] = {"scheduler": Broken()}
+    calls: list[Callable[[], object]] = [
+        lambda: cloudckpt.save(new_uri(), **broken, no_dist=True),
+        lambda: cloudckpt.async_save(new_uri(), **broken, no_dist=True),
+        lambda: cloudckpt.save(broken, new_uri(), no_dist=True),
+        lambda: cloudckpt.load(broken, uri, no_dist=True),
+    ]
+    for call in calls:
+        with pytest.raises(cloudckpt.CloudckptError, match=r"'scheduler' raised KeyError: 'shuffle' \(.*\.py:\d+\)"):
+            call()
+
+
+def test_models_under_keys_of_one_text_are_refused() -> None:
+    """If this fails, one of two models overwrites the other in the checkpoint, and nobody is told."""
+    nets = {0: nn.Linear(2, 2), "0": nn.Linear(2, 2)}
+    with pytest.raises(InvalidOptionError, match="same text: 0, '0'"):
+        cloudckpt.save(new_uri(), model=nets, no_dist=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "group", [list, lambda held: {"warm": held[0]}, lambda held: []], ids=["list", "dict", "empty"]
+)
+def test_a_group_of_schedulers_is_refused_for_one(group: Callable[[list[Any]], Any]) -> None:
+    """If this fails, a scheduler takes the states of several for its own: it begins anew, and nobody is told."""
+    scheduler, uri = CosineAnnealingLR(AdamW(nn.Linear(2, 2).parameters()), 9), new_uri()
+    cloudckpt.save(uri, scheduler=group([scheduler]), no_dist=True)
+    with pytest.raises(StateDictMismatchError, match=r"'scheduler' of .* is no state of a CosineAnnealingLR"):
+        cloudckpt.load(uri, scheduler=scheduler, no_dist=True)
+
+
+def test_a_list_of_objects_is_refused_for_one() -> None:
+    """If this fails, an object that keeps any names takes the states of several, and nobody is told."""
+    uri, held = new_uri(), Sampler()
+    cloudckpt.save(uri, extra={"seen": [Sampler(), Sampler()]}, no_dist=True)
+    with pytest.raises(StateDictMismatchError, match=r"'extra\.seen' of .* has '0', '1', which is no state"):
+        cloudckpt.load(uri, extra={"seen": held}, no_dist=True)
+    held.state = {}
+    cloudckpt.load(uri, extra={"seen": held}, no_dist=True)
+    assert set(held.state) == {"0", "1"}
+
+
 def test_saved_state_without_a_place_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a run goes on with a fresh optimizer, or without a part of its model, and nobody is told."""
     model = make_two()

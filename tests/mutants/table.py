@@ -1571,6 +1571,20 @@ MUTANTS = {
         new="if said is not None and combine_tile_crc32cs(",
         tests=("tests/convert/test_copy.py::test_copy_by_the_service_is_verified",),
     ),
+    "models-of-one-key": Mutant(
+        breaks="G11: one of two models under keys of the same text is not saved, and nobody is told.",
+        file="dcp/live_objects.py",
+        old="    if len(modules) < len(model):",
+        new="    if len(modules) < 0:",
+        tests=("tests/dcp/test_live_objects.py::test_models_under_keys_of_one_text_are_refused",),
+    ),
+    "one-scheduler-from-several": Mutant(
+        breaks="G11: a scheduler gets the state of a list of them, and begins anew without a word.",
+        file="dcp/live_objects.py",
+        old="        if isinstance(held, Mapping) and held and saved.keys().isdisjoint(held):",
+        new="        if isinstance(held, Mapping) and held and saved.keys() == held.keys():",
+        tests=("tests/dcp/test_live_objects.py::test_a_group_of_schedulers_is_refused_for_one",),
+    ),
     "forget-the-state-that-a-fresh-optimizer-lacks": Mutant(
         breaks="G4: a load into the state dict of a fresh optimizer leaves the moments behind, and reports success.",
         file="dcp/completeness.py",

@@ -173,6 +173,20 @@ def get_model_state(module: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(module, options=StateDictOptions(strict=False))  # strict only refuses an empty one
 
 
+def ask_state(held: Any, *, where: str) -> Any:
+    """Return ``held.state_dict()``. An error in a user's code is raised with the path of the object."""
+    try:
+        return held.state_dict()
+    except CloudckptError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise CloudckptError(
+            f"state_dict() of {where!r} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}). "
+            "Nothing was saved or loaded"
+        ) from error
+
+
 def load_object(target: Any, state: Any, *, where: str) -> None:
     """Call ``target.load_state_dict(state)``. An error in a user's code is raised with the path of the object."""
     try:

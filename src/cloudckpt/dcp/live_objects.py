@@ -22,6 +22,7 @@ from cloudckpt.dcp.live_entry import (
     EntryGroup,
     LiveEntry,
     OptionalEntry,
+    ask_state,
     get_model_state,
     has_parts_of_ranks,
     load_object,
@@ -105,17 +106,37 @@ class StatefulEntry(LiveEntry):
     def state_dict(self) -> Any:
         return self._value.state_dict()
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:  # any structure fits
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
+        if isinstance(saved, Mapping):
+            self._refuse_group(saved, where=where, uri=uri)
         # Only its own state tells which tensors are DTensors. One without floats is not asked for it, since a data
         # loader would begin to iterate.
         has_floats = any(one.properties.dtype.is_floating_point and one.size for one in tensors_in(saved))
-        made = make_empty(saved, self.state_dict() if has_floats or has_parts_of_ranks(saved) else None)
+        is_asked = has_floats or has_parts_of_ranks(saved)
+        made = make_empty(saved, ask_state(self, where=where) if is_asked else None)
         return {} if made is NO_PLACE else made
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
             state = _with_types_of(self._value.state_dict(), state)
         load_object(self._value, state, where=where)
+
+    def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, uri: str) -> None:
+        """Raise `StateDictMismatchError` if `saved` are the states of several objects.
+
+        Schedulers, and many others, keep any names that they are given, and go on with their own state. Any other
+        structure fits, since an object may read what it saved under other names.
+        """
+        is_list = bool(saved) and saved.keys() == {str(position) for position in range(len(saved))}
+        if not is_list and not isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
+            return
+        held = ask_state(self, where=where)
+        if isinstance(held, Mapping) and held and saved.keys().isdisjoint(held):
+            raise StateDictMismatchError(
+                f"{where!r} of {uri} has {quote_names(list(map(str, saved)))}, which is no state of a "
+                f"{type(self._value).__name__}: a list or a dict of objects was saved. Pass the same to the load",
+                uri=uri,
+            )
 
 
 class GeneratorEntry(StatefulEntry):
@@ -459,4 +480,7 @@ def _named_modules(model: Model) -> dict[str, nn.Module]:
         return {"": model}
     if not isinstance(model, Mapping) or not all(isinstance(one, nn.Module) for one in model.values()):
         raise InvalidOptionError(f"model must be a torch.nn.Module or a dict of them, not a {type(model).__name__}")
-    return {f"{key}.": one for key, one in model.items()}
+    modules = {f"{key}.": one for key, one in model.items()}
+    if len(modules) < len(model):
+        raise InvalidOptionError(f"two keys of model are the same text: {', '.join(map(repr, model))}. Rename one")
+    return modules

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized, load_object, plan_live_entries
+from cloudckpt.dcp.live_entry import LiveEntry, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
-from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
+from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
 from cloudckpt.dcp.stateful_objects import close, hand_over, leave_open, refuse_left
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
@@ -73,7 +73,10 @@ def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     The objects are asked in the order of their keys on every rank, since their methods may be collective.
     """
-    states = {key: state_of(state_dict[key]) for key in sorted(state_dict, key=str)}
+    states = {
+        key: ask_state(state_dict[key], where=key) if is_stateful(state_dict[key]) else state_dict[key]
+        for key in sorted(state_dict, key=str)
+    }
     return {key: states[key] for key in state_dict}
 
 
@@ -219,7 +222,7 @@ def run_load(
             objects = {key: value for key, value in entries.items() if is_stateful(value)}
             # A live object plans what it fills once the checkpoint is known.
             stateful = {key: held for key, held in objects.items() if not isinstance(held, LiveEntry)}
-            entries.update({key: held.state_dict() for key, held in stateful.items()})
+            entries.update(states_of(stateful))
             have_objects = _load(
                 entries, reader, planner, ranks, is_ours=is_ours, stateful=stateful, has_objects=bool(objects)
             )

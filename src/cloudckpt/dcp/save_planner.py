@@ -51,11 +51,6 @@ _MAX_NAMES = 5
 _SHARDED = (DTensor, ShardedTensor)  # the latter refuses to be asked for what any tensor has
 
 
-def state_of(value: Any) -> Any:
-    """Return the state of a ``Stateful``, or `value` itself."""
-    return value.state_dict() if is_stateful(value) else value
-
-
 def is_stateful(value: Any) -> bool:
     """True for a ``Stateful``."""
     # The check of the protocol takes longer than all else that is done with a small tensor.

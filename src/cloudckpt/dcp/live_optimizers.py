@@ -31,6 +31,8 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer
 _log = logging.getLogger("cloudckpt")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+_IDENTITY = frozenset({_PARAMS, "param_names"})
+"""Keys of a group that say which parameters it has. Those of the live optimizer count, in its own order."""
 _KINDS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
 """Settings of groups that tell torch's optimizers apart. Versions add other keys, and so do schedulers."""
 
@@ -216,7 +218,7 @@ class OptimizerEntry(LiveEntry):
             is_free = position < len(saved_groups) and not any(position in one for one in positions)
             if not found and is_free and len(self._optimizers) == 1:
                 found = {position}
-            settings = [_without_params(saved_groups[number]) for number in sorted(found)]
+            settings = [_without_identity(saved_groups[number]) for number in sorted(found)]
             if any(not _is_same(settings[0], other) for other in settings[1:]):
                 raise StateDictMismatchError(
                     f"parameter group {position} of the optimizer has parameters of {len(settings)} saved groups with "
@@ -224,7 +226,7 @@ class OptimizerEntry(LiveEntry):
                     uri="",
                 )
             saved = {key: _on_device_of(live.get(key), value) for key, value in (settings or [{}])[0].items()}
-            groups.append({**_without_params(live), **saved})
+            groups.append({**{key: value for key, value in live.items() if key != _PARAMS}, **saved})
         return groups
 
     @cached_property
@@ -502,8 +504,8 @@ def _others_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if key not in {_STATE, _GROUPS}}
 
 
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != _PARAMS}
+def _without_identity(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _IDENTITY}
 
 
 def _on_device_of(live: Any, saved: Any) -> Any:

@@ -245,6 +245,31 @@ def test_an_error_in_the_loop_is_not_masked(memory: Memory, caplog: pytest.LogCa
     assert numbers(manager) == [1]
 
 
+def test_a_restore_waits_for_the_save_in_flight(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a job that goes back to its last save gets an older one, or begins anew; or it changes tensors
+    that an overlapped save still copies.
+    """
+    gate = Gate()
+    manager = CheckpointManager(memory.root, options=Options(on_event=gate.at_event("save.set_up")))
+    handle = manager.save(1, state_of(1.0))
+    assert isinstance(handle, AsyncSave)
+    wait, state = handle.committed.wait, state_of(0.0)
+
+    def let_through_and_wait(timeout: float | None = None) -> bool:
+        gate.opened.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(handle.committed, "wait", let_through_and_wait)
+    try:
+        found = manager.restore(state)
+    finally:
+        gate.opened.set()
+    assert found is not None
+    assert found.step == 1
+    assert_holds(state, 1.0)
+    manager.close(WAIT_S)
+
+
 # --- metrics
 
 

@@ -1585,6 +1585,20 @@ MUTANTS = {
         new="        if isinstance(held, Mapping) and held and saved.keys() == held.keys():",
         tests=("tests/dcp/test_live_objects.py::test_a_group_of_schedulers_is_refused_for_one",),
     ),
+    "restore-beside-the-save-in-flight": Mutant(
+        breaks="G3: a restore in a process that is saving finds an older step, or none.",
+        file="manager/checkpoint_manager.py",
+        old="        if (running := self.in_flight) is not None:",
+        new="        if (running := None) is not None:",
+        tests=("tests/manager/test_manager.py::test_a_restore_waits_for_the_save_in_flight",),
+    ),
+    "names-in-groups-are-settings": Mutant(
+        breaks="G11: the names in an optimizer's groups are those of other parameters.",
+        file="dcp/live_optimizers.py",
+        old='_IDENTITY = frozenset({_PARAMS, "param_names"})',
+        new="_IDENTITY = frozenset({_PARAMS})",
+        tests=("tests/dcp/test_live_objects.py::test_names_in_groups_are_those_of_the_optimizer",),
+    ),
     "forget-the-state-that-a-fresh-optimizer-lacks": Mutant(
         breaks="G4: a load into the state dict of a fresh optimizer leaves the moments behind, and reports success.",
         file="dcp/completeness.py",

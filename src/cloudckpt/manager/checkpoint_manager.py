@@ -350,7 +350,8 @@ class CheckpointManager(OfThisProcess):
         Unless ``strict=False``, live objects must take all that the step holds, so that nothing is lost without a word.
         A state dict may leave out what it does not name, unless ``strict=True``, but no part of an optimizer's state.
         Without `step`, the newest whole step is loaded as by `cloudckpt.load_latest`: the one that was committed last.
-        Damaged steps are skipped on all ranks with a warning and listed in the result.
+        Damaged steps are skipped on all ranks with a warning and listed in the result. A save of this manager that is
+        in flight is waited for; if it fails, an earlier step is loaded.
 
         Args:
             state_dict: See `cloudckpt.load`. Pass it, or the live objects that `save` was given.
@@ -385,6 +386,8 @@ class CheckpointManager(OfThisProcess):
             strict=strict,
         )
         wanted = None if step is None else _check_step(step)
+        if (running := self.in_flight) is not None:
+            running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
         with lock_root(self.root):
             if wanted is not None:
                 restored: Restored | None = self._restore_step(state_dict, wanted, planner, strict=strict)

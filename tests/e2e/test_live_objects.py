@@ -269,6 +269,13 @@ def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
     optimizers = [torch.optim.AdamW(parts[0]), torch.optim.SGD(parts[1])]
     with pytest.raises(InvalidOptionError, match=r"some parameters of one FSDP module.*'down.weight'.*of their own"):
         cloudckpt.save(uri, model=model, optimizer=optimizers)
+    head = nn.Linear(2, 2)
+    for models in ({"a": model, "b": head}, {"b": head, "a": model}):
+        both = torch.optim.AdamW([param for one in models.values() for param in one.parameters()])
+        with pytest.raises(
+            InvalidOptionError, match=r"AdamW\) updates an FSDP module together with param"
+        ):
+            cloudckpt.save(uri, model=models, optimizer=both)
 
 
 def refuse_containers_of_fsdp1(uri: str) -> None:
@@ -317,9 +324,9 @@ def refuse_an_optimizer_of_one_rank(uri: str) -> None:
 )
 def test_layouts_that_torch_does_not_tell(check: Callable[[str], None], tmp_path: Path) -> None:
     """If this fails, a scalar DTensor gets plain moments; or no load can resume LBFGS, whose lists grow; or two
-    optimizers of one FSDP1 module fail in torch; or the ranks of FSDP1 save a list of one of them; or a stage of a
-    pipeline that has another number of parameter groups keeps its first learning rate; or an optimizer that one rank
-    alone passes leaves those of the other ranks fresh.
+    optimizers of one FSDP1 module, or one of two modules, fail in torch; or the ranks of FSDP1 save a list of one of
+    them; or a stage of a pipeline that has another number of parameter groups keeps its first learning rate; or an
+    optimizer that one rank alone passes leaves those of the other ranks fresh.
     """
     run_ranks(check, str(tmp_path / "a"), world_size=2)
 

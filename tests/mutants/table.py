@@ -1592,6 +1592,13 @@ MUTANTS = {
         new="        if (running := None) is not None:",
         tests=("tests/manager/test_manager.py::test_a_restore_waits_for_the_save_in_flight",),
     ),
+    "one-optimizer-of-two-fsdp1-modules": Mutant(
+        breaks="an optimizer of an FSDP1 module and of another ends in a bare KeyError of torch's.",
+        file="dcp/live_optimizers.py",
+        old="                if not mine <= held:",
+        new="                if not mine:",
+        tests=("tests/e2e/test_live_objects.py::test_layouts_that_torch_does_not_tell",),
+    ),
     "names-in-groups-are-settings": Mutant(
         breaks="G11: the names in an optimizer's groups are those of other parameters.",
         file="dcp/live_optimizers.py",

@@ -331,7 +331,14 @@ class OptimizerEntry(LiveEntry):
         """Return the module of torch's first FSDP that has the optimizer's parameters, and the prefix of its names."""
         mine = {id(param) for group in optimizer.param_groups for param in group[_PARAMS]}
         for prefix, module, units in self._fsdp1_units:
-            if any(id(param) in mine for param in module.parameters()):
+            held = {id(param) for param in module.parameters()}
+            if not mine.isdisjoint(held):
+                if not mine <= held:
+                    raise InvalidOptionError(
+                        f"the optimizer ({type(optimizer).__name__}) updates an FSDP module together with parameters "
+                        "of other models, and torch cannot save their states apart. Use one optimizer for each model, "
+                        "pass one module that holds them all, or use fully_shard"
+                    )
                 for unit in units:
                     _refuse_part_of_unit(unit, optimizer, mine)
                 return prefix, module

@@ -417,6 +417,27 @@ def test_a_group_of_schedulers_is_refused_for_one() -> None:
             cloudckpt.load(uri, scheduler=scheduler, no_dist=True)
 
 
+class Calibrated(nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("saved", [torch.arange(5), {"scales": [torch.ones(2)]}, "text", {}, None], ids=repr)
+def test_extra_state_of_another_form_replaces_a_fresh_tensor(saved: Any) -> None:
+    """If this fails, a layer that is empty before it is calibrated, as those of FP8 are, cannot be loaded fresh."""
+    uri, module = new_uri(), Calibrated(torch.zeros(0, dtype=torch.uint8))
+    cloudckpt.save(uri, model=Calibrated(saved), no_dist=True)
+    cloudckpt.load(uri, model=module, no_dist=True)
+    assert_same(module.extra, saved)
+
+
 def test_names_in_groups_are_those_of_the_optimizer() -> None:
     """If this fails, an optimizer made with ``named_parameters()`` gets the names of a wrapper, or in another order,
     each for another parameter; or groups that differ in nothing else are refused.

@@ -1599,6 +1599,20 @@ MUTANTS = {
         new="                if not mine:",
         tests=("tests/e2e/test_live_objects.py::test_layouts_that_torch_does_not_tell",),
     ),
+    "extra-state-must-fit": Mutant(
+        breaks="G11: extra state is refused that a fresh module holds in another shape.",
+        file="dcp/live_objects.py",
+        old='    is_extra = name.endswith("_extra_state")',
+        new="    is_extra = False",
+        tests=("tests/dcp/test_live_objects.py::test_extra_state_of_another_form_replaces_a_fresh_tensor",),
+    ),
+    "fill-shared-elements": Mutant(
+        breaks="G11: a load into a tensor whose elements share memory fails without the name of the entry.",
+        file="pipeline/consumers.py",
+        old="        if any(size > 1 and not stride for size,",
+        new="        if any(size < 0 and not stride for size,",
+        tests=("tests/dcp/test_load.py::test_a_tensor_whose_elements_share_memory_is_named",),
+    ),
     "names-in-groups-are-settings": Mutant(
         breaks="G11: the names in an optimizer's groups are those of other parameters.",
         file="dcp/live_optimizers.py",

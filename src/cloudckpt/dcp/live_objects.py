@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
@@ -84,9 +85,8 @@ class ModelEntry(LiveEntry):
             if self._rank == 0 and (new := [name for name in wanted if name not in known]):
                 _log.warning("%s of %s lacks %s, which the model keeps as they are", where, uri, quote_names(new))
             wanted = {name: value for name, value in wanted.items() if name in known}
-        # A fresh module's extra state may have another structure than the one that was saved.
         planned = {
-            name: value if isinstance(value, torch.Tensor) or name not in known else make_empty(known[name], value)
+            name: make_empty(known[name], value) if name in known and _is_replaced(name, value, known[name]) else value
             for name, value in wanted.items()
         }
         return {name: value for name, value in planned.items() if value is not NO_PLACE}
@@ -95,6 +95,13 @@ class ModelEntry(LiveEntry):
         if state:
             with writable([*self._module.parameters(), *self._module.buffers()]):
                 set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
+
+
+def _is_replaced(name: str, held: Any, saved: Any) -> bool:
+    """True if `held` is not filled in place. A fresh module's extra state may be of another structure or shape."""
+    is_extra = name.endswith("_extra_state")
+    fits = not is_extra or (isinstance(saved, TensorStorageMetadata) and held.shape == saved.size)
+    return not (isinstance(held, torch.Tensor) and fits)
 
 
 class StatefulEntry(LiveEntry):

@@ -209,6 +209,13 @@ def test_freed_memory_is_not_filled(tmp_path: Path, planner: LoadPlanner | None,
         cloudckpt.load({"w": freed}, tmp_path / "x", planner=planner)
 
 
+def test_a_tensor_whose_elements_share_memory_is_named(tmp_path: Path) -> None:
+    """If this fails, a load into an expanded tensor ends in torch's error, without the name of the entry."""
+    cloudckpt.save({"w": torch.arange(3)}, tmp_path / "x", no_dist=True)
+    with pytest.raises(UnsupportedValueError, match=r"cannot load 'w' .* elements share memory"):
+        cloudckpt.load({"w": torch.zeros(1, dtype=torch.int64).expand(3)}, tmp_path / "x", no_dist=True)
+
+
 def filled_in_place(state_dict: dict[str, torch.Tensor], tensors: dict[str, StoredTensor]) -> set[str]:
     """The entries whose bytes are read into their own memory, of a load from one object."""
     stored = StoredObject(key="data/a/0-0.safetensors", size=1000, crc32c="")

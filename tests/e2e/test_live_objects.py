@@ -272,9 +272,7 @@ def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
     head = nn.Linear(2, 2)
     for models in ({"a": model, "b": head}, {"b": head, "a": model}):
         both = torch.optim.AdamW([param for one in models.values() for param in one.parameters()])
-        with pytest.raises(
-            InvalidOptionError, match=r"AdamW\) updates an FSDP module together with param"
-        ):
+        with pytest.raises(InvalidOptionError, match=r"AdamW\) updates an FSDP module together with param"):
             cloudckpt.save(uri, model=models, optimizer=both)
 
 

@@ -240,8 +240,17 @@ def _consumer_of(
         raise CloudckptError(
             f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
         )
-    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and is_short(tensor):
-        raise UnsupportedValueError(f"cannot load {index.fqn!r} of {uri}: it is {describe_shortage(tensor)}", uri=uri)
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
+        if is_short(tensor):
+            raise UnsupportedValueError(
+                f"cannot load {index.fqn!r} of {uri}: it is {describe_shortage(tensor)}", uri=uri
+            )
+        if any(size > 1 and not stride for size, stride in zip(lengths, tensor.stride(), strict=True)):
+            raise UnsupportedValueError(
+                f"cannot load {index.fqn!r} of {uri}: several elements share memory, as expand() lets them. Load into "
+                "a clone() of it",
+                uri=uri,
+            )
     offsets = tuple(item.storage_offsets)
     if len(offsets) != len(location.lengths) or any(
         begin < 0 or begin + length > extent

@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 import cloudckpt
 from cloudckpt._torch_compat import fqns_of
 from cloudckpt.dcp import live_optimizers
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, StateDictMismatchError
 
 _names = iter(range(1000))
 
@@ -398,6 +398,19 @@ def test_an_object_whose_state_dict_fails_is_named() -> None:
     for call in calls:
         with pytest.raises(cloudckpt.CloudckptError, match=r"'scheduler' raised KeyError: 'shuffle' \(.*\.py:\d+\)"):
             call()
+
+
+def test_an_error_of_an_object_is_no_damage_of_a_step() -> None:
+    """If this fails, a restore goes back to an older step, because an object looks for some other checkpoint."""
+
+    class Looking(Sampler):
+        def state_dict(self) -> dict[str, Any]:
+            raise CheckpointNotFoundError("no data set", uri="elsewhere")
+
+    manager = cloudckpt.CheckpointManager(new_uri(), async_=False, no_dist=True)
+    manager.save(1, {"sampler": Sampler()})
+    with pytest.raises(cloudckpt.CloudckptError, match=r"'sampler' raised CheckpointNotFoundError: no data set"):
+        manager.restore({"sampler": Looking()})
 
 
 def test_models_under_keys_of_one_text_are_refused() -> None:

@@ -855,7 +855,7 @@ MUTANTS = {
     "fill-whole-tensors-of-objects": Mutant(
         breaks="G11: an average of sharded weights comes back as whole tensors on every rank.",
         file="dcp/live_objects.py",
-        old="make_empty(saved, self.state_dict() if has_floats or has_parts_of_ranks(saved) else None)",
+        old="make_empty(saved, ask_state(self, where=where) if is_asked else None)",
         new="make_empty(saved)",
         tests=("tests/e2e/test_containers.py::test_object_with_sharded_tensors_gets_shards",),
     ),
@@ -1613,6 +1613,20 @@ MUTANTS = {
         new="        if any(size < 0 and not stride for size,",
         tests=("tests/dcp/test_load.py::test_a_tensor_whose_elements_share_memory_is_named",),
     ),
+    "drop-untied-weights-silently": Mutant(
+        breaks="G11: one of two weights is lost in a model that ties them, without a word.",
+        file="pipeline/consumers.py",
+        old="if kept[memory] != place]",
+        new="if kept[memory] is place]",
+        tests=("tests/test_tied.py::test_weights_that_were_not_tied_are_named_where_they_are",),
+    ),
+    "an-objects-error-is-damage": Mutant(
+        breaks="G10: a restore goes back to an older step because an object's own code found no checkpoint.",
+        file="dcp/live_entry.py",
+        old="    return isinstance(error, CloudckptError) and not is_sign",
+        new="    return isinstance(error, CloudckptError)",
+        tests=("tests/dcp/test_live_objects.py::test_an_error_of_an_object_is_no_damage_of_a_step",),
+    ),
     "names-in-groups-are-settings": Mutant(
         breaks="G11: the names in an optimizer's groups are those of other parameters.",
         file="dcp/live_optimizers.py",
@@ -1868,8 +1882,8 @@ MUTANTS = {
     "states-in-the-order-of-each-rank": Mutant(
         breaks="G7: ranks whose dicts have another order hang in the collectives of their objects.",
         file="dcp/protocol.py",
-        old="for key in sorted(state_dict, key=str)}\n    return",
-        new="for key in state_dict}\n    return",
+        old="        for key in sorted(state_dict, key=str)\n    }",
+        new="        for key in state_dict\n    }",
         tests=("tests/e2e/test_stateful_objects.py::test_objects_are_asked_and_filled_in_one_order_on_all_ranks",),
     ),
     "objects-are-filled-in-the-order-of-each-rank": Mutant(

@@ -173,13 +173,19 @@ def get_model_state(module: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(module, options=StateDictOptions(strict=False))  # strict only refuses an empty one
 
 
+def _is_ours(error: Exception) -> bool:
+    # A restore takes an older step for a step that is absent or damaged. An object's own error is no sign of these.
+    is_sign = isinstance(error, (CheckpointNotFoundError, CorruptCheckpointError))
+    return isinstance(error, CloudckptError) and not is_sign
+
+
 def ask_state(held: Any, *, where: str) -> Any:
     """Return ``held.state_dict()``. An error in a user's code is raised with the path of the object."""
     try:
         return held.state_dict()
-    except CloudckptError:
-        raise
     except Exception as error:
+        if _is_ours(error):
+            raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise CloudckptError(
             f"state_dict() of {where!r} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}). "
@@ -192,10 +198,7 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
     try:
         target.load_state_dict(state)
     except Exception as error:
-        # A restore takes an older step for a step that is absent or damaged. An object's own error is no sign of these.
-        if isinstance(error, CloudckptError) and not isinstance(
-            error, (CheckpointNotFoundError, CorruptCheckpointError)
-        ):
+        if _is_ours(error):
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise CloudckptError(

@@ -110,6 +110,18 @@ def test_tied_tensor_is_read_once(memory: Memory) -> None:
     assert memory.at().num_bytes("read_into") <= data_bytes(memory) + 100_000  # and the manifest
 
 
+def test_weights_that_were_not_tied_are_named_where_they_are(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, one of two trained matrices is lost in a model that ties them, and nobody is told."""
+    names = {}
+    for is_tied in (False, True):
+        cloudckpt.save({"model": Model(is_tied=is_tied).state_dict()}, memory.uri(f"{is_tied}"))
+        caplog.clear()
+        cloudckpt.load({"model": (state := Model(is_tied=True).state_dict())}, memory.uri(f"{is_tied}"))
+        names[is_tied] = [name for name in state if f"'model.{name}'" in caplog.text]
+    assert len(names[False]) == 1
+    assert names[True] == []
+
+
 def test_memory_that_is_used_again_is_not_taken_for_tied(memory: Memory) -> None:
     """If this fails, two tensors that a planner makes one after the other at one address come back as one."""
 

@@ -134,6 +134,20 @@ class Consumers:
                 if consumer.tensor.dtype is not stored:
                     yield consumer.item.storage_index.fqn, stored, consumer.tensor.dtype
 
+    def dropped(self) -> list[str]:
+        """Return the names of tensors that were saved apart, and fill the memory of another one, whose values count."""
+        kept: dict[object, tuple[int, int]] = {}
+        dropped: list[tuple[object, tuple[int, int], str]] = []
+        for consumer in self.others:
+            target, place = consumer.target, (consumer.location.object_index, consumer.location.begin)
+            if isinstance(target, TensorTarget) and target.is_shared:
+                memory = address_range(target.tensor)
+                if target.is_dropped:
+                    dropped.append((memory, place, consumer.item.storage_index.fqn))
+                else:
+                    kept[memory] = place
+        return [fqn for memory, place, fqn in dropped if kept[memory] != place]
+
     def names_in(self, request: RangeRead, begin: int, end: int) -> str:
         """Return the names, for a message, that bytes ``[begin, end)`` of the request's object belong to."""
         fqns = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from array import array
 from collections import defaultdict
@@ -22,6 +23,7 @@ from cloudckpt.errors import (
     CloudckptError,
     CorruptCheckpointError,
     ObjectNotFoundError,
+    quote_names,
 )
 from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ItemLocation, Manifest
@@ -36,6 +38,8 @@ from cloudckpt.tensors.extensions import ReadTransforms
 from cloudckpt.tensors.host_memory import Arena, new_arena
 from cloudckpt.tensors.load_targets import BytesTarget, open_request
 from cloudckpt.tensors.tensor_bytes import synchronize_streams
+
+_log = logging.getLogger("cloudckpt")
 
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
 _UNSEEN_BYTES = 16 * MIB
@@ -82,6 +86,13 @@ class LoadJob:
                 )
                 if context.rank == 0:  # one rank says it for all
                     log_precision(consumers.casts(), uri=context.uri)
+                    if dropped := consumers.dropped():
+                        _log.warning(
+                            "%s holds %s apart from tensors that are the same here, as tied weights are: these values "
+                            "are dropped. Untie the model, unless they are equal",
+                            context.uri,
+                            quote_names(dropped),
+                        )
                 self._finisher.check(consumers)
                 requests = self._plan_requests(consumers)
             self._check_claims(requests, consumers)

@@ -55,6 +55,11 @@ CERTIFICATE = ErrorRule(
 CLOCK = ErrorRule(
     CredentialsError, "This machine's clock is off, so its signatures are refused, new ones too. Set it (NTP)."
 )
+CLOCK_OR_EXPIRED = ErrorRule(
+    CredentialsError,
+    "The credentials from {credentials} have expired, or this machine's clock is off: new requests are refused, too. "
+    "`cloudckpt doctor` compares the clock. Set it (NTP), or renew the credentials.",
+)
 CONFIG = ErrorRule(StoreError, "Check the AWS configuration (~/.aws/config, AWS_* variables) and the storage options.")
 CREDENTIALS = ErrorRule(
     CredentialsError,
@@ -103,7 +108,8 @@ CODES: Mapping[str, ErrorRule] = by_name(
         (shared.BUCKET, "NoSuchBucket"),
         (BUCKET_NAME, "InvalidBucketName"),
         (shared.CANNOT, "MethodNotAllowed NotImplemented"),
-        (CLOCK, "RequestExpired RequestTimeTooSkewed"),
+        (CLOCK, "RequestTimeTooSkewed"),
+        (CLOCK_OR_EXPIRED, "RequestExpired"),
         (CREDENTIALS, "AuthFailure AuthorizationQueryParametersError InvalidAccessKeyId InvalidClientTokenId"),
         (CREDENTIALS, "InvalidSecurity InvalidToken SignatureDoesNotMatch UnrecognizedClientException"),
         (DAMAGED, "BadDigest InvalidChecksum InvalidDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch"),

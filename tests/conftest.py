@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from tests import secrets_watch
 from tests.in_memory import Memory
@@ -16,6 +17,9 @@ from tests.secrets_watch import no_secret_is_shown  # noqa: F401  # for all test
 
 _numbers = itertools.count()
 secrets_watch.install()
+
+# Else torch warns of some things once in a process, and which test fails by it depends on those before.
+torch.set_warn_always(True)
 
 # Derandomised: a failure on one machine is a failure on all. No deadline: a loaded machine is not a defect.
 for _name, _num_examples in (("quick", 20), ("thorough", 100)):

@@ -41,7 +41,6 @@ def test_a_framework_that_is_not_installed(module: str) -> None:
     assert f"pip install '{named}=={TESTED_VERSIONS[named]}'" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_only_steps_are_in_the_way_of_training(memory: Memory) -> None:
     """Training would not begin where a folder that has nothing to do with it may not be looked at."""
     for name in ("step-10", "step-9", "step-09", "somebodys"):
@@ -74,7 +73,6 @@ def test_pickle_that_could_run_code_is_refused() -> None:
     assert deserialize(serialize({"step": 3})) == {"step": 3}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_quantized_weights_of_a_framework_come_back(tmp_path: Path) -> None:
     """If this fails, Lightning on one device or DDP refuses a model with quantized weights, or gets other ones back."""
     tree = {"state_dict": {"layer.weight": make_scaled()}, "epoch": 3}

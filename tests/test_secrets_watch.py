@@ -85,7 +85,6 @@ def test_a_secret_is_caught_wherever_it_is_shown(plant: str) -> None:
     assert secrets_watch.hits() == []
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_secret_in_a_manifest_is_caught(memory: Memory) -> None:
     """If this fails, credentials that reach a manifest, and with it everybody who may read the bucket, go unnoticed."""
     cloudckpt.save({SECRET: torch.ones(1)}, "memory://bucket/run")

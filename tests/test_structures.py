@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import cloudckpt
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 _numbers = itertools.count()
 
 

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import cloudckpt
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 TILE_BYTES = 4096
 
 bases = st.builds(

@@ -34,8 +34,6 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.stores.local import files
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 @pytest.fixture
 def own_plan_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ def test_verify_finds_a_single_flipped_bit():
         state.verify()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 @pytest.mark.parametrize("system", ["filesystem", "cloudckpt-path"])
 def test_a_part_of_each_shard_is_loaded(system, tmp_path):
     """A resharded load would want all of the tensors, or other rows than those that it is compared with."""
@@ -91,7 +90,6 @@ def test_failure_of_a_worker_is_told(fleets, tmp_path):
         fleet.prepare(PAYLOAD, "sharded")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_save_beside_training_says_how_fast_it_went(monkeypatch, tmp_path):
     """The cell would be empty, or a save that failed be counted."""
     monkeypatch.setattr(training, "ALONE_S", 0.2)

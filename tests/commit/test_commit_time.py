@@ -25,8 +25,6 @@ from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.open import open_store
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 BEGIN_NS = 1_795_403_713_000_000_000
 SECOND = datetime(2026, 11, 23, 3, 15, 13, tzinfo=timezone.utc)
 _names = itertools.count()

@@ -43,8 +43,6 @@ from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faults import Call
 from cloudckpt.uri import parse_location
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 examples = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

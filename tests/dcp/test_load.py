@@ -30,8 +30,6 @@ from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.consumers import Consumers, Finisher, consumers_of
 from cloudckpt.tensors.load_targets import BytesTarget
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 OPTIONS = make_options(tile_bytes=4096, request_bytes=8192)
 
 

@@ -22,7 +22,6 @@ from cloudckpt.testing.servers import S3Server
 
 KIB, MIB = 1 << 10, 1 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 _PEAKS = """
 import contextlib, sys, warnings

@@ -27,11 +27,6 @@ FORMAT = (ROOT / "docs" / "format.md").read_text()
 (FENCE,) = re.findall(r'^\{"format":"cloudckpt-fence".*\}$', FORMAT, re.MULTILINE)
 TILE_BYTES = 4096
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-]
-
 
 def pattern(dtype_name: str, *shape: int) -> torch.Tensor:
     """A tensor whose bytes count up."""

@@ -21,8 +21,6 @@ import cloudckpt
 from cloudckpt.cli import main
 from cloudckpt.testing.servers import S3Server, fake_gcs_server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 DOCUMENTS = [
     "docs/command-line.md",
     "docs/exports.md",

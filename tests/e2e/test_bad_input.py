@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import cloudckpt
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 CALLS: dict[str, Callable[[str], object]] = {
     "save": lambda uri: cloudckpt.save(values(), uri),
     "async_save": lambda uri: cloudckpt.async_save(values(), uri).result(60.0),

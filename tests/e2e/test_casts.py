@@ -14,8 +14,6 @@ from torch import nn
 import cloudckpt
 from cloudckpt.errors import StateDictMismatchError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 LOST: dict[str, tuple[torch.Tensor, torch.dtype]] = {
     "spectrum": (torch.tensor([1 + 2j]), torch.float32),
     "scale": (torch.tensor([0.0, 2.7]), torch.int64),

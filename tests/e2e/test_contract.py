@@ -14,8 +14,6 @@ from tests.e2e.places import LocalPlace, Place
 
 import cloudckpt
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 def values(fill: float = 1.0) -> dict[str, Any]:
     return {

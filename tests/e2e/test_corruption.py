@@ -13,8 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 PATTERN = b"\x5a\xc3\x3c\xa5"
 NUM_PATTERNS = 1000
 

@@ -17,8 +17,6 @@ from cloudckpt.io import hedging
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 NUM_BEFORE = 4
 """Requests that come through before one stalls, so that it has peers."""
 TIMEOUT_S = 90.0

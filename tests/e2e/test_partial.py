@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import cloudckpt
 
-single_process = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 def save_all_and_load_the_model(uri: str, parallelism: Parallelism) -> None:
     original = build(parallelism, seed=0)
@@ -42,7 +40,6 @@ def test_the_model_alone_is_loaded(place: Place) -> None:
     run_ranks(save_all_and_load_the_model, place.uri(), "fsdp2", world_size=2)
 
 
-@single_process
 def test_torch_loads_by_keys_through_our_reader(place: Place) -> None:
     """If this fails, a state dict cannot be rebuilt from the checkpoint alone, as conversion tools do it."""
     original = build("none", seed=0)

@@ -23,8 +23,6 @@ from cloudckpt.manager import preemption as module
 WAIT_S = 60.0
 _never = threading.Event()
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread, or the interpreter, is about to do."""

@@ -20,8 +20,6 @@ from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.manager.restore import load_newest
 from cloudckpt.report import LoadReport
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 @pytest.mark.parametrize("api", ["ours", "torch"])
 def test_a_reader_reads_checkpoints_of_both_kinds_in_turn(api: str, tmp_path: Path) -> None:

@@ -18,10 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 
 import cloudckpt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
-    pytest.mark.filterwarnings("ignore:.* unpickling it could run any code, so a load refuses it"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.* unpickling it could run any code, so a load refuses it")
 
 
 class Custom:

@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import cloudckpt
 from cloudckpt.errors import StateDictMismatchError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 class Holder:
     """An object whose state is a dict."""

@@ -26,11 +26,6 @@ from cloudckpt.options import MIB
 
 MIGRATING = Path(__file__).parents[2] / "docs" / "migrating.md"
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
-    pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental"),
-]
-
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     - {  # torch itself cannot fill or copy tensors of these

@@ -26,8 +26,6 @@ from cloudckpt.errors import CorruptCheckpointError, StateDictMismatchError, Uns
 
 ALLOWED = [*scaled.ALLOWED, TwoTensor]
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 def state(*, blank: bool = False) -> dict[str, Any]:
     """Wrappers of several kinds beside plain tensors, one of them under two names."""

@@ -26,8 +26,6 @@ UNDO = {
 """By code that is not cloudckpt's."""
 CHAINS = {"compressed": ["stream.zstd/1"], "encrypted": ["golden.cipher/1", "stream.zstd/1"]}
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 @pytest.fixture(params=VERSIONS)
 def golden(request: pytest.FixtureRequest) -> Path:

@@ -23,7 +23,6 @@ STAGING_BYTES = 16 * MIB
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
 ]
 
 

@@ -19,7 +19,6 @@ TIMEOUT_S = 120
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
 ]
 
 

@@ -18,10 +18,7 @@ from cloudckpt.testing.contract_base import ODD_KEYS, content, keys, put
 from cloudckpt.testing.servers import Program, answers, clean_environment, reserved_port, running
 
 # Of aiohttp, about adlfs's way of sending: the event loop is adlfs's own, and nothing else waits for it.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 
 ACCOUNT = "devstoreaccount1"
 # Azurite's own, the same everywhere: https://learn.microsoft.com/azure/storage/common/storage-connect-azurite

@@ -19,8 +19,6 @@ from cloudckpt.doctor import examine
 from cloudckpt.errors import AccessDeniedError, GarbageLeftError
 from cloudckpt.testing.servers import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 def check_refusals(root: str, options: Options) -> None:
     """Try each removal with `options`, which the store refuses, and then look with other ones that reach it."""

@@ -28,8 +28,6 @@ __all__ = [
     "test_gc_removes_data_that_an_overwrite_left",
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 @pytest.fixture(params=["rgw", "fake-gcs"])
 def root(request: pytest.FixtureRequest, servers: Servers, use: Callable[[Server], str]) -> str:

@@ -14,7 +14,6 @@ import cloudckpt
 from cloudckpt.stores import open_store
 from cloudckpt.testing.servers import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 Use = Callable[[Server], str]
 
 

@@ -18,7 +18,6 @@ from cloudckpt.format.codec import decode
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.multirank,
     pytest.mark.usefixtures("without_threads"),
 ]

@@ -27,7 +27,6 @@ from cloudckpt.stores.memory import MemoryStore
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.filterwarnings("ignore:.*(TypedStorage|is not a)"),
     pytest.mark.timeout(240),
 ]

@@ -17,8 +17,6 @@ import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.stores.base import Store, Views
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 TILE_BYTES = 4096
 SETTINGS = {"tile_bytes": TILE_BYTES, "request_bytes": 4 * TILE_BYTES, "connections": 1, "max_gap_bytes": 0}
 

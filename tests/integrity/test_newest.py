@@ -21,8 +21,6 @@ from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStoreError
 from cloudckpt.stores.base import crc32c_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 STEPS = (1, 2, 3)
 
 

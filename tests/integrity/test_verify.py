@@ -15,8 +15,6 @@ from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import crc32c_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 MIB = 2**20
 
 

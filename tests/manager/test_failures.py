@@ -20,8 +20,6 @@ from cloudckpt.errors import InvalidOptionError, SaveInFlightError, StoreError
 from cloudckpt.manager.failures import Failures
 from cloudckpt.types import SaveFailure
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 WAIT_S = 60.0
 in_both_ways = pytest.mark.parametrize("async_", [True, False])
 

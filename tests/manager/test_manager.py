@@ -31,8 +31,6 @@ from cloudckpt.manager import checkpoint_manager
 from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.testing.faults import Call, WrappedStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 WAIT_S = 60.0
 
 

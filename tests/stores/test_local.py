@@ -394,7 +394,6 @@ MAYBE_DONE = "EIO ESTALE ETIMEDOUT EREMOTEIO ECONNRESET EHOSTDOWN EINTR EBUSY EN
 
 @pytest.mark.parametrize("arrives", [False, True], ids=["not done", "done"])
 @pytest.mark.parametrize("name", f"{NOTHING_DONE} {MAYBE_DONE}".split())
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_commit_whose_link_fails_is_refused_unknown_or_done(tmp_path, monkeypatch, name, *, arrives):
     """A full disk at the commit would leave its outcome unknown, and the data; or data would be removed under a commit
     whose answer was lost.

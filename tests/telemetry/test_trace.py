@@ -92,8 +92,6 @@ def overlaps_of(events: list[dict[str, Any]]) -> list[str]:
     return problems
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 SMALL: dict[str, Any] = {"tile_bytes": 4096, "part_bytes": 8192, "request_bytes": 8192, "connections": 3}
 MANY = {f"w{i}": torch.full((5000,), float(i)) for i in range(12)}
 BODIES = ("put", "upload_part")

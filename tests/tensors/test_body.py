@@ -14,8 +14,6 @@ from tests.tensors.samples import views
 from cloudckpt.tensors.body import PieceBody, new_piece
 from cloudckpt.tensors.host_memory import Arena
 
-pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-
 TILE_BYTES = 64
 
 

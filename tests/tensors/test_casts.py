@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from cloudckpt.errors import StateDictMismatchError
 from cloudckpt.tensors.casts import new_cast
 
-pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-
 INTEGERS = [getattr(torch, f"{sign}int{bits}") for sign in ("u", "") for bits in (8, 16, 32, 64)]
 SMALL_FLOATS = [getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 SMALL_FLOATS += [torch.float16, torch.bfloat16]

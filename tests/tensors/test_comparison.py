@@ -16,7 +16,6 @@ from cloudckpt.inspect import comparison
 from cloudckpt.inspect.comparison import is_same_value
 from cloudckpt.stores.base import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 _names = itertools.count()
 
 

@@ -13,7 +13,6 @@ import torch
 import cloudckpt
 
 WAIT_S = 60
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 def state_of(fill: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -26,10 +25,6 @@ from cloudckpt.tensors.stager import PinnedStager
 from cloudckpt.tensors.tensor_bytes import as_carrier, bytes_view, is_short, plain_tensor
 
 WAIT_S = 60
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.empty(0, dtype=torch.complex32)  # which torch warns of once
 
 
 @pytest.fixture(params=[False, True], ids=["private", "shared"])
@@ -181,9 +176,7 @@ def test_tensors_that_are_no_plain_memory_are_what_they_were(stager: PinnedStage
     part = torch.ones(15)[5:]
     for tensor in (freed, part):
         tensor.untyped_storage().resize_(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is about to drop them
-        quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8)
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8)
     state = {
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 7, dtype=torch.float16),

@@ -30,8 +30,6 @@ from cloudckpt.tensors.load_targets import (
 )
 from cloudckpt.tensors.tensor_bytes import bytes_view
 
-pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-
 TILE_BYTES = 64
 
 

@@ -23,8 +23,6 @@ from cloudckpt.tensors.tensor_bytes import (
     viewable_address,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-
 URI = "memory://tests/checkpoint"
 
 
@@ -98,7 +96,6 @@ LIES_OTHERWISE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # once in a process
 @pytest.mark.parametrize("kind", LIES_OTHERWISE)
 def test_memory_that_does_not_hold_the_values_one_after_the_other_has_no_address(kind: str) -> None:
     """If this fails, a save sends other bytes than the tensor's, or a load fills memory that is not the tensor's."""

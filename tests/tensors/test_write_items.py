@@ -21,8 +21,6 @@ from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
 from cloudckpt.tensors.write_items import StagedItem, stage_items
 
-pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-
 URI = "memory://items/x"
 
 

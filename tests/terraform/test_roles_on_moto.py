@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 BUCKET = "checkpoints"
 _READING = "load list_checkpoints verify"
 _WRITING = "save put_data copy"

@@ -20,8 +20,6 @@ from tests.commit.gc.leftovers import (
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 DEAD = f"step-1/data/{LONG_AGO}/0-0.safetensors"
 
 

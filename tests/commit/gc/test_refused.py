@@ -19,8 +19,6 @@ from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, Garbage
 from cloudckpt.events import Event
 from cloudckpt.testing.faults import Fails, Faults, Rule
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 ALL = ""
 BUT_ABSENT_KEYS = r"manifest|safetensors"
 """As under a retention policy of GCS, or a directory that may not be changed."""

@@ -17,8 +17,6 @@ from cloudckpt.commit.collect import _remove
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError, UnsupportedOperationError
 from cloudckpt.io.retry import Retrier
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
 
 @pytest.fixture
 def uri(memory: Memory) -> str:

@@ -23,7 +23,7 @@ TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive frameworks frameworks-installed package newest oldest pythons docs terraform lint format types imports bench clean
+.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive frameworks frameworks-installed package newest oldest pythons pythons-installed docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -77,7 +77,7 @@ integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 integration: $(INSTALLED) servers ## Run the tests on real servers, which it installs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
 	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3,rgw,ministack,fake-gcs $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3,rgw,fake-gcs $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/cli -m "not faults" --places s3,fake-gcs,rgw $(INTEGRATION_ARGS)
 
@@ -132,19 +132,28 @@ oldest: ## Run the tests with the oldest torch that pyproject.toml allows, and t
 
 # Of the modules that depend most on the interpreter: threads, the end of a process, buffers, types.
 QUICK := tests/dcp tests/format tests/io tests/tensors $(wildcard tests/test_*.py)
-QUICK_VENV = .venv-python
-pythons: ## Run quick tests on the other versions of Python that PYTHONS names, each where it and its torch can be had.
+QUICK_VENV := .venv-python
+
+# Not made where the version is not on this machine, or has no such torch.
+$(QUICK_VENV)%/.installed: pyproject.toml constraints.txt
+	@python=python$*; \
+	$$python -c '' 2>/dev/null || python=$$(ls "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$*.*/bin/$$python 2>/dev/null | tail -1); \
+	if ! "$$python" -m venv $(@D) 2>/dev/null; then \
+		echo "== Python $*: skipped, it is not on this machine"; \
+	elif ! $(@D)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" -e '.[dev]'; then \
+		echo "== Python $*: skipped, its packages cannot be had"; \
+	else \
+		touch $@; \
+	fi
+
+# For those who install beside something else.
+pythons-installed: $(PYTHONS:%=$(QUICK_VENV)%/.installed)
+
+pythons: pythons-installed ## Run quick tests on the other versions of Python that PYTHONS names, each where it and its torch can be had.
 	@for version in $(PYTHONS); do \
-		venv=$(QUICK_VENV)$$version; python=python$$version; \
-		$$python -c '' 2>/dev/null || python=$$(ls "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/$$python 2>/dev/null | tail -1); \
-		if ! "$$python" -m venv $$venv 2>/dev/null; then \
-			echo "== Python $$version: skipped, it is not on this machine"; \
-		elif ! $$venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" -e '.[dev]'; then \
-			echo "== Python $$version: skipped, its packages cannot be had"; \
-		else \
-			echo "== Python $$version"; \
-			$$venv/bin/python -m pytest $(PYTEST_ARGS) -m "not faults and not slow and not multirank" $(QUICK) || exit 1; \
-		fi; \
+		[ -e $(QUICK_VENV)$$version/.installed ] || continue; \
+		echo "== Python $$version"; \
+		$(QUICK_VENV)$$version/bin/python -m pytest $(PYTEST_ARGS) -m "not faults and not slow and not multirank" $(QUICK) || exit 1; \
 	done
 
 $(DOCS_INSTALLED): docs/_site/requirements.txt

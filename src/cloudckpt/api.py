@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, MutableMapping
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -43,7 +42,7 @@ from cloudckpt.dcp.protocol import (
 )
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
-from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.distributed.collectives import CollectiveCall, begin_call, guarded_collectives, unguarded_ranks
 from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options
@@ -96,8 +95,7 @@ def save(
         planner: Planner to use instead of one that balances the ranks by bytes.
         process_group: Group of the ranks; None for all.
         no_dist: Save from this process alone.
-        use_collectives: If false, each rank commits a checkpoint of its own under ``<uri>/rank-<r>/``, and loads that
-            one back. Sharded entries are then refused.
+        use_collectives: torch's keyword. False is refused: save each rank to a URI of its own with `no_dist`.
         overwrite: Replace a checkpoint at `uri` at the instant of the commit.
         options: Options of this save.
 
@@ -108,6 +106,7 @@ def save(
         CheckpointException: The save failed. Raised on every rank, with the causes by rank. It is also an instance of
             the causes' class if they have one in common, such as `CheckpointExistsError`.
         RankLostError: A rank died, hangs, or did not come within `Options.timeout_s`. A slow one is waited for.
+        InvalidOptionError: An argument cannot be used, or not beside another one.
         InvalidURIError: `uri` cannot name a checkpoint.
         TypeError: `state_dict` is no dict.
 
@@ -117,6 +116,7 @@ def save(
         cloudckpt.load("s3://bucket/run/step-100", model=model, optimizer=optimizer)
 
     """
+    require_collectives(use_collectives=use_collectives)
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
     state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     if storage_writer is not None:
@@ -128,10 +128,7 @@ def save(
                 state_dict,
                 writer,
                 planner=planner,
-                ranks_context=_guard(
-                    writer, process_group, doing="saving", no_dist=no_dist, use_collectives=use_collectives
-                ),
-                use_collectives=use_collectives,
+                ranks_context=_guard(writer, process_group, doing="saving", no_dist=no_dist),
                 refusal=earlier,
             )
     except CheckpointException as error:
@@ -303,13 +300,13 @@ def async_save(
         handle.result()
 
     """
+    require_collectives(use_collectives=use_collectives)
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
     state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     # Before anything else: the save in flight may be one of the same writer.
     chosen = options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else Options())
-    is_alone = no_dist or not use_collectives
     first_with = functools.partial(
-        _in_flight_here if is_alone else in_flight_on,
+        _in_flight_here if no_dist else in_flight_on,
         process_group=process_group,
         uri=_shown_location(uri, checkpoint_id, storage_writer),
         timeout_s=chosen.timeout_s,
@@ -327,8 +324,7 @@ def async_save(
                 require_process_support(writer, no_dist=no_dist)
             if not no_dist:
                 require_cpu_backend(process_group)
-                doing = "saving" if use_collectives else "saving without collectives to"
-                ranks = _begun_in_background(writer, process_group, doing=doing) or background_ranks(process_group)
+                ranks = _begun_in_background(writer, process_group) or background_ranks(process_group)
             with earlier_failure() as earlier:
                 save_of = functools.partial(
                     BackgroundSave,
@@ -337,7 +333,6 @@ def async_save(
                     ranks=ranks or unguarded_ranks(process_group, no_dist=True),
                     process_group=process_group,
                     no_dist=no_dist,
-                    use_collectives=use_collectives,
                 )
                 if earlier is not None:
                     save = save_of(staging=ExternalStaging.failed(earlier), planner=None)
@@ -377,12 +372,10 @@ def _in_flight_here(mine: str | None, **_: object) -> tuple[int, str] | None:
     return None if mine is None else (0, mine)
 
 
-def _begun_in_background(
-    writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None, *, doing: str
-) -> CollectiveCall | None:
+def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> CollectiveCall | None:
     try:
         return begin_call(
-            process_group, "background", doing=doing, uri=writer.checkpoint_id, timeout_s=writer.options.timeout_s
+            process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.options.timeout_s
         )
     except CheckpointException as error:
         raise end_failed_save(error, writer) from None
@@ -426,11 +419,8 @@ def _guard(
     *,
     doing: str,
     no_dist: bool,
-    use_collectives: bool = True,
 ) -> RanksContext:
     """Return the ranks of one call, of which none waits for one that is lost."""
-    if not use_collectives:
-        return nullcontext(unguarded_ranks(process_group, no_dist=no_dist))
     return guarded_collectives(
         process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.options.timeout_s, no_dist=no_dist
     )

@@ -124,8 +124,8 @@ class VerifyReport:
 
     uri: str
     """URI of the checkpoint."""
-    attempts: tuple[str, ...]
-    """Identifier of the save; one for each rank if the ranks saved without collectives."""
+    attempt: str
+    """Identifier of the save."""
     num_objects: int
     """Number of data objects."""
     num_tensors: int

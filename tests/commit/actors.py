@@ -157,7 +157,7 @@ def deleter(*, refused: str = "") -> Actor:
         if refused:
             place = dataclasses.replace(place, root=_Refusing(store, refused))
         try:
-            was_there = delete_checkpoint([place], retrier, conditional=True)
+            was_there = delete_checkpoint(place, retrier, conditional=True)
         except AccessDeniedError as error:
             return "refused, put back" if "as before" in str(error) else "refused, hidden"
         except CheckpointChangedError:

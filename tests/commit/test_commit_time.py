@@ -144,15 +144,12 @@ def test_upload_of_hours_is_committed_at_the_own_time(memory: Memory, monkeypatc
     assert manifest_at(memory.at("a"))["committed_at_ns"] == BEGIN_NS + 3 * 3600 * 10**9
 
 
-@pytest.mark.parametrize("use_collectives", [True, False])
-def test_a_manager_takes_the_later_of_one_second(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch, *, use_collectives: bool
-) -> None:
+def test_a_manager_takes_the_later_of_one_second(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, retention removes the later of two steps, or a restart takes the older one."""
     begun_ns = BEGIN_NS
 
     def manager() -> CheckpointManager:
-        return CheckpointManager(memory.root, keep_last=1, async_=False, no_dist=True, use_collectives=use_collectives)
+        return CheckpointManager(memory.root, keep_last=1, async_=False, no_dist=True)
 
     for step in (10, 9, 7, 8):
         begun_ns -= 60 * 10**9

@@ -109,7 +109,7 @@ def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
     monkeypatch.setattr("os.fsync", lambda file: None)  # saves time, and nothing dies here
     overwritten = Overwritten(tmp_path, monkeypatch)
     uri, store = f"{tmp_path}/step-2", overwritten.store
-    steps = Steps(parse_location(str(tmp_path)), Options(), get_num_ranks=None)
+    steps = Steps(parse_location(str(tmp_path)), Options())
 
     @settings(examples, max_examples=15)
     @given(st.frozensets(st.integers(1, 8), max_size=6))
@@ -182,26 +182,14 @@ LOOKS: dict[str, tuple[str, Callable[[Memory, Options], object]]] = {
             one.name for one in cloudckpt.list_checkpoints(memory.root, options=options, all=True)
         ][-3:],
     ),
-    "verify of ranks": (
-        "rank-2$",
-        lambda memory, options: cloudckpt.verify(memory.uri("ranks"), options=options).num_objects,
-    ),
-    "delete of ranks, one hidden": (
-        "rank-2/",
-        lambda memory, options: (cloudckpt.delete(memory.uri("ranks"), options=options), memory.data_keys("ranks")),
-    ),
-    "delete of ranks, all hidden": (
-        "rank-./",
-        lambda memory, options: (cloudckpt.delete(memory.uri("ranks"), options=options), memory.data_keys("ranks")),
+    "delete": (
+        "step-1/",
+        lambda memory, options: (cloudckpt.delete(memory.uri("step-1"), options=options), memory.data_keys("step-1")),
     ),
     "gc": ("step-", lambda memory, options: cloudckpt.gc(memory.root, quiet=True, options=options).is_nothing_there),
     "save beside torch's": (
         ".metadata",
         lambda memory, options: cloudckpt.save(state_of(), memory.uri("torch"), no_dist=True, options=options),
-    ),
-    "save beside ranks'": (
-        "rank-0/manifest",
-        lambda memory, options: cloudckpt.save(state_of(), memory.uri("ranks"), no_dist=True, options=options),
     ),
     "unconditional save": (
         "step-1/manifest",
@@ -212,11 +200,11 @@ LOOKS: dict[str, tuple[str, Callable[[Memory, Options], object]]] = {
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_entry_missing_from_one_listing_is_found(memory: Memory, name: str) -> None:
-    """If this fails, one listing that lacks an entry makes a call leave a checkpoint or a rank out, or replace it."""
+    """If this fails, one listing that lacks an entry makes a call leave a checkpoint out, or replace it."""
     pattern, look = LOOKS[name]
 
     def made(wrap: Any) -> object:
-        for step in ("step-1", "step-2", *(f"ranks/rank-{rank}" for rank in range(3))):
+        for step in ("step-1", "step-2"):
             with contextlib.suppress(CheckpointExistsError):
                 cloudckpt.save(state_of(), memory.uri(step), no_dist=True)
         put(memory.at("torch").inner, ".metadata", b"torch's")

@@ -78,7 +78,7 @@ def test_a_copy_is_the_same_checkpoint(
     report = cloudckpt.copy(source, target, on_progress=lambda done, total: told.append((done, total)))
     assert bits(loaded(state, target)) == bits(state)
     verified = cloudckpt.verify(target)
-    assert verified.attempts == report.attempts
+    assert verified.attempt == report.attempt
     assert verified.num_bytes == report.num_bytes
     assert report.num_objects > 1
     assert contents(source) == before

@@ -100,20 +100,6 @@ def test_an_export_over_an_earlier_one_removes_what_one_listing_lacks(root_of: R
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_ranks_are_not_exported_as_one_though_a_listing_lacks_them(root_of: Root, nth: int) -> None:
-    """If this fails, the export has what rank 0 saved, and all else is lost without a word."""
-    root = root_of("memory")
-    for rank in range(2):
-        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
-    lies = Lies("rank-0", "list", nth=nth)
-    with pytest.raises(cloudckpt.CheckpointNotFoundError):
-        cloudckpt.export_checkpoint(
-            f"{root}/step-1", f"{root}/out/x", format="torch", options=make_options(wrap_store=lies)
-        )
-    assert contents(f"{root}/out") == {}
-
-
-@pytest.mark.parametrize("nth", [1, 2])
 def test_an_import_has_every_file_though_a_listing_lacks_one(root_of: Root, nth: int) -> None:
     """If this fails, a model is imported without some of its tensors."""
     root = root_of("memory")

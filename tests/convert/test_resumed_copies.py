@@ -142,7 +142,7 @@ def test_a_copy_that_was_done_is_done(root_of: Root, one: str, other: str) -> No
         on_progress=lambda done, total: told.append((done, total)),
     )
     assert (done.was_there, again.was_there) == (False, True)
-    assert again.attempts == done.attempts
+    assert again.attempt == done.attempt
     assert again.num_reused_bytes == again.num_bytes == done.num_bytes
     assert told[-1] == (done.num_bytes, done.num_bytes)
     assert sum(call.num_bytes for call in calls if call.operation == "read_into") == done.num_bytes

@@ -77,11 +77,6 @@ def save_sharded(directory: str) -> None:
     cloudckpt.save(dict(state), directory, options=options)
 
 
-def save_alone(directory: str) -> None:
-    """On each rank, without collectives."""
-    cloudckpt.save({"rank": torch.tensor(dist.get_rank())}, directory, use_collectives=False)
-
-
 def sealed(members: dict[str, Any]) -> bytes:
     """A manifest or a fence of these members, with a right checksum."""
     body = json.dumps({name: value for name, value in members.items() if name != "crc32c"}, separators=(",", ":"))[:-1]
@@ -148,17 +143,6 @@ def test_the_highest_manifest_counts(tmp_path: Path) -> None:
     assert np.frombuffer(checkpoint.tensor("x"), "<f4").tolist() == [3.0]
     kept = {path.relative_to(directory).as_posix() for path in directory.rglob("*.safetensors")}
     assert kept == {stored["key"] for stored in checkpoint.manifest["objects"]}
-
-
-@pytest.mark.multirank
-def test_single_ranks_have_checkpoints_of_their_own(tmp_path: Path) -> None:
-    """If this fails, saves without collectives lie elsewhere than the document says."""
-    run_ranks(save_alone, str(tmp_path / "c"), world_size=2)
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["rank-0", "rank-1"]
-    for rank in range(2):
-        checkpoint = Checkpoint(tmp_path / "c" / f"rank-{rank}")
-        assert checkpoint.manifest["world_size"] == 1
-        assert np.frombuffer(checkpoint.tensor("rank"), "<i8").tolist() == [rank]
 
 
 def change_tensor(**members: Any) -> Callable[[dict[str, Any]], object]:

@@ -120,11 +120,10 @@ def destroy_the_group(root: str, rendezvous: str, setting: dict[str, Any]) -> No
     "setting",
     [
         {},
-        {"use_collectives": False},
         {"no_dist": True},
         pytest.param({"async_checkpointer_type": AsyncCheckpointerType.PROCESS}, marks=pytest.mark.slow),
     ],
-    ids=["together", "without_collectives", "no_dist", "by_process"],
+    ids=["together", "no_dist", "by_process"],
 )
 def test_a_save_outlives_its_process_group(tmp_path: Path, setting: dict[str, Any], world_size: int) -> None:
     """If this fails, a script that ends its group before the save loses its last checkpoint, or hangs."""

@@ -62,8 +62,6 @@ def fill(root: Path, mark: Path) -> dict[str, set[str]]:
             ("manifest.json", {"InvalidManifestError"}),
             ("manifest.7.json", {"InvalidManifestError"}),
             (".metadata", {"UnsafePickleError"}),
-            ("rank-0/manifest.json", {"InvalidManifestError"}),
-            ("rank-0/.metadata", {"CheckpointNotFoundError"}),  # no rank of cloudckpt writes one, so it is not opened
         ):
             name = f"pickle-{number}-{place.replace('/', '-')}"
             path = root / name / place

@@ -78,7 +78,7 @@ def test_one_that_is_overwritten_meanwhile_is_verified_anew(memory: Memory) -> N
     state = state_of(-1.0)
     loaded = cloudckpt.load(state, memory.uri())
     assert loaded is not None
-    assert report.attempts == (loaded.attempt,)
+    assert report.attempt == loaded.attempt
 
 
 @pytest.mark.parametrize(

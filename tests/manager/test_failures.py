@@ -234,7 +234,7 @@ def test_ranks_decide_alike_in_whichever_order_they_see_it() -> None:
     outcomes = {1: outage, 2: outage, 3: SaveInFlightError("refused", uri="memory://step-2")}
     decisions = []
     for order in ([1, 2, 3], [1, 3, 2]):
-        failures = Failures("warn", 2, use_collectives=True)
+        failures = Failures("warn", 2)
         goes_on = {step: failures.take(step, "memory://step", outcomes[step]) is not None for step in order}
         decisions.append((sorted(goes_on.items()), failures.in_a_row))
     assert decisions == [([(1, True), (2, False), (3, True)], 2)] * 2
@@ -311,7 +311,6 @@ def test_a_save_beside_one_in_flight_need_not_wait(memory: Memory) -> None:
     [
         ({"on_failure": "ignore"}, "on_failure must be 'raise' or 'warn', not 'ignore'"),
         ({"max_failures": 0}, "max_failures must be a positive whole number, not 0"),
-        ({"use_collectives": False}, "needs use_collectives=True"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(memory: Memory, settings: dict[str, Any], words: str) -> None:

@@ -27,7 +27,6 @@ from cloudckpt import AsyncSave, CheckpointManager, Options
 from cloudckpt.commit import commit_time
 from cloudckpt.commit.fences import encode_fence, new_fence
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.manager import checkpoint_manager
 from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.testing.faults import Call, WrappedStore
 
@@ -908,110 +907,14 @@ def test_foreign_objects_under_a_root_stay(tmp_path: Path) -> None:
     assert left == {"step-007", "step-", "step-1x", "other", "notes.txt", "step-5", "step-6", "step-200"}
 
 
-# --- without collectives
-
-
-def test_ranks_on_their_own(memory: Memory) -> None:
-    """If this fails, what is saved without collectives is never found again, nor removed."""
-    manager = CheckpointManager(memory.root, use_collectives=False, keep_last=1, async_=False)
-    save_all(manager, 1, 2, metrics={"loss": 1.0})
-    assert [(info.step, info.metrics) for info in manager.steps()] == [(2, {"loss": 1.0})]
-    assert memory.all_keys("step-2")[0].startswith("rank-0/")
-    state = state_of(-1.0)
-    restored = CheckpointManager(memory.root, use_collectives=False).restore(state)
-    assert restored is not None
-    assert (restored.step, restored.uri) == (2, memory.uri("step-2"))
-    assert_holds(state, 2.0)
-
-
-@contextlib.contextmanager
-def ranks_faked(num_ranks: int) -> Iterator[None]:
-    """Managers take this process for rank 0 of so many."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_manager, "num_ranks_of", lambda *_, **__: num_ranks)
-        yield
-
-
-def save_rank(memory: Memory, step: int, rank: int) -> None:
-    """As that rank saves it on its own."""
-    cloudckpt.save(state_of(float(step)), memory.uri(f"step-{step}/rank-{rank}"), no_dist=True)
-
-
-def test_steps_of_fewer_ranks_on_their_own_are_no_fresh_start(memory: Memory) -> None:
-    """If this fails, a job of ranks that save on their own trains from nothing once it is given more of them."""
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(("operation", "key"), [("list", "rank-0/manifest"), ("list_directories", "")])
+def test_steps_of_ranks_apart_are_no_fresh_start(memory: Memory, operation: str, key: str, nth: int) -> None:
+    """If this fails, a job whose ranks once saved apart trains from nothing, at least after one bogus listing."""
     for rank in (0, 1):
-        save_rank(memory, 7, rank)
-    with (
-        ranks_faked(4),
-        pytest.raises(
-            cloudckpt.CheckpointNotFoundError, match="use_collectives=False on 2 ranks has saved the steps 7"
-        ),
-    ):
-        CheckpointManager(memory.root, use_collectives=False).restore(state_of())
-
-
-@pytest.mark.parametrize("is_begun", [False, True])
-@pytest.mark.parametrize("saved", [(1,), (1, 2), (0, 2), (0, 1)])
-def test_a_step_that_not_all_ranks_have_saved_is_no_reason_not_to_begin(
-    memory: Memory, saved: tuple[int, ...], *, is_begun: bool
-) -> None:
-    """If this fails, a job of ranks that save on their own, which died in its first save, cannot be started again."""
-    for rank in saved:
-        save_rank(memory, 7, rank)
-    if is_begun or saved == (0, 1):  # two whole ranks alone are a step of a smaller job
-        save_rank(memory, 7, 3)
-        memory.at("step-7/rank-3").inner.delete(["manifest.json"])
-    with ranks_faked(4):
-        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
-
-
-def test_a_step_that_a_deletion_left_between_ranks_is_no_fresh_start(memory: Memory) -> None:
-    """If this fails, a job whose only step has lost one rank's part to a deletion that died starts afresh silently."""
-    for rank in (0, 1):
-        save_rank(memory, 7, rank)
-    cloudckpt.delete(memory.uri("step-7/rank-0"))
-    with ranks_faked(2):
-        manager = CheckpointManager(memory.root, use_collectives=False)
-        with pytest.raises(cloudckpt.CheckpointNotFoundError, match="the deletion of the steps 7 has begun"):
-            manager.restore(state_of())
-        cloudckpt.delete(memory.uri("step-7"))
-        assert manager.restore(state_of()) is None
-
-
-def test_a_fence_of_a_rank_that_never_finished_is_no_deletion(memory: Memory) -> None:
-    """If this fails, a job of ranks that save on their own, which died in its first save, cannot start after a gc."""
-    save_rank(memory, 7, 0)
-    memory.at("step-7/rank-0").inner.delete(["manifest.json"])
-    save_rank(memory, 7, 1)
-    cloudckpt.gc(memory.root, older_than=0, dry_run=False)
-    assert [key for key in memory.all_keys("step-7") if key.startswith("rank-0/")] == ["rank-0/manifest.json"]
-    with ranks_faked(2):
-        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
-
-
-def test_a_fence_of_a_deletion_before_an_unfinished_save_is_no_half_deletion(memory: Memory) -> None:
-    """If this fails, a job that died as it saved a deleted step again, rank by rank, cannot be started."""
-    for rank in (0, 1):
-        save_rank(memory, 7, rank)
-    cloudckpt.delete(memory.uri("step-7"))
-    save_rank(memory, 7, 1)
-    with ranks_faked(2):
-        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize(
-    ("operation", "key"), [("list", "manifest"), ("list", "rank-0/manifest"), ("list_directories", "")]
-)
-@pytest.mark.parametrize("is_saved_alone", [True, False])
-def test_one_listing_that_lacks_the_other_form_is_no_fresh_start(
-    memory: Memory, operation: str, key: str, nth: int, *, is_saved_alone: bool
-) -> None:
-    """If this fails, one bogus listing lets a job that is started with another use_collectives train from nothing."""
-    save_all(CheckpointManager(memory.root, use_collectives=not is_saved_alone), 7)
-    options = hiding(operation, key, nth=nth)
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="has saved the steps 7"):
-        CheckpointManager(memory.root, use_collectives=is_saved_alone, options=options).restore(state_of())
+        cloudckpt.save(state_of(7.0), memory.uri(f"step-7/rank-{rank}"), no_dist=True)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="in the steps 7 each rank has a checkpoint"):
+        CheckpointManager(memory.root, options=hiding(operation, key, nth=nth)).restore(state_of())
 
 
 @pytest.mark.timeout(60)

@@ -345,12 +345,12 @@ MUTANTS = {
         new="is_joined",
         tests=("tests/e2e/test_leaving.py::test_a_save_outlives_its_process_group[together-1]",),
     ),
-    "failed-rank-skips-the-barrier": Mutant(
-        breaks="G9: without collectives, a rank that fails takes the saves of the others along.",
-        file="dcp/protocol.py",
-        old="except (Exception, CheckpointException) as error:  # it is raised once",
-        new="except Exception as error:  # it is raised once",
-        tests=("tests/e2e/test_no_collectives.py::test_a_failure_of_one_rank_fails_no_other",),
+    "torchs-call-without-collectives-is-one-ranks": Mutant(
+        breaks="G2: each rank of a save without collectives commits a checkpoint of its part, one after another.",
+        file="dcp/writer.py",
+        old='        require_collectives(use_collectives=kwargs.get("use_collectives", True))\n',
+        new="",
+        tests=("tests/e2e/test_ranks_apart.py::test_a_save_without_collectives_is_refused",),
     ),
     "commit-without-the-condition": Mutant(
         breaks="G2: two saves that commit under one number are both told that they won.",
@@ -418,8 +418,8 @@ MUTANTS = {
     "skip-the-fence-of-delete": Mutant(
         breaks="G1: a save that began before a deletion can still commit after it, without its data.",
         file="inspect/removal.py",
-        old='delete_checkpoint(locations, retrier, conditional=options.commit == "conditional")',
-        new="delete_checkpoint(locations, retrier, conditional=False)",
+        old='delete_checkpoint(walked, retrier, conditional=options.commit == "conditional")',
+        new="delete_checkpoint(walked, retrier, conditional=False)",
         tests=("tests/commit/gc/test_trouble.py::test_a_deletion_that_a_save_overtakes_leaves_the_save_alone",),
     ),
     "delete-data-before-the-manifest": Mutant(
@@ -1359,18 +1359,11 @@ MUTANTS = {
         new="    if False:\n",
         tests=("tests/commit/gc/test_refused.py::test_a_refused_deletion_leaves_the_checkpoint_as_it_was",),
     ),
-    "gc-removes-the-fence-of-rank-0-first": Mutant(
-        breaks="G10: nothing finds what a refused deletion has left of the other ranks' parts.",
-        file="commit/collect.py",
-        old="    if is_of_rank_0:\n",
-        new="    if False:\n",
-        tests=("tests/commit/gc/test_refused.py::test_part_of_a_rank_is_found_until_it_is_removed",),
-    ),
     "unconditional-deletion-without-asking": Mutant(
         breaks="G10: with commit='unconditional', a deletion that the store refuses leaves more fences each time.",
         file="commit/collect.py",
-        old="        for walked, log in doomed:\n            _check_may_delete",
-        new="        for walked, log in doomed if conditional else ():\n            _check_may_delete",
+        old="    try:\n        _check_may_delete",
+        new="    try:\n        if conditional:\n            _check_may_delete",
         tests=("tests/commit/gc/test_refused.py::test_a_refused_deletion_leaves_the_checkpoint_as_it_was",),
     ),
     "put-back-without-the-data": Mutant(
@@ -1393,43 +1386,6 @@ MUTANTS = {
         old="        if has_laid and log.counting is None:\n",
         new="        if log.counting is None:\n",
         tests=("tests/commit/test_protocol.py::test_a_refused_deletion_leaves_the_checkpoint_or_hides_it",),
-    ),
-    "delete-a-ranks-part-before-all-are-tried": Mutant(
-        breaks="G10: a deletion that one rank's folder refuses has removed the parts of the ranks before it.",
-        file="commit/collect.py",
-        old="        for walked, log in doomed:\n            _check_may_delete",
-        new="        for walked, log in doomed[:1]:\n            _check_may_delete",
-        tests=("tests/commit/gc/test_refused.py::test_no_ranks_part_is_deleted_unless_all_may_be",),
-    ),
-    "put-back-one-rank-after-another-is-gone": Mutant(
-        breaks="G10: a deletion says that a checkpoint can be loaded of which one rank's part was removed.",
-        file="commit/collect.py",
-        old="unchanged=None if num_gone else unchanged",
-        new="unchanged=unchanged",
-        tests=("tests/commit/gc/test_refused.py::test_a_deletion_that_ends_between_ranks_says_that_parts_are_gone",),
-    ),
-    "a-deletion-that-died-between-ranks-is-a-fresh-start": Mutant(
-        breaks="G10: a job whose only step has lost one rank's part to a deletion starts afresh without a word.",
-        file="manager/steps.py",
-        old="committed_at is not None and any(",
-        new="False and any(",
-        tests=("tests/manager/test_manager.py::test_a_step_that_a_deletion_left_between_ranks_is_no_fresh_start",),
-    ),
-    "what-gc-leaves-of-a-rank-is-a-deletion": Mutant(
-        breaks="G10: a job whose first save died on one rank cannot start again after a gc.",
-        file="manager/steps.py",
-        old="one.number > 0 and one.modified_at",
-        new="one.modified_at",
-        tests=("tests/manager/test_manager.py::test_a_fence_of_a_rank_that_never_finished_is_no_deletion",),
-    ),
-    "any-older-fence-is-a-half-deletion": Mutant(
-        breaks="G10: a job that died as it saved a deleted step again, rank by rank, cannot be started.",
-        file="manager/steps.py",
-        old="one.number > 0 and one.modified_at >= committed_at",
-        new="one.number > 0",
-        tests=(
-            "tests/manager/test_manager.py::test_a_fence_of_a_deletion_before_an_unfinished_save_is_no_half_deletion",
-        ),
     ),
     "half-deleted-steps-are-a-fresh-start": Mutant(
         breaks="G10: a job whose steps are all half deleted starts afresh without a word.",
@@ -1532,7 +1488,7 @@ MUTANTS = {
     "remove-what-is-being-overwritten": Mutant(
         breaks="G2: retention removes a checkpoint under a save that replaces it.",
         file="manager/retention.py",
-        old="if any(_has_other_writer(walked, retrier, alive_since=alive_since) for walked in locations):",
+        old="if _has_other_writer(walked, retrier, alive_since=alive_since):",
         new="if False:",
         tests=("tests/manager/test_manager.py::test_retention_leaves_a_step_alone_while_it_is_overwritten",),
     ),
@@ -1544,11 +1500,11 @@ MUTANTS = {
         tests=("tests/manager/test_manager.py::test_a_step_that_may_not_be_looked_at_is_not_passed_over",),
     ),
     "one-look-finds-no-other-form": Mutant(
-        breaks="G10: one listing that lacks a step of torch's writer, or of the other mode, is a fresh start.",
+        breaks="G10: one listing that lacks a step of torch's writer, or of ranks apart, is a fresh start.",
         file="manager/steps.py",
         old='            return answer, ("twice", answer)',
         new="            return answer, None",
-        tests=("tests/manager/test_manager.py::test_one_listing_that_lacks_the_other_form_is_no_fresh_start",),
+        tests=("tests/manager/test_manager.py::test_steps_of_ranks_apart_are_no_fresh_start",),
     ),
     "trouble-is-damage": Mutant(
         breaks="G4: load_latest goes back to an older checkpoint because the store did not answer.",
@@ -1861,8 +1817,8 @@ MUTANTS = {
     "fresh-objects-stay-empty": Mutant(
         breaks="G11: an object that begins empty gets nothing, and the load reports success.",
         file="dcp/reader.py",
-        old="            left.update(dict.fromkeys(of_all))\n",
-        new="",
+        old="        if left:\n            return [",
+        new="        if False:\n            return [",
         tests=("tests/e2e/test_stateful_objects.py::test_a_fresh_object_gets_what_was_saved",),
     ),
     "none-is-a-value": Mutant(
@@ -1924,15 +1880,15 @@ MUTANTS = {
     "a-reader-keeps-the-reader-of-torchs": Mutant(
         breaks="G4: a reader that has read a checkpoint of torch's reads the next one as one of torch's.",
         file="dcp/reader.py",
-        old="        self._metadata = self._context = self._manifest = self._torch_reader = None\n",
-        new="        self._metadata = self._context = self._manifest = None\n",
+        old="        self._failure = self._metadata = self._context = self._manifest = self._torch_reader = None\n",
+        new="        self._failure = self._metadata = self._context = self._manifest = None\n",
         tests=("tests/e2e/test_reuse.py::test_a_reader_reads_checkpoints_of_both_kinds_in_turn",),
     ),
     "a-reader-keeps-the-manifest": Mutant(
         breaks="G4: a reader that has read a checkpoint takes its manifest for that of one of torch's.",
         file="dcp/reader.py",
-        old="        self._metadata = self._context = self._manifest = self._torch_reader = None\n",
-        new="        self._metadata = self._context = self._torch_reader = None\n",
+        old="        self._failure = self._metadata = self._context = self._manifest = self._torch_reader = None\n",
+        new="        self._failure = self._metadata = self._context = self._torch_reader = None\n",
         tests=("tests/e2e/test_reuse.py::test_a_reader_reads_checkpoints_of_both_kinds_in_turn",),
     ),
     "the-first-timeout-of-collectives-is-kept": Mutant(

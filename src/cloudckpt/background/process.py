@@ -79,7 +79,6 @@ class ProcessSave:
         ranks: DistWrapper,
         make_group: Callable[[], dist.ProcessGroup | None],
         no_dist: bool,
-        use_collectives: bool,
     ) -> None:
         self._writer = writer
         self._planner = planner
@@ -87,7 +86,6 @@ class ProcessSave:
         self._call = ranks if isinstance(ranks, CollectiveCall) else None
         self._make_group = make_group
         self._no_dist = no_dist
-        self._use_collectives = use_collectives
         self._uri = writer.checkpoint_id
         self._is_stopped = False
         self._upload: Future[Any] = Future()
@@ -117,7 +115,6 @@ class ProcessSave:
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=_Staged(staging),
             no_dist=self._no_dist,
-            use_collectives=self._use_collectives,
         )
         self._upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 

@@ -181,7 +181,6 @@ class BackgroundSave:
     ranks: DistWrapper
     process_group: dist.ProcessGroup | None
     no_dist: bool
-    use_collectives: bool
     process: ProcessSave | None = None
     handle: AsyncSave | None = None
     thread: threading.Thread | None = None
@@ -206,7 +205,7 @@ class BackgroundSave:
         if self.by_process:
             self._start_process(staging)
             cancellation.enter("uploading")
-        elif self.call is not None and self.use_collectives:  # else the checkpoints of other ranks are not this one's
+        elif self.call is not None:
             self.call.set_on_cancel(cancellation.cancel)
             tell_others = self.call.cancel
         self.handle = handle = AsyncSave(
@@ -240,7 +239,6 @@ class BackgroundSave:
             ranks=self.ranks,
             make_group=lambda: self.process_group if self.no_dist else background_group(self.process_group),
             no_dist=self.no_dist,
-            use_collectives=self.use_collectives,
         )
         try:
             self.process.start(staging)
@@ -322,7 +320,6 @@ class BackgroundSave:
                 writer,
                 planner=planner,
                 ranks_context=contextlib.nullcontext(self.ranks) if self.call is None else self.call.ended(),
-                use_collectives=self.use_collectives,
                 refusal=refusal,
             )
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 _MAX_NAMED = 5
 _MEMBERS = ("root", "dry_run", "num_objects", "num_uploads", "num_bytes", "locations", "skipped", "failed")
 _CHECKPOINTS = ("committed", "damaged", "newer")
-_RANK = re.compile(r"rank-[0-9]+")
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Remove without a question.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be removed.")]
@@ -77,7 +75,7 @@ def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
 
     location = parse_location(uri)
     everything = list_checkpoints(uri, all=True, options=options)
-    found = [one for one in everything if one.uri == location.uri or _RANK.fullmatch(one.name)]
+    found = [one for one in everything if one.uri == location.uri]
     for one in found:
         if one.state == "denied":
             raise AccessDeniedError(one.problem, key=one.uri, operation="list")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from cloudckpt.convert.conversion import ConversionReport, CopyReport
     from cloudckpt.options import Options
 
-_RANK = re.compile(r"rank-(0|[1-9][0-9]*)")
 _OF_ONE_CHECKPOINT = (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -119,12 +117,6 @@ def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
     uri, checkpoints = parse_location(source).uri, list_checkpoints(source, options=options)
     if not checkpoints:
         raise CheckpointNotFoundError(f"no checkpoint is committed directly under {uri}", uri=uri)
-    by_rank = {int(match[1]): one for one in checkpoints if (match := _RANK.fullmatch(one.name))}
-    if len(by_rank) == len(checkpoints):  # saved with use_collectives=False: rank 0 comes last, and stands for all
-        missing = sorted(set(range(max(by_rank))) - by_rank.keys())
-        if missing:
-            raise CheckpointNotFoundError(f"{uri} has no checkpoint of rank {missing[0]}: nothing was copied", uri=uri)
-        checkpoints = [by_rank[rank] for rank in sorted(by_rank, reverse=True)]
     folder = parse_location(target)
     return [(one.uri, folder.child(one.name).uri) for one in checkpoints]
 

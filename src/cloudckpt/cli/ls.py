@@ -109,8 +109,6 @@ def latest(
 ) -> None:
     """Print the URI of the checkpoint in ROOT that was committed last, even if damaged; exit with 3 if there is none.
 
-    Checkpoints that each rank saved on its own do not count.
-
     Example: cloudckpt latest s3://bucket/run
     """
     from cloudckpt.errors import CheckpointNotFoundError
@@ -122,8 +120,7 @@ def latest(
     if found is None:
         uri = parse_location(root).uri
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed directly under {uri}; those that ranks saved on their own do not count. Run "
-            f"`cloudckpt ls {uri}` to see what is there",
+            f"no checkpoint is committed directly under {uri}. Run `cloudckpt ls {uri}` to see what is there",
             uri=uri,
         )
     if common.as_json:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
@@ -22,9 +22,7 @@ from cloudckpt.commit.manifest_log import (
     Log,
     check_ours,
     list_entries,
-    look_until_stable,
     manifest_key,
-    parse_ranks,
     put_entry,
     put_fence,
     read_counting,
@@ -51,8 +49,6 @@ _MOST_KEPT_BYTES = 64 * 1024 * 1024
 _NO_OBJECT = "data/.cloudckpt-probe-0000000000000000"
 """A key that no object has."""
 _Error = TypeVar("_Error", bound=CloudckptError)
-_PARTS = ("manifest", "data/", "rank-")
-"""The beginnings of the keys of a checkpoint, and of those of ranks that saved on their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +90,6 @@ def walk(
             raise
         on_unlisted(error)
     return inventory
-
-
-def walk_checkpoint(store: Store, retrier: Retrier, *, has_hidden_uploads: bool) -> tuple[Inventory, list[str]]:
-    """Return what cloudckpt wrote at `store`, a checkpoint's, and the prefixes of its log and of those of its ranks.
-
-    A listing of the folders has to have the same ranks, or two walks in a row: else one listing that lacks a rank would
-    leave that rank's part behind. Raises what `walk` raises, and `CheckpointChangedError`.
-    """
-
-    def look() -> tuple[Inventory, Hashable]:
-        inventory = walk(store, retrier, prefixes=_PARTS, has_hidden_uploads=has_hidden_uploads, on_unlisted=None)
-        walked = tuple(parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations))
-        listed = tuple(parse_ranks(retrier.collect(store.list_directories)))
-        return inventory, None if inventory.locations and walked == listed else ("ranks", walked, listed)
-
-    inventory = look_until_stable(
-        look, changing=lambda: CheckpointChangedError(f"what lies at {store.uri} changes all the time", uri=store.uri)
-    )
-    ranks = parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations)
-    own = {"", *(f"rank-{rank}/" for rank in ranks)}
-    return inventory, [prefix for prefix in inventory.locations if prefix in own]
 
 
 def judge(
@@ -200,7 +175,7 @@ def collect(walked: WalkedLocation, retrier: Retrier, *, before: datetime, condi
     # If a manifest stays, so must its data.
     if remove([walked.prefix + manifest_key(entry.number) for entry in plan.entries]):
         remove([item.key for item in plan.objects])
-        if plan.lone_fence is not None and not left and _is_alone(walked, plan.lone_fence, retrier):
+        if plan.lone_fence is not None and not left and _is_alone(walked.store, plan.lone_fence, retrier):
             remove([walked.prefix + manifest_key(plan.lone_fence.number)])
     return _describe(walked, log, plan, done=done, left=left)
 
@@ -256,13 +231,8 @@ def _references(store: Store, entry: Entry, retrier: Retrier) -> frozenset[str]:
     return frozenset(stored.key for stored in found.objects)
 
 
-def _is_alone(walked: WalkedLocation, fence: Entry, retrier: Retrier) -> bool:
-    """Return whether nothing but the fence is there, no save is under way, and no other rank's part is found by it."""
-    store, (step, is_of_rank_0, _) = walked.store, walked.prefix.rpartition("rank-0/")
-    if is_of_rank_0:
-        keys = retrier.call(lambda: [info.key for info in walked.root.list(f"{step}rank-")])
-        if any(not key.startswith(walked.prefix) for key in keys):
-            return False
+def _is_alone(store: Store, fence: Entry, retrier: Retrier) -> bool:
+    """Return whether nothing but the fence is there, and no save is under way."""
     if [entry.number for entry in list_entries(store, retrier)] != [fence.number]:
         return False
     return retrier.call(
@@ -319,60 +289,31 @@ def group_uploads(store: Store, retrier: Retrier) -> Mapping[str, list[UploadInf
     return by_place
 
 
-def delete_checkpoint(locations: Sequence[WalkedLocation], retrier: Retrier, *, conditional: bool) -> bool:
-    """Remove the checkpoint at these locations, and all that saves had written there; False where there is none.
+def delete_checkpoint(walked: WalkedLocation, retrier: Retrier, *, conditional: bool) -> bool:
+    """Remove the checkpoint at this location, and all that saves had written there; False where there is none.
 
-    There are several if ranks saved on their own; no part is removed unless the store permits deletions at each. With
-    its fence a part is gone, at once. If the store then refuses to remove the first of its objects, and no other part
-    is gone, another entry makes it count again. The error that is raised says so. Raises `InvalidManifestError` where
-    what lies there is another program's; `CheckpointChangedError` where another save's commit came between, which is
-    left untouched; `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
+    With its fence it is gone, at once. If the store then refuses to remove the first of its objects, another entry
+    makes it count again. The error that is raised says so. Raises `InvalidManifestError` where what lies there is
+    another program's; `CheckpointChangedError` where another save's commit came between, which is left untouched;
+    `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
     """
-    logs = [(walked, read_log(walked.store, retrier, is_lenient=True)) for walked in locations]
-    doomed = [
-        (walked, log)
-        for walked, log in logs
-        if log.counting is not None or not all(entry.is_fence for entry in log.entries)
-    ]
-    is_whole = all(log.counting is not None for _, log in logs if log.entries)
+    log = read_log(walked.store, retrier, is_lenient=True)
+    if log.counting is None and all(entry.is_fence for entry in log.entries):
+        return False
     unchanged = "Nothing was deleted, and the checkpoint " + (
-        "can be loaded as before" if is_whole else "is as it was before"
+        "is as it was before" if log.counting is None else "can be loaded as before"
     )
-    for walked, log in doomed:
-        if not any(item.kind == "data" for item in walked.found):  # beside data of ours it is ours, and damaged
-            check_ours(walked.store, log.entries, retrier)
+    if not any(item.kind == "data" for item in walked.found):  # beside data of ours it is ours, and damaged
+        check_ours(walked.store, log.entries, retrier)
     try:
-        for walked, log in doomed:
-            _check_may_delete(walked, log, retrier)
+        _check_may_delete(walked, log, retrier)
     except StoreError as error:
         raise _told(error, f"{unchanged}. Deletions are refused at {walked.store.uri}") from error
-    num_gone = 0
-    try:
-        for walked, log in doomed:
-            _delete_part(walked, log, retrier, conditional=conditional, unchanged=None if num_gone else unchanged)
-            num_gone += 1
-    except (StoreError, CheckpointError) as error:
-        if not num_gone:
-            raise
-        raise _told(
-            error,
-            f"The checkpoint can no longer be loaded, because its parts before {walked.store.uri} were removed: delete "
-            "it again when the store permits it",
-        ) from error
-    return bool(doomed)
-
-
-def _delete_part(
-    walked: WalkedLocation, log: Log, retrier: Retrier, *, conditional: bool, unchanged: str | None
-) -> None:
-    """Remove what lies at one location. `unchanged` tells that it is put back; None if it must not be."""
     fenced = _fence_off(walked.store, log, retrier, conditional=conditional)
     doomed = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.top]
     failure, is_certain = _remove_whole(walked, doomed, retrier)
     if failure is None:
-        return
-    if unchanged is None:
-        raise failure
+        return True
     if is_certain and _put_back(walked, fenced, retrier, conditional=conditional):
         raise _told(failure, unchanged) from failure
     hiding = walked.store.url(manifest_key(fenced.number))

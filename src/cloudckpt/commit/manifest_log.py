@@ -52,7 +52,6 @@ _MOST_LOOKED_AT = 20
 _LOAD_AN_OLDER_ONE = "Load an older checkpoint (cloudckpt ls ROOT lists them)"
 _BEGINNING = b'{"format":"cloudckpt'
 """The first bytes of every entry that cloudckpt writes, manifest or fence."""
-_RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,17})")
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
 
 
@@ -351,21 +350,9 @@ def holds_torch_checkpoint(store: Store, retrier: Retrier, *, is_confirmed: bool
     return retrier.call(look) or (is_confirmed and retrier.call(look))
 
 
-def holds_rank_checkpoints(store: Store, retrier: Retrier, *, is_confirmed: bool = True) -> bool:
-    """Return whether ranks have saved there on their own, each under ``rank-<r>/``. Rank 0 is always one of them.
-
-    `is_confirmed` is that of `read_log`.
-    """
-    return read_log(store, retrier, prefix="rank-0/", is_confirmed=is_confirmed).counting is not None
-
-
-def parse_ranks(folders: Iterable[str]) -> list[int]:
-    """The ranks that have saved on their own, by the names of the folders that lie beside each other.
-
-    Rank 0 is always one of them: a folder ``rank-8`` without it is a checkpoint with that name.
-    """
-    ranks = sorted(int(match.group(1)) for folder in folders if (match := _RANK_FOLDER.fullmatch(folder)))
-    return ranks if ranks[:1] == [0] else []
+def holds_rank_checkpoints(store: Store, retrier: Retrier) -> bool:
+    """Return True if rank 0 has a checkpoint of its own below `store`, as ``use_collectives=False`` once saved it."""
+    return read_log(store, retrier, prefix="rank-0/", is_confirmed=False, is_lenient=True).counting is not None
 
 
 def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> CheckpointNotFoundError:
@@ -376,7 +363,8 @@ def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> Checkpoin
     elif was_fenced:
         hint = f"it was deleted, or gc removed a failed save. {_LOAD_AN_OLDER_ONE}"
     elif retrier.call(lambda: next(iter(store.list("rank-0/manifest")), None)) is not None:
-        hint = f"ranks saved on their own there, and each has a checkpoint: name one, as {store.uri.rstrip('/')}/rank-0"
+        uri = f"{store.uri.rstrip('/')}/rank-0"
+        hint = f"each rank has a checkpoint of its own there. Load it by its own URI with no_dist=True, as {uri}"
     elif holds_torch_checkpoint(store, retrier):
         hint = "this is a checkpoint of torch's own writer: convert it with `cloudckpt import --format dcp`"
     else:

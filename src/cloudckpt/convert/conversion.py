@@ -40,8 +40,8 @@ class CopyReport:
     """URI of the source."""
     target: str
     """URI of the copy."""
-    attempts: tuple[str, ...]
-    """Identifiers of the copy; one for each rank if the ranks saved separately."""
+    attempt: str
+    """Identifier of the copy."""
     num_objects: int
     """Number of data objects."""
     num_bytes: int

@@ -65,7 +65,7 @@ def copy(
     that fails then removes nothing. One that is committed already is compared, and nothing is written.
 
     Args:
-        source: URI of the checkpoint. Folders of ranks that saved separately are copied one by one.
+        source: URI of the checkpoint.
         target: URI of the copy. It must not lie inside `source`, nor the reverse.
         overwrite: Replace a checkpoint at `target`, at the instant of the commit.
         options: Options for the source.
@@ -98,7 +98,7 @@ def copy(
     report = CopyReport(
         source=conversion.source.uri,
         target=conversion.target.uri,
-        attempts=(copied.attempt,),
+        attempt=copied.attempt,
         num_objects=len(copied.objects),
         num_bytes=job.num_bytes,
         num_service_bytes=job.num_service_bytes,

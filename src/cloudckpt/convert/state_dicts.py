@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from cloudckpt.api import load
-from cloudckpt.commit.manifest_log import holds_rank_checkpoints, resolve
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError, quote_names
 from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
@@ -21,9 +20,7 @@ from cloudckpt.format.torch_metadata import stored_wrappers
 from cloudckpt.format.wrapper_metadata import Registry
 from cloudckpt.format.wrappers import collapse
 from cloudckpt.inspect.description import matches
-from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options
-from cloudckpt.stores.open import open_store
 from cloudckpt.tensors.tensor_bytes import training_mode
 from cloudckpt.uri import Location, parse_location
 
@@ -110,12 +107,8 @@ def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:
 def load_whole(source: Location, options: Options, selection: Selection, *, allow_pickle: bool) -> dict[str, Any]:
     """Load the state dict saved at `source`: nested as it was, or flat if names are changed.
 
-    Raises what `load` raises, and `CheckpointNotFoundError` for what ranks saved separately, because a load takes that
-    of one rank only.
+    Raises what `load` raises.
     """
-    store, retrier = open_store(source, options), Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    if holds_rank_checkpoints(store, retrier, is_confirmed=True):
-        resolve(store, retrier)  # raises, unless these are folders beside a checkpoint
     planner = _Planner(dataclasses.replace(selection, strip_prefix="", add_prefix=""))
     reader = ObjectStoreReader(source.uri, options=options, allow_pickle=allow_pickle, _is_part=True)
     load({}, storage_reader=reader, planner=planner, no_dist=True)
@@ -198,7 +191,6 @@ def read(
 
     Raises:
         CheckpointException: See `cloudckpt.load`.
-        CheckpointNotFoundError: The ranks saved separately, so that no single state dict exists.
         InvalidOptionError: A pattern fits no entry.
 
     Example::

@@ -87,7 +87,6 @@ def run_save(
     *,
     planner: SavePlanner | None,
     ranks_context: RanksContext,
-    use_collectives: bool,
     refusal: BaseException | None = None,
 ) -> SavedMetadata:
     """Save `state_dict` from all ranks.
@@ -97,12 +96,9 @@ def run_save(
     """
     try:
         with ranks_context as ranks:
-            save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, use_collectives, refusal)
-            if use_collectives:
-                save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
-                metadata = ranks.all_reduce("write", save.write, save.finish)
-            else:
-                metadata = save.run_alone()
+            save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, refusal)
+            save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
+            metadata = ranks.all_reduce("write", save.write, save.finish)
     except CheckpointException as error:
         failure = end_failed_save(error, writer)
         try:
@@ -143,22 +139,9 @@ class _Save:
     writer: ObjectStoreWriter
     planner: SavePlanner
     ranks: DistWrapper
-    use_collectives: bool
     refusal: BaseException | None
     metadata: Metadata | None = None
     plan: SavePlan | None = None
-
-    def run_alone(self) -> Metadata:
-        """Commit a checkpoint of this rank alone. All ranks wait for each other at the end, also for one that fails."""
-        try:
-            (self.plan,) = self.plan_globally([self.plan_locally()])
-            metadata = self.finish([self.write()])
-        except (Exception, CheckpointException) as error:  # it is raised once the other ranks are there
-            self.ranks.barrier()
-            failures: Any = {self.ranks.rank: (error, traceback.extract_tb(error.__traceback__))}
-            raise CheckpointException("write", failures) from None
-        self.ranks.barrier()
-        return metadata
 
     def plan_locally(self) -> SavePlan:
         if self.refusal is not None:
@@ -168,14 +151,14 @@ class _Save:
         if isinstance(self.planner, BalancedSavePlanner):
             self.planner.pending = self.writer.snapshot
             self.planner.compare = self.writer.options.compare_replicas
-            self.planner.is_alone = not self.use_collectives or self.ranks.get_world_size() == 1
+            self.planner.is_alone = self.ranks.get_world_size() == 1
             if any(isinstance(value, LiveEntry) for value in self.state_dict.values()):
                 self.planner.synchronized = find_synchronized(self.state_dict)
         if "storage_meta" in inspect.signature(self.planner.set_up_planner).parameters:
             self.planner.set_up_planner(state_dict=entries, storage_meta=storage_meta, is_coordinator=is_coordinator)
         else:  # planners for older versions of torch
             self.planner.set_up_planner(entries, is_coordinator)  # type: ignore[arg-type]  # the older signature
-        self.writer.set_up_storage_writer(is_coordinator, rank=self.ranks.rank, use_collectives=self.use_collectives)
+        self.writer.set_up_storage_writer(is_coordinator, rank=self.ranks.rank)
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
     def plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:

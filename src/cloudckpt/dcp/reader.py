@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
-from cloudckpt.commit.manifest_log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
+from cloudckpt.commit.manifest_log import holds_torch_checkpoint, resolve
 from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
@@ -52,8 +52,6 @@ class ManifestLookup:
     """Why there is no manifest: none is committed, or the look for it failed."""
     is_torchs: bool = False
     """No manifest is committed, but a checkpoint of torch's own writer exists."""
-    is_of_ranks: bool = False
-    """No manifest is committed, but ranks saved there on their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +60,6 @@ class _Call:
 
     lookup: ManifestLookup
     """The coordinator's."""
-    rank: int
     is_lazy: bool
     whole_keys: Collection[str]
 
@@ -115,7 +112,6 @@ class ObjectStoreReader(StorageReader):
     _torch_reader: TorchCheckpointReader | None
     _failure: Exception | None
     """The error of `read_metadata`, for torch's second call of it, and for `set_up_storage_reader`."""
-    _failed_lookup: ManifestLookup | None
 
     def __init__(
         self,
@@ -189,7 +185,6 @@ class ObjectStoreReader(StorageReader):
             lookup = self._look_up(is_sent=False)
         self._call = _Call(
             lookup=lookup,
-            rank=ranks.rank,
             is_lazy=is_lazy and type(self) is ObjectStoreReader,
             whole_keys=whole_keys,
         )
@@ -200,30 +195,25 @@ class ObjectStoreReader(StorageReader):
         if call is None:
             return None
         self._recorder.end()
-        failure, self._failure, self._failed_lookup = self._failure, None, None
+        failure, self._failure = self._failure, None
         return failure
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch's signature; it looks for the name "kwargs"
         """Return torch's view of the checkpoint.
 
-        With ``rank=``, of the checkpoint that this rank saved for itself, without collectives. Raises
-        `CheckpointNotFoundError`, `CorruptCheckpointError`, `UnsupportedFormatError` or `UnsafePickleError`.
+        Raises `CheckpointNotFoundError`, `CorruptCheckpointError`, `UnsupportedFormatError` or `UnsafePickleError`.
 
         torch's ``load`` calls it again, with ``rank=``, after any error, and would turn a second error into text. So
-        the second call returns empty metadata unless ranks saved on their own, and `set_up_storage_reader` raises.
+        the second call returns empty metadata, and `set_up_storage_reader` raises.
         """
-        call, rank = self._call, kwargs.get("rank")
-        if call is None and rank is not None:
-            return self._read_again(rank)
+        call = self._call
+        if call is None and self._failure is not None and "rank" in kwargs:
+            return Metadata(state_dict_metadata={})
         if call is None:
             self._begin(None)
-        lookup = self._look_up(is_sent=False) if call is None else call.lookup
         try:
-            if lookup.is_of_ranks and call is not None:
-                return self._read_metadata_of_rank(call.rank, lookup)
-            return self._read_metadata(lookup)
+            return self._read_metadata(self._look_up(is_sent=False) if call is None else call.lookup)
         except Exception as error:
-            self._failed_lookup = lookup
             self._failure = portable(error)
             raise self._failure from error
 
@@ -248,14 +238,8 @@ class ObjectStoreReader(StorageReader):
         `objects` are the top-level keys of those that can take more than they ask for.
         """
         manifest = self._manifest
-        if manifest is None or self._context is None or self._is_of_rank:
-            data = RankPlanData(attempt="", unused=unused, objects=() if self._is_of_rank else objects)
-            plan = dataclasses.replace(plan, storage_data=data)
-            if self._is_of_rank:  # other ranks have other entries
-                left = self._find_left([plan], objects)
-                self._check_completeness([plan], left=left)
-                plan = dataclasses.replace(plan, storage_data=dataclasses.replace(data, left=left))
-            return plan
+        if manifest is None:
+            return dataclasses.replace(plan, storage_data=RankPlanData(attempt="", unused=unused, objects=objects))
         return dataclasses.replace(
             plan, storage_data=RankPlanData(attempt=manifest.attempt, unused=unused, objects=objects)
         )
@@ -267,14 +251,11 @@ class ObjectStoreReader(StorageReader):
         object asks for less than was saved of it.
         """
         found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
-        left = dict.fromkeys(name for one in found if one is not None for name in one.left)
-        if not self._is_of_rank:
-            of_all = self._find_left(plans, {key for one in found if one is not None for key in one.objects})
-            self._check_completeness(plans, left=of_all)
-            left.update(dict.fromkeys(of_all))
+        left = self._find_left(plans, {key for one in found if one is not None for key in one.objects})
+        self._check_completeness(plans, left=left)
         if left:
             return [
-                plan if one is None else dataclasses.replace(plan, storage_data=dataclasses.replace(one, left=[*left]))
+                plan if one is None else dataclasses.replace(plan, storage_data=dataclasses.replace(one, left=left))
                 for plan, one in zip(plans, found, strict=True)
             ]
         attempts = {one.attempt for one in found if one is not None}
@@ -302,11 +283,6 @@ class ObjectStoreReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         # A load that has begun belongs to its process.
         return {**self.__dict__, "_context": None, "_torch_reader": None, "_found_here": None, "_call": None}
-
-    @property
-    def _is_of_rank(self) -> bool:
-        """True if this rank reads a checkpoint that it saved for itself."""
-        return self._context is not None and self._context.location != self._location
 
     def nested_metadata(self) -> Metadata:
         """Return the metadata of the load that has begun, with the paths that a lazy one leaves out."""
@@ -343,8 +319,7 @@ class ObjectStoreReader(StorageReader):
             _log.warning("loading all the same, because of strict=False: %s", error)
 
     def _forget(self) -> None:
-        self._failure = self._failed_lookup = None
-        self._metadata = self._context = self._manifest = self._torch_reader = None
+        self._failure = self._metadata = self._context = self._manifest = self._torch_reader = None
 
     def _begin(self, rank: int | None) -> None:
         self._forget()
@@ -354,8 +329,8 @@ class ObjectStoreReader(StorageReader):
     def _look_up(self, *, is_sent: bool) -> ManifestLookup:
         """Look for the manifest; the result has the document if it `is_sent` to other ranks.
 
-        Raises nothing, since they wait for the result. torch's checkpoints, and those of ranks that saved on their
-        own, are looked for only after the store has said twice that no manifest is committed.
+        Raises nothing, since they wait for the result. torch's checkpoints are looked for only after the store has said
+        twice that no manifest is committed.
         """
         uri = self.checkpoint_id
         context = Context(self._location, self._options, rank=0, recorder=self._recorder)
@@ -364,8 +339,7 @@ class ObjectStoreReader(StorageReader):
                 manifest = resolve(context.store, context.retrier).manifest
             except CheckpointNotFoundError as error:
                 is_torchs = holds_torch_checkpoint(context.store, context.retrier)
-                is_of_ranks = not is_torchs and holds_rank_checkpoints(context.store, context.retrier)
-                return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs, is_of_ranks=is_of_ranks)
+                return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs)
         except Exception as error:  # each rank raises it
             return ManifestLookup(uri=uri, error=portable(error))
         self._found_here = context, manifest
@@ -385,30 +359,6 @@ class ObjectStoreReader(StorageReader):
         if lookup.document is None:
             raise lookup.error or CloudckptError(f"nobody looked for the manifest of {self.checkpoint_id}")
         return self._use(context, decode(lookup.document, uri=context.uri))
-
-    def _read_metadata_of_rank(self, rank: int, lookup: ManifestLookup | None) -> Metadata:
-        context = Context(self._location.child(f"rank-{rank}"), self._options, rank=rank, recorder=self._recorder)
-        try:
-            manifest = resolve(context.store, context.retrier).manifest
-        except CheckpointNotFoundError:
-            if lookup is None or lookup.error is None:
-                raise
-            raise lookup.error from None  # there is no checkpoint of all ranks either
-        return self._use(context, manifest)
-
-    def _read_again(self, rank: int) -> Metadata:
-        lookup = self._failed_lookup
-        if self._failure is None:
-            return self._read_metadata_of_rank(rank, None)
-        if lookup is not None and lookup.is_of_ranks:
-            try:
-                metadata = self._read_metadata_of_rank(rank, lookup)
-            except Exception as error:  # set_up_storage_reader raises it
-                self._failure = portable(error)
-            else:
-                self._failure = None
-                return metadata
-        return Metadata(state_dict_metadata={})  # never used: set_up_storage_reader raises
 
     def _use(self, context: Context, manifest: Manifest) -> Metadata:
         self._context, self._manifest = context, manifest

@@ -29,6 +29,16 @@ from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.uri import is_valid_location, parse_location
 
 
+def require_collectives(*, use_collectives: bool) -> None:
+    """Raise `InvalidOptionError` for torch's ``use_collectives=False``."""
+    if not use_collectives:
+        raise InvalidOptionError(
+            "use_collectives=False is not supported: all ranks of a save commit one checkpoint. To save ranks apart, "
+            "give each a URI of its own and no_dist=True, as in "
+            "cloudckpt.save(state_dict, f'{uri}/rank-{rank}', no_dist=True)"
+        )
+
+
 class ObjectStoreWriter(StorageWriter):
     """Writes checkpoints to `uri` for torch's own calls (`torch.distributed.checkpoint.StorageWriter`).
 
@@ -137,22 +147,18 @@ class ObjectStoreWriter(StorageWriter):
         self, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:  # torch's signature; it looks for the name "kwargs"
         """Begin a save. Raises `CheckpointExistsError` before any byte moves."""
-        rank = int(kwargs.get("rank") or 0)
-        # Without collectives there is no coordinator: each rank commits a checkpoint of its own.
-        is_alone = not kwargs.get("use_collectives", True)
-        location = self._location.child(f"rank-{rank}") if is_alone else self._location
+        require_collectives(use_collectives=kwargs.get("use_collectives", True))
+        rank, location = int(kwargs.get("rank") or 0), self._location
         self.lifecycle.begin(location.uri, operation=self.save_id, rank=rank, is_set_up=True)
         with self.lifecycle.ending_on_error():
             recorder = new_recorder(self._options.trace, verb="save", uri=location.uri, operation=self.save_id)
             recorder.open(rank)
             context = Context(location, self._options, rank=rank, recorder=recorder)
             self._cancellation.enter("planning")
-            self._commits = is_coordinator or is_alone
+            self._commits = is_coordinator
             self._job = SaveJob(context, save_id=self.save_id, transforms=self._transforms)
             self._begun_ns = now_ns()
             with recorder.step("set_up"), self._cancellation.stopping(self._job.stop):
-                if is_alone:
-                    self._job.check_beside(Context(self._location, self._options, rank=rank, recorder=recorder))
                 if self._commits:
                     self._job.check(overwrite=self._overwrite)
                 context.emit("save.set_up")

@@ -143,8 +143,7 @@ class Rendezvous:
                 self._lose_store("has not answered since the call before")
             self._raise_if_failed(call)
             # Ranks may load from copies on disks of their own; the commit that they find is compared with the plans.
-            # Without collectives, each rank makes a checkpoint of its own.
-            has_own_uri = doing.startswith(("loading", "saving without collectives"))
+            has_own_uri = doing.startswith("loading")
             task = f"{doing}\0{'' if has_own_uri else uri}".encode(errors="surrogatepass")
             self._mine = Heartbeat(beat=self._mine.beat, call=call, task=hashlib.sha256(task).hexdigest()[:16])
             self._failure = self._on_cancel = None

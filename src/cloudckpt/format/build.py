@@ -111,8 +111,7 @@ def build_manifest(
     if problems:
         raise IncompleteSaveError(
             f"what was planned for {uri} is no whole checkpoint: {'; '.join(problems[:_MAX_SHOWN])}. Nothing was "
-            "committed. Sharded tensors have to be saved by all of their ranks together (no_dist=False, "
-            "use_collectives=True)",
+            "committed. Sharded tensors have to be saved by all of their ranks together (no_dist=False)",
             uri=uri,
         )
     return manifest

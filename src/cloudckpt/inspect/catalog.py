@@ -16,11 +16,9 @@ from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
 from cloudckpt.commit.manifest_log import (
     TORCH_METADATA_KEY,
     SummaryReader,
-    holds_rank_checkpoints,
     list_entries,
     look_until_stable,
     manifest_key,
-    parse_ranks,
     read_log,
 )
 from cloudckpt.errors import (
@@ -105,13 +103,13 @@ def list_checkpoints(
     """List the committed checkpoints directly under `root`, oldest first.
 
     The order is that of `CheckpointInfo.committed_at`, which copies keep; then of the names, numbers by value. Each
-    checkpoint costs one listing and one small read. Those that ranks saved on their own need `all`. With `all`, each
-    folder costs two listings and a read of its whole manifest. Unfinished uploads that may not be listed are left out.
+    checkpoint costs one listing and one small read. With `all`, each folder costs two listings and a read of its whole
+    manifest. Unfinished uploads that may not be listed are left out.
 
     Args:
         root: Folder of the checkpoints.
-        all: Also list, at `root` and directly under it, damaged checkpoints, checkpoints that ranks saved on their own,
-            uncommitted saves and checkpoints of torch's own writer, each with its state and size.
+        all: Also list, at `root` and directly under it, damaged checkpoints, uncommitted saves and checkpoints of
+            torch's own writer, each with its state and size.
         alive_within: With `all`, an uncommitted save is in progress if it wrote something in this time and began after
             the last commit. Otherwise it is garbage.
         check: With `all`, validate the entry of every tensor in each manifest, as a load does. This takes about twenty
@@ -162,8 +160,7 @@ def list_checkpoints(
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
     """Return the checkpoint directly under `root` that was committed last.
 
-    It may be damaged; `load_latest` skips damaged checkpoints. Those that ranks saved on their own do not count. The
-    errors are those of `list_checkpoints`.
+    It may be damaged; `load_latest` skips damaged checkpoints. The errors are those of `list_checkpoints`.
 
     Args:
         root: Folder of the checkpoints.
@@ -276,7 +273,7 @@ class _Listing:
             alive_since = max(self._alive_since, fenced_at or self._alive_since)
             uncommitted = self._describe_attempts(location, rest, checkpoint, alive_since=alive_since)
             infos = [*([checkpoint] if checkpoint else []), *uncommitted]
-            infos = infos or self._read_other_formats(location, store)
+            infos = infos or self._read_torch_checkpoint(location, store)
         except AccessDeniedError as error:
             self.denials.append(error)
             now = datetime.now(timezone.utc)
@@ -378,35 +375,9 @@ class _Listing:
                 ),
             )
 
-    def _read_other_formats(self, location: Location, store: Store) -> list[CheckpointInfo]:
-        """Describe what ranks saved separately at `location`, or else what torch's own writer saved there."""
-        infos = self._retrier.collect(store.list, TORCH_METADATA_KEY)
-        if location != self._root:  # the ranks' folders at the root itself are entries of their own
-            infos += self._retrier.collect(store.list, "rank-")
-        inventory = Inventory(has_hidden_uploads=False)
-        for info in infos:
-            inventory.add_object(info)
-        ranks = parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations)
-        if ranks and holds_rank_checkpoints(store, self._retrier):
-            # The commit of rank 0, by which a `CheckpointManager` orders such checkpoints, too.
-            entry = read_log(store, self._retrier, prefix="rank-0/", is_confirmed=False, is_lenient=True).counting_entry
-            committed_at = max(info.modified_at for info in infos)
-            if entry is not None:
-                key = f"rank-0/{manifest_key(entry.number)}"
-                committed_at = self._times.read(store, key, entry, self._retrier) or entry.modified_at
-            objects = [item for prefix in inventory.locations for item in inventory.at(prefix) if item.kind == "data"]
-            return [
-                CheckpointInfo(
-                    uri=location.uri,
-                    name=location.name,
-                    committed_at=committed_at,
-                    num_bytes=sum(item.size_bytes for item in objects),
-                    num_objects=len(objects),
-                    world_size=len(ranks),
-                )
-            ]
+    def _read_torch_checkpoint(self, location: Location, store: Store) -> list[CheckpointInfo]:
         return [
             CheckpointInfo(uri=location.uri, name=location.name, committed_at=info.modified_at, state="torch")
-            for info in infos
+            for info in self._retrier.collect(store.list, TORCH_METADATA_KEY)
             if info.key == TORCH_METADATA_KEY
         ]

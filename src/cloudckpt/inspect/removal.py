@@ -14,7 +14,6 @@ from cloudckpt.commit.collect import (
     delete_checkpoint,
     judge,
     walk,
-    walk_checkpoint,
 )
 from cloudckpt.commit.garbage import Inventory, RemovalPlan
 from cloudckpt.commit.manifest_log import manifest_key
@@ -42,6 +41,8 @@ from cloudckpt.uri import Location, parse_location
 __all__ = ["Garbage", "GarbageReport", "KeptObject", "delete", "gc"]
 
 _ONE_DAY = timedelta(days=1)
+_PARTS = ("manifest", "data/")
+"""The beginnings of the keys of a checkpoint."""
 _UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 
@@ -108,7 +109,7 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
 
     After the first request it is gone for every reader. If the process dies then, `gc` removes the rest. A save that
     runs at the same place fails: one object of about a hundred bytes stays to prevent its commit, until `gc` removes it
-    after its `older_than`. Folders of ranks that saved separately are deleted, too.
+    after its `older_than`.
 
     Args:
         uri: The checkpoint.
@@ -137,23 +138,27 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
     _emit("delete.done", location.uri, options)
 
 
-def walk_locations(location: Location, options: Options) -> tuple[list[WalkedLocation], Retrier]:
-    """Return the locations of the checkpoint, which are several if ranks saved on their own.
+def walk_checkpoint(location: Location, options: Options) -> tuple[WalkedLocation, Retrier]:
+    """List what cloudckpt wrote at `location`, a checkpoint's.
 
     Raises `NoConditionalCommitError` if the store cannot keep saves away from what is deleted.
     """
     store, retrier = open_store(location, options), _retrier(location.uri, options)
     if options.commit == "conditional":
         check_conditional_create(store, retrier)
-    inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
-    return [_walked_location(location, store, inventory, prefix, options) for prefix in prefixes], retrier
+    for _ in range(2):  # absence is believed only from two walks
+        inventory = walk(
+            store, retrier, prefixes=_PARTS, has_hidden_uploads=location.scheme == "file", on_unlisted=None
+        )
+        if inventory.locations:
+            break
+    return _walked_location(location, store, inventory, "", options), retrier
 
 
 def _delete(location: Location, options: Options) -> None:
-    locations, retrier = walk_locations(location, options)
-    if not delete_checkpoint(locations, retrier, conditional=options.commit == "conditional"):
-        is_empty = not any(walked.found for walked in locations)
-        advice = "Check the URI" if is_empty else f"Saves left data there. {gc_advice(location.uri)}"
+    walked, retrier = walk_checkpoint(location, options)
+    if not delete_checkpoint(walked, retrier, conditional=options.commit == "conditional"):
+        advice = f"Saves left data there. {gc_advice(location.uri)}" if walked.found else "Check the URI"
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {location.uri}, so there is nothing to delete. {advice}", uri=location.uri
         )
@@ -188,8 +193,7 @@ class _Collection:
             if inventory.locations:
                 break
         self._before = _parse_older_than(self._older_than)  # by now the store has shown its clock
-        # The parts of other ranks are found by that of rank 0.
-        for prefix in sorted(inventory.locations, key=lambda prefix: prefix.endswith("rank-0/")):
+        for prefix in inventory.locations:
             self._collect(prefix, inventory)
         return GarbageReport(
             root=self._location.uri,

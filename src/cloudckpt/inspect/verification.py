@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from cloudckpt.commit.manifest_log import list_folders, parse_ranks, resolve
+from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.format.model import Manifest
 from cloudckpt.options import Options
@@ -26,7 +26,7 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
     Needs no model and no process group, and runs no code from the store. Checks the manifest, the existence and exact
     size of each object, the CRC32C of every tile with header and padding, and each safetensors header against the
     manifest. Takes `Options.connections` requests at once and at most `Options.read_bytes` of memory besides the
-    manifest and the headers. Checkpoints that ranks saved separately are verified rank by rank.
+    manifest and the headers.
 
     Args:
         uri: The checkpoint.
@@ -58,14 +58,13 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
 
 def _verify_once(location: Location, options: Options) -> VerifyReport:
     begun_s = time.monotonic()
-    found, problems = _read_manifests(location, options)
-    for context, manifest in found:
-        of_one = VerifyJob(context, manifest).run()
-        if of_one and has_changed(context, manifest):
-            raise CheckpointChangedError(
-                f"{context.uri} was overwritten or removed while it was being verified. Verify again", uri=context.uri
-            )
-        problems.extend(of_one)
+    context = Context(location, options, rank=0)
+    manifest = resolve(context.store, context.retrier).manifest
+    problems = VerifyJob(context, manifest).run()
+    if problems and has_changed(context, manifest):
+        raise CheckpointChangedError(
+            f"{location.uri} was overwritten or removed while it was being verified. Verify again", uri=location.uri
+        )
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise CorruptCheckpointError(
@@ -75,38 +74,17 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
         )
     report = VerifyReport(
         uri=location.uri,
-        attempts=tuple(manifest.attempt for _, manifest in found),
-        num_objects=sum(len(manifest.objects) for _, manifest in found),
-        num_tensors=sum(len(manifest.tensors) for _, manifest in found),
-        num_values=sum(len(manifest.values) for _, manifest in found),
-        num_bytes=sum(stored.size for _, manifest in found for stored in manifest.objects),
-        num_requests=sum(context.retrier.num_requests for context, _ in found),
-        num_retries=sum(context.retrier.num_retries for context, _ in found),
+        attempt=manifest.attempt,
+        num_objects=len(manifest.objects),
+        num_tensors=len(manifest.tensors),
+        num_values=len(manifest.values),
+        num_bytes=sum(stored.size for stored in manifest.objects),
+        num_requests=context.retrier.num_requests,
+        num_retries=context.retrier.num_retries,
         verify_s=time.monotonic() - begun_s,
     )
     _log.info("verified %s", report)
     return report
-
-
-def _read_manifests(location: Location, options: Options) -> tuple[list[tuple[Context, Manifest]], list[str]]:
-    """Read the manifest at `location`, or one for each rank. Return them, and the problems of damaged ones."""
-    context = Context(location, options, rank=0)
-    try:
-        return [(context, resolve(context.store, context.retrier).manifest)], []
-    except CheckpointNotFoundError:
-        found: list[tuple[Context, Manifest]] = []
-        problems: list[str] = []
-        for rank in parse_ranks(list_folders(context.store, context.retrier)):
-            of_rank = Context(location.child(f"rank-{rank}"), options, rank=rank)
-            try:
-                found.append((of_rank, resolve(of_rank.store, of_rank.retrier).manifest))
-            except CheckpointNotFoundError:
-                continue  # an unfinished save
-            except CorruptCheckpointError as error:
-                problems.extend(error.problems)
-        if not found and not problems:
-            raise
-        return found, problems
 
 
 def has_changed(context: Context, manifest: Manifest) -> bool:

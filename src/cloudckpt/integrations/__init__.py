@@ -52,7 +52,7 @@ def find_steps(root: str, options: Options) -> list[int]:
     """
 
     def find() -> list[int]:
-        steps = Steps(parse_location(root), options, get_num_ranks=None)
+        steps = Steps(parse_location(root), options)
         return sorted({*(info.step for info in steps.find_committed(with_metrics=False)), *steps.find_torch_steps()})
 
     return Coordinator(None, no_dist=False, root=root, timeout_s=options.timeout_s).broadcast("find", find)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import operator
@@ -25,7 +24,8 @@ from cloudckpt.api import async_save, entries_of, load, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, warn_of_shared_generator
-from cloudckpt.dcp.protocol import SavedMetadata, causes_of, num_ranks_of, rank_in
+from cloudckpt.dcp.protocol import SavedMetadata, causes_of, rank_in
+from cloudckpt.dcp.writer import require_collectives
 from cloudckpt.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -157,7 +157,8 @@ class CheckpointManager(OfThisProcess):
         if on_damaged not in _ON_DAMAGED:
             words = ", ".join(map(repr, _ON_DAMAGED))
             raise InvalidOptionError(f"CheckpointManager: on_damaged must be one of {words}, not {on_damaged!r}")
-        self._failures = Failures(on_failure, max_failures, use_collectives=use_collectives)
+        require_collectives(use_collectives=use_collectives)
+        self._failures = Failures(on_failure, max_failures)
         self._unmade: SaveFailure | None = None
         """Failure of the last save, until one begins after it, or `close` raises it."""
         self._options = options or Options()
@@ -169,11 +170,8 @@ class CheckpointManager(OfThisProcess):
             )
         self._save_every = save_every
         self._is_async = async_
-        self._process_group, self._no_dist, self._use_collectives = process_group, no_dist, use_collectives
-        get_num_ranks = functools.partial(num_ranks_of, process_group, no_dist=no_dist)
-        self._steps = Steps(
-            parse_location(root), self._options, get_num_ranks=None if use_collectives else get_num_ranks
-        )
+        self._process_group, self._no_dist = process_group, no_dist
+        self._steps = Steps(parse_location(root), self._options)
         self._allow_pickle, self._verify_first, self._on_damaged = allow_pickle, verify_first, on_damaged
         self._damaged: frozenset[str] = frozenset()
         """URIs of the steps that `restore` found damaged, until they are replaced. Equal on all ranks."""
@@ -300,7 +298,6 @@ class CheckpointManager(OfThisProcess):
             "planner": planner,
             "process_group": self._process_group,
             "no_dist": self._no_dist,
-            "use_collectives": self._use_collectives,
             "overwrite": overwrite or self._is_to_replace(step),
             "options": self._options_for(step, numbers),
         }

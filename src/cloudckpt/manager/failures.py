@@ -43,17 +43,12 @@ class Failures:
     one, whichever ends first. `take` depends on nothing else, so all ranks go on, or none does.
     """
 
-    def __init__(self, on_failure: OnFailure, max_failures: int, *, use_collectives: bool) -> None:
+    def __init__(self, on_failure: OnFailure, max_failures: int) -> None:
         if on_failure not in ("raise", "warn"):
             raise InvalidOptionError(f"CheckpointManager: on_failure must be 'raise' or 'warn', not {on_failure!r}")
         if not is_positive(max_failures):
             raise InvalidOptionError(
                 f"CheckpointManager: max_failures must be a positive whole number, not {max_failures!r}"
-            )
-        if on_failure == "warn" and not use_collectives:
-            raise InvalidOptionError(
-                "CheckpointManager: on_failure='warn' needs use_collectives=True, because ranks that save on their own "
-                "do not learn of each other's failures"
             )
         self.limit = max_failures if on_failure == "warn" else 1
         """Number of failures in a row of which the last is raised."""

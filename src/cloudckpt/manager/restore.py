@@ -322,25 +322,17 @@ def find_step_uris(steps: Steps, options: Options) -> list[str]:
             "load one whose data is all there, remove its last manifest.<n>.json, if that has at most 128 bytes",
             uri=root,
         )
-    if other_mode := steps.find_steps_of_other_mode():
-        raise _make_other_mode_error(root, other_mode)
+    if of_ranks := steps.find_steps_of_ranks():
+        raise CheckpointNotFoundError(
+            f"no step is committed under {root}, but in the steps {_format_steps(of_ranks)} each rank has a checkpoint "
+            "of its own. Load those with cloudckpt.load(…, f'{uri}/rank-{rank}', no_dist=True), or pass another root "
+            "to a new run",
+            uri=root,
+        )
     if others := _find_other_names(root, options):
         names = ", ".join(others[:_MAX_SHOWN])
         _log.warning("no step is committed under %s, but checkpoints with other names are: %s", root, names)
     return []
-
-
-def _make_other_mode_error(root: str, num_ranks_by_step: dict[int, int]) -> CheckpointNotFoundError:
-    num_ranks = num_ranks_by_step[max(num_ranks_by_step)]
-    steps = _format_steps(sorted(step for step, number in num_ranks_by_step.items() if number == num_ranks))
-    ranks = f"use_collectives=False on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    return CheckpointNotFoundError(
-        f"no step that this manager can load is committed under {root}, but a manager with "
-        f"{ranks if num_ranks else 'use_collectives=True'} has saved the steps {steps}. Restore them with such a "
-        "manager; or delete them (cloudckpt rm) if not all ranks finished that save; or pass another root to a new "
-        "run",
-        uri=root,
-    )
 
 
 def _find_other_names(root: str, options: Options) -> list[str]:

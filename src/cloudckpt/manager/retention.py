@@ -13,7 +13,7 @@ from cloudckpt.commit.garbage import attempt_time
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
-from cloudckpt.inspect.removal import KeptObject, gc, walk_locations
+from cloudckpt.inspect.removal import KeptObject, gc, walk_checkpoint
 from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
@@ -238,10 +238,10 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
     Returns the reason, and removes nothing, if another save has written there since `alive_since`: it overwrites the
     step. A save that begins later fails, because the fence takes its number. Raises as `cloudckpt.delete` does.
     """
-    locations, retrier = walk_locations(parse_location(uri), options)
-    if any(_has_other_writer(walked, retrier, alive_since=alive_since) for walked in locations):
+    walked, retrier = walk_checkpoint(parse_location(uri), options)
+    if _has_other_writer(walked, retrier, alive_since=alive_since):
         return "another save is writing there"
-    delete_checkpoint(locations, retrier, conditional=options.commit == "conditional")
+    delete_checkpoint(walked, retrier, conditional=options.commit == "conditional")
     return None
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from cloudckpt.commit.commit_time import CommitTimes
 from cloudckpt.commit.manifest_log import (
     MOST_LOOKS,
     Entry,
     SummaryReader,
+    holds_rank_checkpoints,
     holds_torch_checkpoint,
     manifest_key,
-    parse_ranks,
     read_log,
 )
 from cloudckpt.errors import (
@@ -122,11 +123,11 @@ class StepFolder:
     info: StepInfo | None = None
     """None if nothing is committed there."""
     top: int = -1
-    """Highest number in its log, or the sum of those of its ranks; -1 for each empty log."""
+    """Highest number in its log; -1 for an empty one."""
     fenced_at: datetime | None = None
     """Time of the fence that a deleted checkpoint leaves, if there is nothing else."""
     is_half_deleted: bool = False
-    """True if a deletion has hidden a checkpoint or a rank's part of it, and has not removed all manifests."""
+    """True if a deletion has hidden a checkpoint, and has not removed all manifests."""
     denied: AccessDeniedError | None = None
     """Error that hides the folder's content or its metrics. All other fields but `uri` are unknown then."""
     problem: str = ""
@@ -144,17 +145,14 @@ class Steps:
     Args:
         root: Folder of all steps.
         options: Options of the manager.
-        get_num_ranks: Set if each rank saves on its own; returns the number of ranks. A step is committed once all of
-            them have saved it.
 
     """
 
-    def __init__(self, root: Location, options: Options, *, get_num_ranks: Callable[[], int] | None) -> None:
+    def __init__(self, root: Location, options: Options) -> None:
         self.root = root
         self._times = CommitTimes()
         self._have_times = False
         self._options = options
-        self._get_num_ranks = get_num_ranks
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
 
     def uri_of(self, step: int, again: int = 0) -> str:
@@ -186,36 +184,14 @@ class Steps:
 
     def find_torch_steps(self) -> list[int]:
         """Return the steps that torch's own writer has saved, lowest first. Raises as `find_committed` does."""
+        return self._find_foreign(functools.partial(holds_torch_checkpoint, is_confirmed=False))
 
-        def look(name: str, retrier: Retrier) -> Literal[True] | None:
-            return holds_torch_checkpoint(self._open(name), retrier, is_confirmed=False) or None
+    def find_steps_of_ranks(self) -> list[int]:
+        """Return the steps in whose folders rank 0 has a checkpoint of its own, lowest first. Raises as `list_folders`.
 
-        return sorted(self._find_foreign(look))
-
-    def find_steps_of_other_mode(self) -> dict[int, int]:
-        """Return the steps that a manager of the other mode, or one of fewer ranks, has saved.
-
-        The values are the number of ranks that saved on their own, or 0 if all ranks saved one checkpoint together. A
-        step that a rank has begun on its own and not committed is unfinished and left out. Raises as `find_committed`.
+        Earlier versions saved them so with ``use_collectives=False``.
         """
-
-        def is_committed(store: Store, retrier: Retrier, prefix: str = "") -> bool:
-            log = read_log(store, retrier, prefix=prefix, is_confirmed=False, is_lenient=True)
-            return log.counting is not None
-
-        def look(name: str, retrier: Retrier) -> int | None:
-            store = self._open(name)
-            if self._get_num_ranks is None:
-                if not is_committed(store, retrier, "rank-0/"):
-                    return None
-                return max(1, len(parse_ranks(retrier.collect(store.list_directories))))
-            if is_committed(store, retrier):
-                return 0
-            ranks = parse_ranks(retrier.collect(store.list_directories))
-            is_whole = ranks == list(range(len(ranks))) and 0 < len(ranks) < self._get_num_ranks()
-            return len(ranks) if is_whole and all(is_committed(store, retrier, f"rank-{r}/") for r in ranks) else None
-
-        return self._find_foreign(look)
+        return self._find_foreign(holds_rank_checkpoints)
 
     def list_folders(
         self, *, step: int | None = None, excluded_uris: Collection[str] = (), with_metrics: bool = False
@@ -263,16 +239,16 @@ class Steps:
                 error,
             )
 
-    def _find_foreign(self, look: Callable[[str, Retrier], _T | None]) -> dict[int, _T]:
-        """Return the non-None results of `look` by step, once two looks at all folders agree."""
+    def _find_foreign(self, is_foreign: Callable[[Store, Retrier], bool]) -> list[int]:
+        """Return the steps whose folders are foreign, lowest first, once two looks at all folders agree."""
         retrier = self._make_retrier()
 
-        def look_at(name: str) -> tuple[_T | None, Hashable]:
-            answer = look(name, retrier)
+        def look_at(name: str) -> tuple[bool, Hashable]:
+            answer = is_foreign(open_store(self.root.child(name), self._options), retrier)
             return answer, ("twice", answer)
 
         found = self._look_at_folders(lambda: self._list_names(retrier), look_at, retrier)
-        return {parse_step_uri(name): answer for name, answer in found.items() if answer is not None}
+        return sorted(parse_step_uri(name) for name, answer in found.items() if answer)
 
     def _look_at_folders(
         self, list_names: Callable[[], list[str]], look: Callable[[str], tuple[_T, Hashable]], retrier: Retrier
@@ -293,34 +269,22 @@ class Steps:
         raise self._make_changed_error()
 
     def _try_to_look_at(self, name: str, retrier: Retrier, summaries: SummaryReader | None) -> StepFolder | None:
-        """Look at the log of a step, or at those of all ranks. None if a manifest was replaced or removed meanwhile."""
-        store, ranks = self._open(name), [""]
-        if self._get_num_ranks is not None:
-            ranks = [f"rank-{rank}/" for rank in range(self._get_num_ranks())]
-            if not set(ranks) <= {f"rank-{rank}/" for rank in parse_ranks(retrier.collect(store.list_directories))}:
-                return StepFolder(uri=self._uri_of_folder(name))
-        logs = [read_log(store, retrier, prefix=prefix, is_confirmed=False, is_lenient=True) for prefix in ranks]
-        top = sum(log.top for log in logs)
-        counting = [log.counting_entry for log in logs if log.counting_entry is not None]
-        if len(counting) == len(ranks):  # the time of rank 0's commit is the step's: one clock orders all steps
-            return self._build_committed(name, counting[0], top, retrier, summaries)
-        fences = [log.entries[-1] for log in logs if log.entries and log.counting is None]
-        fenced_at = max(one.modified_at for one in fences) if len(fences) == len(ranks) else None
-        is_hidden = any(log.counting is None and not all(one.is_fence for one in log.entries) for log in logs)
-        # A deletion may have ended between two ranks. What `gc` leaves of a rank that never committed is number 0. A
-        # fence that is older than another rank's commit is of a deletion before this save, which is not finished.
-        committed_at = max((one.modified_at for one in counting), default=None)
-        is_partly_gone = committed_at is not None and any(
-            one.number > 0 and one.modified_at >= committed_at for one in fences
+        """Look at the log of a step. None if a manifest was replaced or removed meanwhile."""
+        log = read_log(self._open(name), retrier, is_confirmed=False, is_lenient=True)
+        if log.counting_entry is not None:
+            return self._build_committed(name, log.counting_entry, log.top, retrier, summaries)
+        return StepFolder(
+            uri=self._uri_of_folder(name),
+            top=log.top,
+            fenced_at=log.entries[-1].modified_at if log.entries and log.counting is None else None,
+            is_half_deleted=log.counting is None and not all(one.is_fence for one in log.entries),
         )
-        is_half_deleted = is_hidden or is_partly_gone
-        return StepFolder(uri=self._uri_of_folder(name), top=top, fenced_at=fenced_at, is_half_deleted=is_half_deleted)
 
     def _build_committed(
         self, name: str, entry: Entry, top: int, retrier: Retrier, summaries: SummaryReader | None
     ) -> StepFolder | None:
         uri = self._uri_of_folder(name)
-        store = self._open(name, None if self._get_num_ranks is None else 0)
+        store = self._open(name)
         moment = self._times.read(store, manifest_key(entry.number), entry, retrier)
         if moment is None:
             return None
@@ -342,9 +306,8 @@ class Steps:
     def _uri_of_folder(self, name: str) -> str:
         return self.root.child(name).uri
 
-    def _open(self, name: str, rank: int | None = None) -> Store:
-        location = self.root.child(name)
-        return open_store(location if rank is None else location.child(f"rank-{rank}"), self._options)
+    def _open(self, name: str) -> Store:
+        return open_store(self.root.child(name), self._options)
 
     def _make_retrier(self) -> Retrier:
         return Retrier(retries=self._options.retries, timeout_s=self._options.timeout_s)

@@ -24,7 +24,6 @@ from cloudckpt.commit.commit_time import CommitTimes, draw_commit_time_ns
 from cloudckpt.commit.manifest_log import (
     Entry,
     check_ours,
-    holds_rank_checkpoints,
     holds_torch_checkpoint,
     list_entries,
     manifest_key,
@@ -153,9 +152,8 @@ class SaveJob:
         log, *others = _call_together(
             # A conditional commit creates only what is absent, so one look is enough.
             functools.partial(read_log, store, retrier, is_confirmed=context.options.commit != "conditional"),
-            # Two looks for each, at the same time.
+            # Two looks, at the same time.
             *[functools.partial(holds_torch_checkpoint, store, retrier, is_confirmed=False)] * 2,
-            *[functools.partial(holds_rank_checkpoints, store, retrier, is_confirmed=False)] * 2,
             num_threads=1 if context.location.scheme in _NEAR else context.connections,
         )
         if log.counting is not None or any(others):
@@ -166,15 +164,6 @@ class SaveJob:
             )
         entries: Sequence[Entry] = log.entries
         return entries
-
-    def check_beside(self, shared: Context) -> None:
-        """For a rank that saves alone: refuse a place with a checkpoint of all ranks, which would hide its own."""
-        if read_log(shared.store, shared.retrier).counting is not None:
-            raise CheckpointExistsError(
-                f"Checkpoint already exists at {shared.uri}, saved by all ranks together: a rank's own beside it would "
-                "not be found. Choose another URI",
-                uri=shared.uri,
-            )
 
     def complete_message(self, message: object) -> object:
         """Return a rank's message with the attempt that all ranks write under. For the coordinator."""

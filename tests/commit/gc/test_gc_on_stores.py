@@ -123,6 +123,7 @@ def test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not(root: str) -> Non
     assert {key for key in keys_in(root) if key.startswith("step-1/")} - set(FOREIGN) == ours
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         holds(uri, 1)
+    put(at(root), DEAD)
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match="Saves left data there"):
         cloudckpt.delete(uri)
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match="Check the URI"):

@@ -82,50 +82,6 @@ def test_a_hidden_step_is_no_fresh_start(root: str) -> None:
     assert CheckpointManager(root, no_dist=True).restore({"w": torch.zeros(300)}) is None
 
 
-def test_no_ranks_part_is_deleted_unless_all_may_be(root: str) -> None:
-    """If this fails, a deletion that is refused at one rank's folder removes the parts of other ranks."""
-    uri = f"{root}/step-1"
-    for rank in (0, 1):
-        save(f"{uri}/rank-{rank}", rank)
-    before = keys_in(root)
-    with pytest.raises(AccessDeniedError, match=r"Nothing was deleted, and .* as before\. .* refused at .*/rank-1$"):
-        cloudckpt.delete(uri, options=refusing("rank-1/"))
-    assert keys_in(root) == before
-    assert holds(f"{uri}/rank-0", 0)
-    assert holds(f"{uri}/rank-1", 1)
-
-
-def test_part_of_a_rank_is_found_until_it_is_removed(root: str) -> None:
-    """If this fails, nothing finds what a refused deletion has left of rank 1, because gc removed that of rank 0."""
-    uri = f"{root}/step-1"
-    for rank in (0, 1):
-        save(f"{uri}/rank-{rank}", rank)
-    with pytest.raises(AccessDeniedError, match="rank-1 were removed"):
-        cloudckpt.delete(uri, options=refusing("rank-1/manifest"))
-    with pytest.raises(GarbageLeftError):
-        cloudckpt.gc(root, older_than=0, dry_run=False, options=refusing("rank-1/"))
-    assert any("rank-0/manifest" in key for key in keys_in(root))
-    cloudckpt.delete(uri)
-    cloudckpt.gc(root, older_than=0, dry_run=False)
-    assert not keys_in(root)
-
-
-def test_a_deletion_that_ends_between_ranks_says_that_parts_are_gone(root: str) -> None:
-    """If this fails, an error says that a checkpoint can be loaded of which one rank's part was removed."""
-    uri = f"{root}/step-1"
-    for rank in (0, 1):
-        save(f"{uri}/rank-{rank}", rank)
-    with pytest.raises(AccessDeniedError, match=r"can no longer be loaded, .* before .*/rank-1 were removed"):
-        cloudckpt.delete(uri, options=refusing("rank-1/manifest"))
-    assert not any("rank-0/data/" in key for key in keys_in(root))
-    with pytest.raises(CheckpointNotFoundError):
-        cloudckpt.load({}, f"{uri}/rank-1", no_dist=True)
-    with pytest.raises(AccessDeniedError, match="Nothing was deleted, and the checkpoint is as it was"):
-        cloudckpt.delete(uri, options=refusing(""))
-    cloudckpt.delete(uri)
-    assert not any("/data/" in key for key in keys_in(root))
-
-
 @pytest.mark.parametrize("key", KINDS)
 def test_steps_that_retention_may_not_remove_stay(root: str, key: str) -> None:
     """If this fails, keep_last hides steps that it may not remove, or the report and its events name some of them."""

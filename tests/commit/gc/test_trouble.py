@@ -159,7 +159,7 @@ def test_a_deletion_that_a_save_overtakes_leaves_the_save_alone(memory: Memory, 
 
 def test_checkpoints_with_names_like_ranks_are_left_alone(root: str) -> None:
     """If this fails, deleting one checkpoint takes its neighbours with it, or nothing can be saved beside them."""
-    save(f"{root}/lora/rank-8", 8)
+    save(f"{root}/lora/rank-0", 0)
     save(f"{root}/lora/rank-16", 16)
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         cloudckpt.delete(f"{root}/lora")
@@ -167,7 +167,8 @@ def test_checkpoints_with_names_like_ranks_are_left_alone(root: str) -> None:
         cloudckpt.verify(f"{root}/lora")
     save(f"{root}/lora", 1)
     cloudckpt.delete(f"{root}/lora")
-    assert [info.name for info in cloudckpt.list_checkpoints(f"{root}/lora")] == ["rank-8", "rank-16"]
+    assert [info.name for info in cloudckpt.list_checkpoints(f"{root}/lora")] == ["rank-0", "rank-16"]
+    cloudckpt.verify(f"{root}/lora/rank-0")
 
 
 def test_another_programs_manifest_is_not_overwritten(root: str) -> None:

@@ -1,0 +1,74 @@
+"""Ranks that save apart, each to a URI of its own with ``no_dist=True``; and the refused ``use_collectives=False``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import Place
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt.errors import InvalidOptionError
+
+STATE = {"x": torch.arange(3.0)}
+
+
+def save_apart(root: str) -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    uri = f"{root}/rank-{rank}"
+    sharded = {"w": distribute_tensor(torch.ones(5), mesh, [Shard(0)]), "n": rank}
+    with pytest.raises(cloudckpt.errors.IncompleteSaveError, match=r"'w'.*\n?.*saved by all of their ranks together"):
+        cloudckpt.save(sharded, uri, no_dist=True)
+    values = {"x": torch.full((10,), float(rank + 1)), "y": torch.arange(rank, rank + 3)}
+    cloudckpt.save({**values, "w": distribute_tensor(torch.ones(5), mesh, [Replicate()])}, uri, no_dist=True)
+    state = {key: torch.zeros_like(tensor) for key, tensor in values.items()}
+    cloudckpt.load(state, uri, no_dist=True)
+    assert_same(state, values)
+    for load in (
+        lambda: cloudckpt.load(dict(state), root),
+        lambda: dcp.load(dict(state), storage_reader=cloudckpt.ObjectStoreReader(root)),
+    ):
+        dist.barrier()
+        with pytest.raises(CheckpointException, match=r"Load it by its own URI with no_dist=True, as .*/rank-0"):
+            load()
+
+
+@pytest.mark.multirank
+def test_each_rank_loads_back_its_own(place: Place) -> None:
+    """If this fails, a rank commits a tensor with holes or loads another's values, or a load of all finds no advice."""
+    run_ranks(save_apart, place.root, world_size=2)
+
+
+def manage(uri: str) -> None:
+    with cloudckpt.CheckpointManager(uri, use_collectives=False) as manager:
+        manager.save(1, STATE)
+
+
+SAVES: dict[str, Callable[[str], object]] = {
+    "save": lambda uri: cloudckpt.save(STATE, uri, use_collectives=False),
+    "async_save": lambda uri: cloudckpt.async_save(STATE, uri, use_collectives=False),
+    "async_save by process": lambda uri: cloudckpt.async_save(
+        STATE, uri, async_checkpointer_type=AsyncCheckpointerType.PROCESS, use_collectives=False
+    ),
+    "manager": manage,
+    "torch": lambda uri: dcp.save(STATE, storage_writer=cloudckpt.ObjectStoreWriter(uri), use_collectives=False),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_without_collectives_is_refused(name: str, tmp_path: Path) -> None:
+    """If this fails, each rank takes its own part for the checkpoint, or the user is not told what to do instead."""
+    words = r"use_collectives=False is not supported.*save\(state_dict, f'{uri}/rank-{rank}', no_dist=True\)"
+    with pytest.raises((InvalidOptionError, CheckpointException), match=words):
+        SAVES[name](str(tmp_path / "c"))
+    assert list(tmp_path.iterdir()) == []

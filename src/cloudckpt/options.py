@@ -145,8 +145,8 @@ class Options:
     until `AsyncSave.staged` is done. If False, it returns after the copy. Set it on a GPU if the optimizer can wait for
     ``staged``."""
     resume: bool = False
-    """If True, a save continues one with this option that was killed: it sends only the parts that are missing or have
-    changed. A save that fails then removes nothing. Set it if saves take so long that jobs die during them."""
+    """For `cloudckpt.copy`, in its ``target_options``: if True, a copy continues one with this option that was killed,
+    and sends only the parts that are missing. A copy that fails then removes nothing. A save refuses it."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON values of yours, stored in the manifest, such as the configuration of the run."""
     extensions: Sequence[Any] = ()

@@ -18,8 +18,6 @@ class SaveReport:
     """This rank in the group that saved."""
     num_bytes: int
     """Bytes that this rank sent, headers included."""
-    num_reused_bytes: int = 0
-    """Bytes that an earlier save had sent, and this one did not send again (`Options.resume`)."""
     num_objects: int
     """Data objects that this rank wrote."""
     num_requests: int

@@ -10,7 +10,7 @@ from awscrt.checksums import crc32c
 from tests.commit.actors import data_key_of, manifest_for
 from tests.wrapped import FaultyStore, permanent
 
-from cloudckpt.commit.attempts import ATTEMPT, data_key, data_prefix, new_attempt_id, parse_number
+from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_key, data_prefix, new_attempt_id, parse_number
 from cloudckpt.commit.manifest_log import (
     list_entries,
     manifest_key,
@@ -271,7 +271,8 @@ def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
 @pytest.mark.parametrize("number", [None, 0, 7, 10**18 - 1])
 def test_drawn_attempt_ids_are_recognised(number):
     """Garbage collection would take a running save's data for somebody else's, or leave its own for ever."""
-    drawn = [new_attempt_id(resumable_as=number) for _ in range(200)]
+    mark = "" if number is None else copy_mark(number, 32 * "f")
+    drawn = [new_attempt_id(mark) for _ in range(200)]
     assert len(set(drawn)) == len(drawn)
     assert all(ATTEMPT.fullmatch(attempt) for attempt in drawn)
     assert {parse_number(attempt) for attempt in drawn} == {number}

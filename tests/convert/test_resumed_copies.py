@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.convert.conftest import Root
 from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save, store_at
 from tests.options import make_options
 
 import cloudckpt
+from cloudckpt.errors import InvalidOptionError
 from cloudckpt.options import KIB, MIB
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import Call, Faults, Rule, Tell
@@ -204,14 +208,64 @@ def test_an_upload_that_was_killed_in_the_midst_goes_on(root_of: Root, kind: str
     assert bits(loaded(state, target)) == bits(state)
 
 
-def test_a_save_takes_up_nothing_of_a_copy_and_a_copy_nothing_of_a_save(root_of: Root) -> None:
-    """If this fails, what was only compared by checksums, or for another purpose, is taken for the same bytes."""
-    source, target = f"{root_of('memory')}/a", f"{root_of('memory')}/b"
+def test_overtaken_copy_changes_nothing(root_of: Root) -> None:
+    """If this fails, a process that was cut off, and then goes on, damages the copy that was made in its place and used
+    what it had sent; or makes one of its own that is none.
+
+    The first copy is stopped at each of its steps, a second one runs from beginning to end, and the first goes on.
+    """
+    source = f"{root_of('path')}/a"
     state = saved(source)
+    for step in itertools.count():
+        target = f"{root_of('memory')}/{step}"
+        count, outcomes = itertools.count(), list[object]()
+
+        def copy(target: str = target, outcomes: Any = outcomes, **more: Any) -> None:
+            try:
+                outcomes.append(cloudckpt.copy(source, target, target_options=make_options(**OPTIONS, **more)))
+            except cloudckpt.CloudckptError as error:
+                outcomes.append(error)
+
+        def come_between(_: cloudckpt.Event, step: int = step, count: Any = count, copy: Any = copy) -> None:
+            if next(count) == step:
+                copy()
+
+        copy(on_event=come_between)
+        assert any(not isinstance(outcome, Exception) for outcome in outcomes)
+        assert bits(loaded(state, target)) == bits(state)
+        cloudckpt.verify(target)
+        if len(outcomes) == 1:
+            break
+    assert step > NUM_OBJECTS
+
+
+def test_what_a_copy_leaves_is_marked(root_of: Root) -> None:
+    """If this fails, what was written for another purpose is taken for the same bytes."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('memory')}/b"
+    saved(source)
     died(source, target, 3, after=True)
     attempts = {key.split("/")[1] for key in contents(target)}
     assert all(re.fullmatch(r".*-r0-c[0-9a-f]{32}", attempt) for attempt in attempts)
-    saved_report = cloudckpt.save(
-        state, target, no_dist=True, options=make_options(resume=True, tile_bytes=4 * KIB, object_bytes=KIB)
-    ).report
-    assert saved_report.num_reused_bytes == 0
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "import", "manager"])
+def test_resume_of_a_save_is_refused(call: str, tmp_path: Path) -> None:
+    """If this fails, somebody takes a save that is tried again for one that sends only what is missing."""
+    options, target = cloudckpt.Options(resume=True), tmp_path / "run"
+    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
+
+    def manage() -> None:
+        with cloudckpt.CheckpointManager(target, options=options) as manager:
+            manager.save(1, state_of(1))
+
+    calls = {
+        "save": lambda: cloudckpt.save(state_of(1), target, options=options),
+        "async_save": lambda: cloudckpt.async_save(state_of(1), target, options=options),
+        "import": lambda: cloudckpt.import_checkpoint(
+            tmp_path / "w.safetensors", target, format="safetensors", target_options=options
+        ),
+        "manager": manage,
+    }
+    with pytest.raises(InvalidOptionError, match=r"applies to copies: pass it as target_options of cloudckpt\.copy"):
+        calls[call]()
+    assert not target.exists()

@@ -15,7 +15,6 @@ from google.cloud import storage
 from tests.e2e.killing import check
 from tests.e2e.kills import KILLS_ON_A_STORE, Kill
 from tests.e2e.places import BucketPlace, GCSPlace, S3Place
-from tests.e2e.resuming import check_kill
 from tests.integration.conftest import Servers
 
 from cloudckpt.testing.servers import Server
@@ -43,9 +42,3 @@ def test_a_save_that_dies_leaves_one_whole_checkpoint_or_none(place: BucketPlace
     job that starts again, or leaves what gc does not find, or has gc take what is needed.
     """
     check(place, kill, tmp_path / "scratch")
-
-
-@pytest.mark.parametrize("place", ["rgw", "fake-gcs"], indirect=True)
-def test_a_save_that_was_killed_sends_only_what_is_missing(place: BucketPlace, tmp_path: Path) -> None:
-    """If this fails, what was sent before the kill is sent again, or something else takes its place."""
-    check_kill(place, tmp_path / "scratch")

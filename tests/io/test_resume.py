@@ -26,6 +26,15 @@ PARTS = [
 ]
 
 
+class KnownBytes(Bytes):
+    """A body whose tiles have known checksums, as a copy's."""
+
+    @property
+    def known_crc32cs(self) -> list[int]:
+        begins = range(0, self.size_bytes, TILE_BYTES)
+        return [slow_crc32c(self.data[begin : begin + TILE_BYTES]) for begin in begins]
+
+
 @pytest.fixture
 def store(request: pytest.FixtureRequest, clock: FakeClock) -> FaultyStore:
     return FaultyStore(MemoryStore(f"resume-{request.node.nodeid.replace('/', '-')}", limits=LIMITS))
@@ -39,7 +48,7 @@ def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple
     store.calls.clear()
     leftovers = find_leftovers(store, Retrier(retries=3, timeout_s=100), [OLD])
     with session_of(store, connections=2, resumable=True) as session:
-        session.submit(NEW + name, Bytes(data), leftovers.get(name, []))
+        session.submit(NEW + name, KnownBytes(data), leftovers.get(name, []))
         session.tasks.join()
         (receipt,) = session.receipts()
         num_reused_bytes = session.num_reused_bytes
@@ -81,7 +90,7 @@ def changed(*positions: int) -> bytes:
 
 @pytest.mark.parametrize("data", [data_of(1), data_of(PART_BYTES), DATA], ids=["one byte", "one part", "parts"])
 def test_an_object_that_is_there_is_not_sent(store: FaultyStore, data: bytes) -> None:
-    """If this fails, a save that is resumed sends everything again."""
+    """If this fails, a copy that is resumed sends everything again."""
     put(store, OLD + "0", data)
     receipt, num_reused_bytes = resumed(store, data)
     assert receipt.key == OLD + "0"
@@ -134,7 +143,7 @@ def test_neither_of_two_uploads_to_one_key_is_resumed(store: FaultyStore) -> Non
 
 @pytest.mark.parametrize("theirs", [DATA, changed(2 * PART_BYTES)], ids=["same", "other"])
 def test_an_upload_that_another_completes_first(store: FaultyStore, theirs: bytes) -> None:
-    """If this fails, an object that a dead job's rank completed with its own bytes is taken for this save's."""
+    """If this fails, an object that a dead job's rank completed with its own bytes is taken for this copy's."""
     upload_id = begun(store, [1, 2])
 
     def complete() -> None:
@@ -161,7 +170,7 @@ def test_a_part_that_another_replaces_does_not_get_into_the_object(store: Faulty
 
 @pytest.mark.parametrize("theirs", [DATA, changed(2 * PART_BYTES)], ids=["same", "other"])
 def test_overtaken_writer_fails(store: FaultyStore, theirs: bytes) -> None:
-    """If this fails, a rank that was thought dead takes the newer save's object for its own: were its job to commit
+    """If this fails, a rank that was thought dead takes the newer copy's object for its own: were its job to commit
     first, its checkpoint could not be loaded.
     """
 
@@ -172,7 +181,7 @@ def test_overtaken_writer_fails(store: FaultyStore, theirs: bytes) -> None:
 
     store.once_before("complete_multipart", OLD, taken_over)
     with session_of(store, connections=2, resumable=True) as session:
-        session.submit(OLD + "0", Bytes(DATA))
+        session.submit(OLD + "0", KnownBytes(DATA))
         if theirs == DATA:
             session.tasks.join()
             assert session.receipts()[0].key == OLD + "0"
@@ -194,7 +203,7 @@ def test_overtaken_writer_fails(store: FaultyStore, theirs: bytes) -> None:
 def test_upload_that_cannot_be_resumed_is_sent_whole(
     store: FaultyStore, operation: str, error: Callable[[str], StoreError]
 ) -> None:
-    """If this fails, a trainer that may not list or read cannot save any more once a save of its was killed."""
+    """If this fails, who may not list or read cannot copy any more once a copy was killed."""
     begun(store, [1, 2])
     tries = 4 if error is transient else 1
     key_part = "" if operation.startswith("list") else OLD
@@ -205,13 +214,13 @@ def test_upload_that_cannot_be_resumed_is_sent_whole(
 
 
 def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
-    """If this fails, there is nothing to go on from; or what another save has named already is removed."""
+    """If this fails, there is nothing to go on from; or what another copy has named already is removed."""
     store.fail("upload_part", skip=3, error=lambda: permanent("upload_part"))
 
     def fail() -> None:
         with session_of(store, connections=2, resumable=True) as session:
-            session.submit(OLD + "1", Bytes(data_of(5)))
-            session.submit(OLD + "0", Bytes(DATA))
+            session.submit(OLD + "1", KnownBytes(data_of(5)))
+            session.submit(OLD + "0", KnownBytes(DATA))
             session.tasks.join()
             session.receipts()
 
@@ -230,7 +239,7 @@ def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
 
 
 def test_an_upload_beside_an_object_of_other_bytes_is_left_alone(store: FaultyStore) -> None:
-    """If this fails, the upload replaces what another save may have named."""
+    """If this fails, the upload replaces what another copy may have named."""
     put(store, OLD + "0", changed(0))
     begun(store, [1, 2])
     assert resumed(store)[0].key == NEW + "0"

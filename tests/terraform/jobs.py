@@ -96,11 +96,17 @@ def fail(place: Place) -> None:
 
 
 def resume(place: Place) -> None:
-    """The parts of a save that failed are not sent again."""
-
-    uri = f"{place.root}/failing"
-    _fail(place, state(), storage_options=place.owner, resume=True)
-    cloudckpt.save(state(), uri, options=place.options(resume=True, **_LAYOUT), no_dist=True)
+    """The parts of a copy that failed are not sent again."""
+    source, target = f"{place.root}/saved", f"{place.root}/copied"
+    cloudckpt.save(state(), source, options=place.owners(**_LAYOUT), no_dist=True)
+    failing, watched = _failing()
+    options = place._options(place.owner, wrap_store=failing, resume=True, **_LAYOUT)
+    with contextlib.suppress(cloudckpt.CloudckptError):  # as it should
+        cloudckpt.copy(source, target, options=place.options(), target_options=options)
+    assert sum(store.count("complete_multipart") for store in watched) == 1
+    # The source has other credentials, so the service is not asked to copy.
+    options = place.options(resume=True, **_LAYOUT)
+    cloudckpt.copy(source, target, options=place.owners(), target_options=options)
     assert place.num_parts_sent() == 0
 
 
@@ -206,15 +212,9 @@ def _saved(place: Place) -> str:
     return uri
 
 
-def _fail(
-    place: Place,
-    state_dict: dict[str, Any],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    **more: Any,
-) -> None:
-    """A save whose uploads cannot be completed."""
-    watched = []
+def _failing() -> tuple[Callable[[Store], FaultyStore], list[FaultyStore]]:
+    """Return what makes stores whose uploads cannot be completed, and a list that these are appended to."""
+    watched: list[FaultyStore] = []
 
     def failing(store: Store) -> FaultyStore:
         watched.append(FaultyStore(store))
@@ -222,7 +222,13 @@ def _fail(
         watched[-1].fail(complete, error=lambda: permanent(complete), times=9)
         return watched[-1]
 
-    options = place._options(storage_options or place.role, wrap_store=failing, **_LAYOUT, **more)
+    return failing, watched
+
+
+def _fail(place: Place, state_dict: dict[str, Any]) -> None:
+    """A save whose uploads cannot be completed."""
+    failing, watched = _failing()
+    options = place._options(place.role, wrap_store=failing, **_LAYOUT)
     with contextlib.suppress(cloudckpt.CloudckptError, CheckpointException):  # as it should
         cloudckpt.save(state_dict, f"{place.root}/failing", options=options, no_dist=True)
     assert sum(store.count("complete_multipart") for store in watched) == 1

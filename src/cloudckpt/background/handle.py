@@ -162,7 +162,7 @@ class AsyncSave(OfThisProcess):
         """End the save without a checkpoint on all ranks. Any rank can ask.
 
         This rank begins no part and no retry any more; the others follow within seconds. Each rank waits for its
-        requests in flight, aborts its uploads and removes its objects (unless `Options.resume`). Then its handle holds
+        requests in flight, aborts its uploads and removes its objects. Then its handle holds
         a `SaveCancelledError` that names the ranks which cancelled, or an error that had ended the save before. A rank
         that has sent its part, and is not the coordinator, waits here for the end of the save.
 

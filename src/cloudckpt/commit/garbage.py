@@ -177,7 +177,7 @@ def _lives(
     for entry in entries:
         for attempt in _attempts_of(references.get(entry.number, ()), lives):
             see(attempt, entry.modified_at)
-    # What one resumable attempt left may be what another one, which lives, takes up to commit under their number.
+    # What one resumable copy left may be what another one, which lives, takes up to commit under their number.
     newest: dict[int, datetime] = {}
     numbers = {attempt: number for attempt in lives if (number := parse_number(attempt)) is not None}
     for attempt, number in numbers.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -11,19 +12,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from cloudckpt.commit.attempts import data_key, data_prefix
+from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_key, data_prefix, new_attempt_id
 from cloudckpt.convert.state_dicts import Selection, parse_patterns
-from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidURIError, ObjectNotFoundError
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    InvalidURIError,
+    ObjectNotFoundError,
+    StoreError,
+)
 from cloudckpt.format.model import ObjectReceipt
 from cloudckpt.io.resume import Body, Leftover, find_leftovers
 from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.save import SaveJob
+from cloudckpt.pipeline.save import SaveJob, require_no_resume
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import Location, parse_location
+
+_log = logging.getLogger("cloudckpt")
 
 Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
 BodyIn: TypeAlias = Callable[[Arena], Body]
@@ -202,8 +211,8 @@ def upload(
     """Upload an object for each key of `bodies`, and those of `last` once all others exist.
 
     Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure none does. `leftovers`, by
-    key, are used if they are the same; if they are given, `Options.resume` of the target keeps what a failure leaves.
-    A failure also calls `stop_reading`.
+    key, are used if they are the same; if they are given, a failure leaves what was sent. A failure also calls
+    `stop_reading`.
 
     Returns:
         The receipts in the order of the keys, and the number of bytes that were used of `leftovers`.
@@ -216,7 +225,7 @@ def upload(
             target.retrier,
             part_bytes=choose_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes),
             tile_bytes=tile_bytes,
-            resumable=leftovers is not None and target.options.resume,
+            resumable=leftovers is not None,
         ) as session,
     ):
         try:
@@ -243,10 +252,15 @@ def choose_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) ->
 
 
 class TargetJob(SaveJob):
-    """A save whose objects are uploaded from other sources. Call `check`, `upload` its objects, then commit."""
+    """A save whose objects are uploaded from other sources. Call `check`, `upload` its objects, then commit.
+
+    `copy_of` identifies the source of a copy, which `Options.resume` lets use what an earlier one left.
+    """
 
     def __init__(self, context: Context, *, save_id: str, copy_of: str | None = None) -> None:
         super().__init__(context, save_id=save_id, transforms=WriteTransforms(None))
+        if copy_of is None:
+            require_no_resume(context.options)
         self._copy_of = copy_of
 
     @property
@@ -254,22 +268,48 @@ class TargetJob(SaveJob):
         """Identifier of this save. It exists after `check`."""
         return self._attempt
 
+    def check(self, *, overwrite: bool) -> None:
+        super().check(overwrite=overwrite)
+        if self._copy_of is not None and self._context.options.resume:
+            self._attempt = new_attempt_id(copy_mark(self._number, self._copy_of))
+
     def key(self, number: int) -> str:
         """Return the key of the data object with that number."""
         return data_key(self._attempt, _RANK, number)
 
-    def leftovers(self) -> dict[str, list[Leftover]]:
-        """Find what earlier attempts left and this one may use (`Options.resume`), by the keys of this one."""
+    def leftovers(self) -> dict[str, list[Leftover]] | None:
+        """Find what earlier copies of the source left, by the keys of this one. None without `Options.resume`.
+
+        At most one attempt ever commits under a number. So while it is free, none of these has, no overwrite has
+        replaced one of them, and no deletion or collection that put its fence under it has begun: nobody removes what
+        they wrote.
+        """
         context = self._context
+        if self._copy_of is None or not context.options.resume:
+            return None
+        # If objects are written as streams, a process that was thought dead could still write to them.
         if not context.store.capabilities.multipart:
             return {}
-        earlier = [data_prefix(name, _RANK) for name in self._resumed]
-        found = find_leftovers(context.store, context.retrier, earlier)
+        mark = copy_mark(self._number, self._copy_of)
+        try:
+            keys = {info.key for info in context.retrier.collect(context.store.list, "data/")}
+            keys |= {upload.key for upload in context.retrier.collect(context.store.list_uploads, "data/")}
+        except StoreError as error:
+            _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", context.uri, error)
+            return {}
+        names = {key.split("/")[1] for key in keys if key.count("/") > 1} - {self._attempt}
+        earlier = sorted((name for name in names if name.endswith(mark) and ATTEMPT.fullmatch(name)), reverse=True)
+        found = find_leftovers(context.store, context.retrier, [data_prefix(name, _RANK) for name in earlier])
         return {data_prefix(self._attempt, _RANK) + rest: leftovers for rest, leftovers in found.items()}
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects that no manifest names."""
         self._remove(keys)
+
+    def _remove(self, keys: Iterable[str]) -> None:
+        # What can be resumed belongs to a later copy, whose manifest may name it already.
+        if not self._context.options.resume:
+            super()._remove(keys)
 
 
 @contextlib.contextmanager

@@ -181,7 +181,6 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
         receipts, _ = upload(
             target,
             {job.key(number): file.body_in(source, fqns) for number, file in enumerate(files)},
-            leftovers=job.leftovers(),
             progress=progress,
             budget_bytes=conversion.source.options.read_bytes,
             tile_bytes=advanced.tile_bytes,

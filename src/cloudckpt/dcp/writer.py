@@ -21,7 +21,7 @@ from cloudckpt.format.nesting import check_names
 from cloudckpt.format.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.save import SaveJob
+from cloudckpt.pipeline.save import SaveJob, require_no_resume
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.copying import Staging
@@ -74,6 +74,7 @@ class ObjectStoreWriter(StorageWriter):
         self._location = parse_location(uri)
         self._options = options or Options()
         self._overwrite = overwrite
+        require_no_resume(self._options)
         if _extensions and self._options.extensions:
             raise InvalidOptionError("Options: extensions are given twice, here and as torch's _extensions")
         self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))

@@ -50,7 +50,7 @@ _LOST_WITHOUT = {
     "checksums": "It is not known if damaged bytes are refused.",
     "parts": "Objects that are larger than a part cannot be saved.",
     "abort": "The store bills the parts of failed saves until a lifecycle rule removes them.",
-    "unfinished uploads": "gc cannot find what killed saves leave, and a save that resumes sends everything again.",
+    "unfinished uploads": "gc cannot find what killed saves leave, and a copy that resumes sends everything again.",
 }
 """The consequence of each check's failure."""
 _OPTIONAL = ("checksums", "unfinished uploads", "head", "delete", "abort")

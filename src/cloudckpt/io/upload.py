@@ -289,7 +289,7 @@ class UploadSession:
         except ObjectNotFoundError:
             # The upload is gone: an earlier try completed it and only the answer was lost. The key is fresh, so what
             # lies there can only be ours; but if uploads are taken up, it may have been somebody else's last word.
-            if self._resumable and self._resumption.read_back(target.target_key, target.body) is None:
+            if self._resumable and not self._resumption.is_at(target.target_key, target.body):
                 raise
             if self._store.head(target.target_key).size_bytes != target.body.size_bytes:
                 raise
@@ -303,7 +303,7 @@ class UploadSession:
                 "reliable, so nothing was committed"
             )
             raise store.error(ShortObjectError, "complete_multipart", key, problem)
-        if target.num_held_bytes and self._resumption.read_back(key, target.body) is None:
+        if target.num_held_bytes and not self._resumption.is_at(key, target.body):
             raise store.error(StoreError, "complete_multipart", key, "the object is not what was sent")
 
     def _fail(self, error: BaseException) -> None:
@@ -357,8 +357,7 @@ def choose_part_bytes(num_bytes: int, *, connections: int, most_bytes: int, buff
     """Return the size of the parts of the objects of a save that writes `num_bytes`.
 
     Parts are as large as possible, since each costs the client some CPU, but there are some for every connection.
-    If they are copied to buffers, which have `buffer_bytes` in all, there is a buffer for every connection. The choice
-    depends on nothing that another run would find different, since parts of another size cannot be resumed.
+    If they are copied to buffers, which have `buffer_bytes` in all, there is a buffer for every connection.
     """
     if buffer_bytes is not None:
         most_bytes = min(most_bytes, buffer_bytes // connections)

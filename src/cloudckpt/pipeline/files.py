@@ -52,7 +52,7 @@ from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.format.validation import MAX_BYTES
 from cloudckpt.io.upload import ObjectUpload, UploadSession, choose_held_part_bytes, plan_parts
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.save import SaveJob
+from cloudckpt.pipeline.save import SaveJob, require_no_resume
 from cloudckpt.stores.base import Part, crc32c_of
 from cloudckpt.tensors.extensions import WriteTransforms
 
@@ -134,8 +134,9 @@ class FilesJob(SaveJob):
     """
 
     def __init__(self, context: Context, me: Membership, *, save: int) -> None:
-        if context.options.resume or context.options.extensions:
-            raise InvalidOptionError("Options(resume=…) and Options(extensions=…) do not apply to files. Remove them")
+        require_no_resume(context.options)
+        if context.options.extensions:
+            raise InvalidOptionError("Options(extensions=…) does not apply to files. Remove it")
         super().__init__(context, save_id=str(uuid.uuid4()), transforms=WriteTransforms(None))
         self._attempt = me.attempt
         self._save = save

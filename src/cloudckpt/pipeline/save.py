@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import time
 from array import array
 from collections import defaultdict
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import data_key, data_prefix, find_resumable_attempts, new_attempt_id
+from cloudckpt.commit.attempts import data_key, new_attempt_id
 from cloudckpt.commit.commit_time import CommitTimes, draw_commit_time_ns
 from cloudckpt.commit.manifest_log import (
     Entry,
@@ -43,6 +42,7 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CloudckptError,
     CommitUnknownError,
+    InvalidOptionError,
     StoreError,
     UnsupportedValueError,
     gc_advice,
@@ -50,9 +50,8 @@ from cloudckpt.errors import (
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
 from cloudckpt.format.safetensors import lay_out, pack, sort_for_storage
-from cloudckpt.io.resume import find_leftovers
 from cloudckpt.io.upload import choose_part_bytes
-from cloudckpt.options import MIB
+from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import SaveReport
 from cloudckpt.stores.base import Store
@@ -88,15 +87,21 @@ class AttemptMessage:
     nonce: str
     """Drawn by the rank for this save. A cached plan brings the message of an older save, and so another nonce."""
     attempt: str | None = None
-    resumed: tuple[str, ...] = ()
-    """Attempts whose objects are used again where they are the same."""
+
+
+def require_no_resume(options: Options) -> None:
+    """Raise `InvalidOptionError` for a save with `Options.resume`, which applies to copies."""
+    if options.resume:
+        raise InvalidOptionError(
+            "Options(resume=True) applies to copies: pass it as target_options of cloudckpt.copy. A save that is tried "
+            "again sends everything, so remove the option here"
+        )
 
 
 class SaveJob:
     """One save, from set-up to commit. `report` is filled in as it goes."""
 
     report: SaveReport | None = None
-    _copy_of: str | None = None  # identifies the source of a copy
 
     def __init__(self, context: Context, *, save_id: str, transforms: WriteTransforms) -> None:
         self.message = AttemptMessage(nonce=new_attempt_id())
@@ -104,7 +109,6 @@ class SaveJob:
         self._save_id = save_id
         self._transforms = transforms
         self._attempt = self.message.nonce
-        self._resumed: tuple[str, ...] = ()
         self._number = 0
         self._written_keys: list[str] = []
         self._started_s = time.monotonic()
@@ -132,9 +136,6 @@ class SaveJob:
         if context.options.commit != "unconditional":
             # The answer is kept for the process, so the report does not count the requests.
             check_conditional_create(context.store, context.new_retrier())
-        if context.options.resume:
-            self._attempt = new_attempt_id(resumable_as=self._number, copy_of=self._copy_of)
-            self._resumed = find_resumable_attempts(context.store, self._number, context.retrier, copy_of=self._copy_of)
 
     def _entries_to_replace(self) -> Sequence[Entry]:
         store, retrier = self._context.store, self._context.retrier
@@ -169,7 +170,7 @@ class SaveJob:
         """Return a rank's message with the attempt that all ranks write under. For the coordinator."""
         if not isinstance(message, AttemptMessage):
             return message
-        return dataclasses.replace(message, attempt=self._attempt, resumed=self._resumed)
+        return dataclasses.replace(message, attempt=self._attempt)
 
     def write(
         self,
@@ -190,7 +191,7 @@ class SaveJob:
         # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then takes its
         # place: the manifest names every object by its whole key.
         if isinstance(message, AttemptMessage) and message.nonce == self.message.nonce and message.attempt is not None:
-            self._attempt, self._resumed = message.attempt, message.resumed
+            self._attempt = message.attempt
         context, options, recorder = self._context, self._context.options, self._context.recorder
         if on_sent is not None:
             context.on_sent = on_sent
@@ -199,19 +200,11 @@ class SaveJob:
         on_planned(sum(sizes_bytes))
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
         check_values(plan.items, known_tensors(planner), uri=context.uri)  # before anything is sent
-        # If objects are written as streams, a process that was thought dead could still write to them.
-        earlier = self._resumed if context.store.capabilities.multipart else ()
-        leftovers = find_leftovers(
-            context.store, context.retrier, [data_prefix(name, context.rank) for name in earlier]
-        )
         make_receipts: list[Callable[..., ItemReceipts]] = []
         with (
             contextlib.closing(new_arena(budget_bytes=options.staging_bytes)) as arena,
             context.new_uploads(
-                context.retrier,
-                part_bytes=options.advanced.part_bytes,
-                tile_bytes=options.advanced.tile_bytes,
-                resumable=options.resume,
+                context.retrier, part_bytes=options.advanced.part_bytes, tile_bytes=options.advanced.tile_bytes
             ) as session,
         ):
             # Object by object: tensors that a planner computes are not all held at once.
@@ -222,14 +215,13 @@ class SaveJob:
                 make_receipts.append(make)
                 del in_object  # the body holds what it still needs, and only until it is sent
                 key = data_key(self._attempt, context.rank, number)
-                found = leftovers.get(key.removeprefix(data_prefix(self._attempt, context.rank)), [])
                 part_bytes = choose_part_bytes(
                     sum(sizes_bytes),
                     connections=context.connections,
                     most_bytes=options.advanced.part_bytes,
                     buffer_bytes=options.staging_bytes if 2 * body.copied_bytes > body.size_bytes else None,
                 )
-                session.submit(key, body, found, part_bytes=part_bytes)
+                session.submit(key, body, part_bytes=part_bytes)
             session.tasks.join()
             objects = session.receipts()
         self._written_keys = [receipt.key for receipt in objects]
@@ -237,8 +229,7 @@ class SaveJob:
             uri=context.uri,
             attempt=self._attempt,
             rank=context.rank,
-            num_bytes=sum(receipt.size_bytes for receipt in objects) - session.num_reused_bytes,
-            num_reused_bytes=session.num_reused_bytes,
+            num_bytes=sum(receipt.size_bytes for receipt in objects),
             num_objects=len(objects),
             num_requests=context.retrier.num_requests + context.hedger.num_hedges,
             num_retries=context.retrier.num_retries,
@@ -249,8 +240,6 @@ class SaveJob:
             transfer_s=recorder.seconds("transfer") - transferred_s,
             commit_s=0.0,
         )
-        if session.num_reused_bytes:
-            context.emit("save.resumed", num_bytes=session.num_reused_bytes)
         context.emit("save.written", num_bytes=self.report.num_bytes)
         return [
             _result_of(make, receipt, options.advanced.tile_bytes)
@@ -290,9 +279,8 @@ class SaveJob:
         with self._removing_on_error(keys):
             written_at = check_objects_present(context.store, manifest, context.retrier)
             if manifest.committed_at_ns is None:
-                # An object of a resumed save can be older than the save.
-                longest_s = math.inf if context.options.resume else time.monotonic() - self._started_s
-                committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=longest_s)
+                duration_s = time.monotonic() - self._started_s
+                committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=duration_s)
                 manifest = msgspec.structs.replace(manifest, committed_at_ns=committed_at_ns)
             context.emit("save.committing", key=manifest_key(self._number))
             check_still_next(context.store, self._number, context.retrier)
@@ -377,8 +365,7 @@ class SaveJob:
 
     def _remove(self, keys: Iterable[str]) -> None:
         doomed = sorted(keys)
-        # What can be resumed belongs to a later save, whose manifest may name it already.
-        if doomed and not self._context.options.resume:
+        if doomed:
             store = self._context.store
             try:
                 self._context.new_retrier().call(store.delete, doomed)

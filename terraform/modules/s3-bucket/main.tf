@@ -84,7 +84,7 @@ resource "aws_s3_bucket_logging" "this" {
 }
 
 # Nothing that is current expires by age, under no prefix: a manifest names data that can be as old as it likes (a
-# resumed save takes up data of an earlier one), and which data no manifest names, only `cloudckpt gc` can tell.
+# resumed copy takes up data of an earlier one), and which data no manifest names, only `cloudckpt gc` can tell.
 resource "aws_s3_bucket_lifecycle_configuration" "this" {
   bucket = aws_s3_bucket.this.id
 

@@ -117,7 +117,7 @@ variable "trainer_may_delete" {
 }
 
 variable "trainer_may_resume" {
-  description = "Lets the trainer list unfinished uploads, which Options(resume=True) continues."
+  description = "Lets the trainer list unfinished uploads, which copies with Options(resume=True) continue."
   type        = bool
   default     = false
   nullable    = false

@@ -79,22 +79,30 @@ def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
     flat = flatten(state, uri=URI)
     assert list(flat.entries) == list(planner.state_dict)
     assert all(flat.entries[name] is value for name, value in planner.state_dict.items())
-    assert dict(Nesting.of(flat, uri=URI)) == planner.mappings
+    assert as_text(Nesting.of(flat, uri=URI)) == as_text(planner.mappings)
+
+
+def as_text(paths: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(map(str, path)) for name, path in paths.items()}
 
 
 def listed(value: Any) -> Any:
-    """With lists in place of the tuples that hold tensors, which torch saves as values."""
-    if not has_tensor(value) or isinstance(value, torch.Tensor):
+    """With lists in place of tuples with entries, and dicts in place of named ones, which torch saves as values."""
+    if not has_entries(value) or isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, Moments):
+        return {str(at): listed(each) for at, each in enumerate(value)}
     if isinstance(value, Mapping):
         return {key: listed(each) for key, each in value.items()}
     return [listed(each) for each in value]
 
 
-def has_tensor(value: Any) -> bool:
-    """Whether there is a tensor at any depth."""
+def has_entries(value: Any) -> bool:
+    """Whether there is a tensor or a named tuple at any depth."""
+    if isinstance(value, Moments):
+        return True
     if isinstance(value, (list, tuple, Mapping)):
-        return any(map(has_tensor, value.values() if isinstance(value, Mapping) else value))
+        return any(map(has_entries, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, torch.Tensor)
 
 
@@ -104,17 +112,17 @@ def form(value: Any) -> Any:
         return {repr(key): form(each) for key, each in value.items()}
     if isinstance(value, list) and looks_into(value):
         return [form(each) for each in value]
-    if isinstance(value, tuple) and has_tensor(value):
+    if isinstance(value, tuple) and has_entries(value):
         return type(value), [form(each) for each in value]
     return repr(value)
 
 
 def looks_into(values: list[Any]) -> bool:
-    """Whether a tensor or a dict is in the list, or in a list in it, or a tensor in a tuple."""
+    """Whether a tensor or a dict is in the list, or in a list in it, or a tensor or a named tuple in a tuple."""
     return any(
         isinstance(one, (torch.Tensor, Mapping))
         or (isinstance(one, list) and looks_into(one))
-        or (isinstance(one, tuple) and has_tensor(one))
+        or (isinstance(one, tuple) and has_entries(one))
         for one in values
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cloudckpt
+from cloudckpt.errors import StateDictMismatchError
 
 
 class Moments(NamedTuple):
@@ -37,6 +39,14 @@ CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "tuple": lambda tensor, number: (tensor, number),
     "tuples": lambda tensor, number: ((number, "text"), ((tensor,), ()), [(tensor, {})]),
     "named": Moments,
+    "read_only": lambda tensor, number: MappingProxyType(
+        {
+            "n": number,
+            "t": tensor,
+            "pair": Moments(number, [number]),
+            "many": [Moments(number, ""), (1, Moments(None, 2))],
+        }
+    ),
     "deep": lambda tensor, number: {7: [Moments({"m": (number, tensor)}, [tensor, (1, 2)])]},
 }
 
@@ -113,8 +123,8 @@ class Average:
     def __init__(self, mesh: DeviceMesh, *, is_blank: bool) -> None:
         sharded, columns, replicated = (TENSORS[name](mesh, is_blank) for name in ("sharded", "columns", "replicated"))
         quantized = [TENSORS["sharded_wrapper"](mesh, is_blank)]
-        self.state = {"by_name": {"w": sharded}, "pair": (columns, [replicated]), "quantized": quantized}
-        self.state["num"] = 0 if is_blank else 3
+        self.state = {"num": 0 if is_blank else 3, "by_name": {"w": sharded}, "pair": (columns, [replicated])}
+        self.state["quantized"] = quantized
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -146,3 +156,37 @@ def test_every_container_of_every_tensor_comes_back_on_any_ranks(
     run_ranks(save_and_load, str(tmp_path), world_size=num_ranks)
     for other in others:
         run_ranks(load_and_compare, f"{tmp_path}/sync", world_size=other)
+
+
+class Frozen(Mapping[str, Any]):
+    """A mapping of its own class, which takes no items."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_mapping_that_takes_no_items_is_named(tmp_path: Path) -> None:
+    """If this fails, a load into such a mapping ends in Python's error, which names no entry."""
+    cloudckpt.save({"a": Frozen({"t": torch.ones(1), "n": 3})}, tmp_path / "a", no_dist=True)
+    target = {"a": Frozen({"t": torch.zeros(1), "n": 0})}
+    with pytest.raises(StateDictMismatchError, match=r"'a\.n' of .*'Frozen'.*Load into a dict in its place"):
+        cloudckpt.load(target, tmp_path / "a", no_dist=True)
+    assert cloudckpt.read(tmp_path / "a") == {"a": {"t": torch.ones(1), "n": 3}}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_keys_are_read_in_the_order_in_which_they_were_saved(tmp_path: Path) -> None:
+    """If this fails, the dicts of a checkpoint come back with tensors before values."""
+    saved = {"z": 1, "m": {"n": 3, "w": torch.ones(1), "b": {"q": 2, "c": torch.ones(1)}, "a": "x"}, "c": torch.ones(1)}
+    cloudckpt.save(saved, tmp_path / "a", no_dist=True)
+    assert str(cloudckpt.read(tmp_path / "a")) == str(saved)

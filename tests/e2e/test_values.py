@@ -8,6 +8,7 @@ import math
 import random
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -183,6 +184,8 @@ def of_a_program() -> dict[str, Any]:
         "tokens": [b"", b"x", bytearray()],
         "huge": 2**5000,
         "seen": frozenset({1, "a"}),
+        "place": urlsplit("s3://bucket/run"),
+        "places": (1, {"of": [urlsplit("memory://run")]}),
         "nothing": (frozenset(), set(), (), "", range(0)),
         "queue": collections.deque([1, (2,)], maxlen=5),
         "counts": (collections.defaultdict(int, {"a": 1}), collections.Counter("aab"), collections.OrderedDict(b=1)),

@@ -139,7 +139,14 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # torch's method would add the value under the text of a key that is no str.
         loaded = torch.load(value, weights_only=False)  # the reader has made sure that it is harmless
-        assign(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        fqn = read_item.dest_index.fqn
+        try:
+            assign(self.original_state_dict, self.mappings[fqn], loaded)
+        except TypeError as error:  # of a class of containers
+            raise StateDictMismatchError(
+                f"{fqn!r} of {self._uri} cannot be put into the state dict: {error}. Load into a dict in its place",
+                uri=self._uri,
+            ) from error
 
     def tensors_of(self, fqns: Sequence[str]) -> list[torch.Tensor]:
         """Return the plain tensors that `LoadItems.fqns` of the plan fill."""

@@ -16,6 +16,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class FlatStateDict:
     compared: list[str] = field(default_factory=list)
     """The entries that several ranks must hold with the same bits."""
     tuples: dict[Path, str | None] = field(default_factory=dict)
-    """The class of each named tuple that holds tensors, by its path; None for a tuple. torch saves these as values."""
+    """The class of each named tuple, by its path; None for a tuple with entries. torch saves these as values."""
     takes_apart: bool = True
     """False if wrappers are entries themselves."""
     is_value: Callable[[str], bool] | None = None
@@ -118,7 +119,7 @@ class Nesting(dict[str, Path]):
     def merged(cls, nestings: Sequence[Nesting]) -> Nesting:
         """The nesting of all ranks; where two differ, the first of them counts, as in torch."""
         return cls(
-            ChainMap(*nestings),
+            {**nestings[0], **ChainMap(*nestings)},  # in its order: that of a ChainMap begins with the last
             typed=ChainMap(*(nesting.typed for nesting in nestings)),
             empty=dict.fromkeys(path for nesting in nestings for path in nesting.empty),
             wrappers=ChainMap(*(nesting.wrappers for nesting in nestings)),
@@ -134,8 +135,8 @@ def flatten(
     is_value: Callable[[str], bool] | None = None,
 ) -> FlatStateDict:
     """The entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
-    ``flatten_sharded_tensors`` of each entry), and those of tuples that hold tensors, as if they were lists. Raises
-    `UnsupportedValueError` where two would have one name.
+    ``flatten_sharded_tensors`` of each entry), and those of named tuples, and of tuples that hold one or tensors, as if
+    they were lists. Raises `UnsupportedValueError` where two would have one name.
     """
     flat = FlatStateDict(takes_apart=takes_apart, is_value=is_value)
     try:
@@ -238,16 +239,25 @@ def _holds_entries(values: list[Any]) -> bool:
 
 def holds_tensors(value: object) -> bool:
     """Return whether there is a tensor in a mapping, list or tuple, at any depth."""
+    return _holds(value, lambda part: isinstance(part, torch.Tensor))
+
+
+def _holds(value: object, is_found: Callable[[object], bool]) -> bool:
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return not LEAVES.issuperset(map(type, parts)) and any(
-        isinstance(part, torch.Tensor) or holds_tensors(part) for part in parts
-    )
+    return not LEAVES.issuperset(map(type, parts)) and any(is_found(part) or _holds(part, is_found) for part in parts)
 
 
 def _is_nested_tuple(value: tuple[Any, ...]) -> bool:
-    """Return whether the entries of a tuple are saved apart: it holds tensors, and nothing but its entries."""
-    is_named = hasattr(value, "_fields") and not getattr(value, "__dict__", None)
-    return (type(value) is tuple or is_named) and holds_tensors(value)
+    """Return whether the entries of a tuple are saved apart: it is named, or holds such a one or tensors."""
+    if type(value) is tuple:
+        return _holds(value, lambda part: isinstance(part, torch.Tensor) or _is_named(part))
+    return _is_named(value)
+
+
+def _is_named(value: object) -> bool:
+    """Return whether `value` is a named tuple with nothing but its entries, of which there are some."""
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields") and not getattr(value, "__dict__", None)
+    return is_named and bool(value)
 
 
 def _is_plain(value: object) -> bool:
@@ -291,7 +301,10 @@ def rebuild_tuple(like: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ..
 
 
 def assign(container: Any, path: Path, value: Any) -> Any:
-    """Assign `value` to the entry of `container` at `path`. Returns `container`, or a new tuple in place of a tuple."""
+    """Assign `value` to the entry of `container` at `path`. Returns `container`, or a new one if it is read-only.
+
+    Raises ``TypeError`` for a class of containers that cannot be made.
+    """
     key = _key(path[0])
     if path[1:]:
         held = container[key]
@@ -300,6 +313,8 @@ def assign(container: Any, path: Path, value: Any) -> Any:
             return container
     if isinstance(container, tuple):
         return rebuild_tuple(container, (*container[:key], value, *container[key + 1 :]))
+    if isinstance(container, MappingProxyType):
+        return MappingProxyType({**container, key: value})
     container[key] = value
     return container
 
@@ -313,11 +328,12 @@ def unflatten(
     """The state dict that has `entries` at their `paths`, and mappings that hold nothing at the paths `empty`.
 
     A list at a path of `tuples` is a tuple, or a named tuple where this process has imported the class. An entry
-    without a path has its name as a key. Places of lists without an entry hold None. Raises ``ValueError`` where the
-    paths contradict each other.
+    without a path has its name as a key. Places of lists without an entry hold None. Keys of mappings are in the order
+    of `paths`. Raises ``ValueError`` where the paths contradict each other.
     """
     root: dict[Any, Any] = {}
-    for name, value in entries.items():
+    names = dict.fromkeys([*(name for name in paths if name in entries), *entries])
+    for name, value in ((name, entries[name]) for name in names):
         path = paths.get(name, (name,))
         container = _container_at(root, path)
         key = _key(path[-1])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.options import make_options
 
+from cloudckpt import Zstandard
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.options import KIB, MIB, AdvancedOptions, Options
 
@@ -27,6 +28,8 @@ WRONG: list[tuple[str, Any]] = [
     ("request_bytes", 4 * KIB),
     ("read_bytes", 1 * MIB),
     ("max_gap_bytes", -1),
+    ("max_over_read", -0.5),
+    ("max_over_read", 1000.5),
     ("commit", "maybe"),
     ("timeout_s", "5"),
     ("timeout_s", float("inf")),
@@ -54,6 +57,13 @@ def test_invalid_option_is_refused_by_name_and_value(name: str, value: Any) -> N
     assert f"{name} must be" in str(caught.value)
     assert f"not {value!r}" in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_class_of_an_extension_is_not_taken_for_one() -> None:
+    """If this fails, ``extensions=[Zstandard]`` without parentheses fails a save from deep inside."""
+    make_options(extensions=[Zstandard()])
+    with pytest.raises(InvalidOptionError, match="extensions must be a list of StreamTransformExtension objects"):
+        make_options(extensions=[Zstandard])
 
 
 def test_wrong_storage_options_are_not_repeated() -> None:

@@ -111,6 +111,17 @@ def test_stop_gives_up_what_would_be_tried_again(clock: FakeClock) -> None:
     assert retrier.call(lambda: "a first attempt is still made") == "a first attempt is still made"
 
 
+def test_refusal_outlasts_later_stops(clock: FakeClock) -> None:
+    """If this fails, a cancelled save goes on with requests, because one of its threads failed afterwards."""
+    retrier, refusal = Retrier(retries=5, timeout_s=60), CloudckptError("the save was cancelled")
+    retrier.stop(refusal)
+    retrier.stop()
+    attempt = Failing([])
+    with pytest.raises(CloudckptError) as caught:
+        retrier.call(attempt)
+    assert (caught.value, attempt.num_calls, clock.waits_s) == (refusal, 0, [])
+
+
 # --- what is doubted
 
 

@@ -24,6 +24,34 @@ class Mutant:
 
 
 MUTANTS = {
+    "no-options-for-two-places-of-one-service": Mutant(
+        breaks="G10: `cloudckpt cp` within one service goes to the target without its endpoint.",
+        file="cli/_options.py",
+        old="        if source_scheme == target_scheme:\n            return given, given\n",
+        new="",
+        tests=("tests/cli/test_option_values.py::test_each_place_gets_the_options_that_are_for_it",),
+    ),
+    "endpoint-of-the-target-is-passed-over": Mutant(
+        breaks="G10: `--target-endpoint-url` alone changes nothing, and a copy goes to the first server.",
+        file="cli/_options.py",
+        old="if self.target_storage_option or self.target_endpoint_url:",
+        new="if self.target_storage_option:",
+        tests=("tests/cli/test_option_values.py::test_each_place_gets_the_options_that_are_for_it",),
+    ),
+    "minutes-are-seconds": Mutant(
+        breaks="G7: `gc --older-than 90m` removes the data of saves that run.",
+        file="cli/_options.py",
+        old='"m": 60, "h"',
+        new='"m": 1, "h"',
+        tests=("tests/cli/test_option_values.py::test_durations_are_told_by_their_units",),
+    ),
+    "refusal-is-forgotten": Mutant(
+        breaks="G3: a cancelled save goes on with requests, because one of its threads failed afterwards.",
+        file="io/retry.py",
+        old="self._refusal = refusal or self._refusal",
+        new="self._refusal = refusal",
+        tests=("tests/io/test_retry.py::test_refusal_outlasts_later_stops",),
+    ),
     "tuples-in-a-list-are-one-value": Mutant(
         breaks="G11: tuples of sharded tensors in a list are stored by one rank, and the other shards are lost.",
         file="format/nesting.py",

@@ -37,6 +37,8 @@ ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-point"
         ("memory://name/x/y", "memory", "name", "x/y"),
         ("file:///data/run", "file", "", "/data/run"),
         ("file:///a%20b?c#d", "file", "", "/a%20b?c#d"),
+        ("file://localhost/data/run", "file", "", "/data/run"),
+        ("webhdfs://[::1]/x", "webhdfs", "[::1]", "x"),
         ("/", "file", "", "/"),
         ("abfs://container@account.dfs.core.windows.net/x", "abfs", "container@account.dfs.core.windows.net", "x"),
         ("hdfs://namenode:8020/x", "hdfs", "namenode:8020", "x"),

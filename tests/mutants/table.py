@@ -1570,7 +1570,7 @@ MUTANTS = {
         tests=("tests/manager/test_manager.py::test_a_restore_waits_for_the_save_in_flight",),
     ),
     "one-optimizer-of-two-fsdp1-modules": Mutant(
-        breaks="an optimizer of an FSDP1 module and of another ends in a bare KeyError of torch's.",
+        breaks="G5: an optimizer of an FSDP1 module and of another ends in a bare KeyError of torch's.",
         file="dcp/live_optimizers.py",
         old="                if not mine <= held:",
         new="                if not mine:",

@@ -65,7 +65,7 @@ def _clocks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has seen of clocks would order the next test's commits, and hide its warnings."""
     monkeypatch.setattr("cloudckpt.commit.commit_time._newest_ns", 0)
     monkeypatch.setattr("cloudckpt.stores.clock._warned", set())
-    monkeypatch.setattr("cloudckpt.stores.clock._ahead_s", 0.0)
+    monkeypatch.setattr("cloudckpt.stores.clock._ahead_s", {})
 
 
 @pytest.fixture(autouse=True)

@@ -1369,9 +1369,16 @@ MUTANTS = {
     "gc-goes-by-a-clock-that-is-ahead": Mutant(
         breaks="G7: gc on a machine whose clock is ahead removes the data of saves that run.",
         file="stores/clock.py",
-        old="_own_s() - _ahead_s",
+        old="_own_s() - (ahead_s if ahead_s > _MOST_APART_S else 0.0)",
         new="_own_s()",
         tests=("tests/stores/s3/test_contract.py",),
+    ),
+    "take-the-date-of-a-cached-answer-for-now": Mutant(
+        breaks="A cache's old answer looks like a clock that is ahead, and gc spares garbage for that long.",
+        file="stores/clock.py",
+        old=" - int(age or 0)",
+        new="",
+        tests=("tests/stores/test_clock.py",),
     ),
     "refused-deletion-hides": Mutant(
         breaks="G10: a deletion that the store refuses leaves a checkpoint that nobody can load.",

@@ -13,19 +13,20 @@ _log = logging.getLogger("cloudckpt")
 _MOST_APART_S = 3600.0
 _lock = threading.Lock()
 _warned: set[str] = set()
-_ahead_s = 0.0
-"""Seconds by which this machine's clock is ahead of that of a store, if it is more than an hour."""
+_ahead_s: dict[str, float] = {}
+"""Seconds by which this machine's clock is ahead of that of each host, by its last answer that tells it."""
 
 
-def compare_with_store(date: str | None, host: str) -> None:
-    """Compare this machine's clock with the header ``Date`` of an answer of `host`, and warn if it is off."""
-    global _ahead_s  # noqa: PLW0603  # the clock of this machine
+def compare_with_store(date: str | None, age: str | None, host: str) -> None:
+    """Compare this machine's clock with the time of an answer of `host`, and warn if it is off.
+
+    `date` and `age` are the headers: a cache on the way keeps the date, and says how long ago that was.
+    """
     try:
-        ahead_s = _own_s() - parsedate_to_datetime(date or "").timestamp()
+        ahead_s = _own_s() - parsedate_to_datetime(date or "").timestamp() - int(age or 0)
     except (ValueError, TypeError):
         return
-    if ahead_s > _MOST_APART_S:
-        _ahead_s = max(_ahead_s, ahead_s)
+    _ahead_s[host] = ahead_s
     warn_of_clock(ahead_s, f"that of {host}", whose="store")
 
 
@@ -54,11 +55,13 @@ def warn_of_clock(ahead_s: float, of: str, *, whose: str) -> None:
 
 
 def now() -> datetime:
-    """Return the time by this machine's clock; by the store's, if this one is over an hour ahead of it.
+    """Return the time by this machine's clock; by a store's, if this one is over an hour ahead of it.
 
-    For ages of what a store holds: a clock that is ahead makes running saves look dead.
+    For ages of what a store holds: a clock that is ahead makes running saves look dead. If stores differ, it is the
+    earliest time, by which the most is spared.
     """
-    return datetime.fromtimestamp(_own_s() - _ahead_s, timezone.utc)
+    ahead_s = max(list(_ahead_s.values()), default=0.0)
+    return datetime.fromtimestamp(_own_s() - (ahead_s if ahead_s > _MOST_APART_S else 0.0), timezone.utc)
 
 
 def _own_s() -> float:

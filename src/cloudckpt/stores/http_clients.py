@@ -265,7 +265,7 @@ class _FollowedConnection:
         response = super().getresponse(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
         if not self._is_clock_compared:
             self._is_clock_compared = True
-            compare_with_store(response.headers.get("Date"), self.host)
+            compare_with_store(response.headers.get("Date"), response.headers.get("Age"), self.host)
         return response
 
     def send(self, data: Any) -> None:

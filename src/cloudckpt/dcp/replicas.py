@@ -101,7 +101,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprints:
-    """What the ranks learn of each other's copies."""
+    """Findings of the ranks about each other's copies."""
 
     of_items: array[int]
     """The `Copy.fingerprint` of each item of a plan."""

@@ -82,7 +82,7 @@ class Nesting(dict[str, Path]):
     tuples: dict[Path, str | None]
     """See `FlatStateDict`."""
     fingerprints: object
-    """What a rank's planner tells the coordinator's of the items of its plan (`cloudckpt.dcp.replicas`)."""
+    """Facts that a rank's planner sends to the coordinator's about the items of its plan (`cloudckpt.dcp.replicas`)."""
     hollow: frozenset[str]
     """The names of one rank's entries that may stand for a container of another's: None, and empty lists and tuples."""
 

@@ -16,7 +16,7 @@ from cloudckpt.cli._app import app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 COMMON = TEXT.partition("## Options of all commands")[2].partition("\n## ")[0]
-OF_THIS_PAGE = ("ls", "latest", "du", "show", "cat", "diff", "verify", "rm", "gc", "bench", "doctor")
+OF_THIS_PAGE = ("ls", "latest", "du", "show", "cat", "diff", "verify", "rm", "gc", "doctor")
 """Others have pages of their own."""
 
 
@@ -64,7 +64,6 @@ def test_the_documents_are_as_documented(name: str, tmp_path: Path, run: Run) ->
         "latest": [str(tmp_path)],
         "cat": [uri, "model.b"],
         "rm": [uri, "--dry-run"],
-        "bench": [str(tmp_path), "--size", "64KiB", "--rounds", "1", "--requests", "1"],
     }.get(name, [uri])
     document = run(name, *arguments, "--json").document
     assert list(document[0] if isinstance(document, list) else document) == members_of(name)

@@ -13,8 +13,6 @@ from tests.e2e.places import Place
 import cloudckpt
 from cloudckpt.cli._app import app
 
-_FEW = ("--size", "64KiB", "--rounds", "1", "--requests", "1", "--tensors", "2")
-
 Expected = tuple[list[str], Callable[[Place], bool], str]
 """Arguments, what then holds at the place, and what is printed."""
 
@@ -40,7 +38,6 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
         "verify": ([one], _still_there, "is whole"),
         "rm": ([one, "--yes"], _without("step-1/data"), "step-1: committed"),
         "gc": ([place.root, "--older-than", "0s", "--yes"], _without(OLD_ATTEMPT), "2 objects"),
-        "bench": ([place.root, *_FEW], _still_there, "get 1 KiB"),
         "doctor": ([place.root], _still_there, "create-if-absent works"),
         "cp": ([one, place.uri("step-3")], _whole("step-3"), "1 object"),
         "export": ([two, place.uri("out"), "--skip-non-tensors"], _with("out/model.safetensors"), "2 tensors"),

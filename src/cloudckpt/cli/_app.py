@@ -14,9 +14,14 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import bench, checks, cleanup, convert, dev_server, diff, ls, show, watch
+from cloudckpt.cli import checks, cleanup, convert, dev_server, diff, ls, show, watch
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
+
+_REMOVED = {
+    "bench": "Measure a store with the benchmarks of the repository: python -m benchmarks --uri URI",
+}
+"""Commands of earlier versions, and what to do instead."""
 
 
 class _Commands(TyperGroup):
@@ -35,6 +40,11 @@ class _Commands(TyperGroup):
             typer.echo(message, err=True)
             sys.exit(error.exit_code)  # type: ignore[attr-defined]  # Click's, of which Typer exports no class
         sys.exit(code)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _REMOVED:
+            ctx.fail(f"cloudckpt {args[0]} was removed. {_REMOVED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -101,7 +111,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify": checks.verify,
     "rm": cleanup.rm,
     "gc": cleanup.gc,
-    "bench": bench.bench,
     "doctor": checks.doctor,
     "cp": convert.cp,
     "export": convert.export,

@@ -10,7 +10,7 @@ resource "aws_iam_instance_profile" "this" {
 
 resource "aws_security_group" "this" {
   name        = var.name
-  description = "Out to S3 and the package index; nothing in."
+  description = "Out to S3, the package index and the source; nothing in."
   vpc_id      = var.vpc_id
   tags        = var.tags
 }

@@ -32,7 +32,7 @@ variable "vpc_id" {
 }
 
 variable "subnet_id" {
-  description = "A subnet from which S3 and the package index can be reached: through a NAT gateway, or endpoints of its own. The instance gets no public address."
+  description = "A subnet from which S3, the package index and source_url can be reached: through a NAT gateway, or endpoints of its own. The instance gets no public address."
   type        = string
   nullable    = false
 
@@ -66,14 +66,14 @@ variable "architecture" {
   }
 }
 
-variable "package" {
-  description = "The requirement that pip installs: a name with a version from your own index, or cloudckpt[s3,cli] @ https://… with the URL of a wheel. cloudckpt is not on PyPI yet."
+variable "source_url" {
+  description = "The URL of an archive (tar.gz) of the repository, at the commit to measure."
   type        = string
   nullable    = false
 
   validation {
-    condition     = can(regex("^[A-Za-z0-9._-]+(\\[[a-z0-9,]+\\])?(==[A-Za-z0-9.]+| @ https://[A-Za-z0-9._~:/?#@%+=&-]+)?$", var.package))
-    error_message = "A name, with extras, and an exact version or @ and an https URL. It becomes part of a command."
+    condition     = can(regex("^https://[A-Za-z0-9._~:/?#@%+=&-]+$", var.source_url))
+    error_message = "An https URL. It becomes part of a command."
   }
 }
 

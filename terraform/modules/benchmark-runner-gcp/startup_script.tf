@@ -1,7 +1,7 @@
 # Nothing of the provider's, and no secret: the machine's service account is how it reaches the bucket.
 locals {
   startup_script = templatefile("${path.module}/run.sh.tftpl", {
-    package    = var.package
+    source_url = var.source_url
     bucket_uri = var.bucket_uri
   })
 }

@@ -1712,7 +1712,7 @@ MUTANTS = {
     "other-structures-are-saved": Mutant(
         breaks="G11: ranks with a tuple and a tensor under one name save what no state dict holds.",
         file="dcp/save_planner.py",
-        old="        check_containers([plan.planner_data for plan in all_plans], uri=self._uri)\n",
+        old="        check_containers(nestings, uri=self._uri)\n",
         new="",
         tests=("tests/dcp/test_save_planner.py::test_ranks_with_other_structures_under_a_name_are_told",),
     ),

@@ -7,7 +7,7 @@ The plans and the metadata equal torch's, except for the ranks that save what se
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
 from cloudckpt.dcp.replicas import (
     CompareReplicas,
     Copy,
+    ItemKey,
     SynchronizedNames,
     are_equal,
     check_replicas,
     copies_of_items,
+    key_of,
     ranks_text,
     take_fingerprints,
 )
@@ -126,10 +128,11 @@ class BalancedSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        check_agreement(all_plans, uri=self._uri)
-        check_wrappers(all_plans, uri=self._uri)
-        check_containers([plan.planner_data for plan in all_plans], uri=self._uri)
         copies_of = copies_of_items(all_plans)
+        check_agreement(copies_of, all_plans, uri=self._uri)
+        nestings = [plan.planner_data for plan in all_plans]
+        check_wrappers(nestings, {name for name, _ in copies_of}, uri=self._uri)
+        check_containers(nestings, uri=self._uri)
         check_replicas(copies_of, all_plans, uri=self._uri)
         plans, metadata = merge_plans(balance_plans(all_plans, copies_of), uri=self._uri)
         metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
@@ -197,36 +200,47 @@ def _properties_of(tensor: torch.Tensor) -> TensorProperties:
         )
 
 
-def check_agreement(plans: Sequence[SavePlan], *, uri: str) -> None:
+def check_agreement(copies_of: Mapping[ItemKey, Sequence[Copy]], plans: Sequence[SavePlan], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if ranks have different things under one name.
 
     torch saves one of them. The others are then lost, and their ranks cannot load what was saved.
     """
     if len(plans) == 1:
         return
-    found: dict[str, tuple[object, ...]] = {}
+    whole_tensor = WriteItemType.TENSOR
+    kinds: dict[int, object] = {}  # many items share their data
+    interned: dict[object, object] = {}
+    found: dict[str, object] = {}
     disputed: set[str] = set()
-    plain: set[str] = set()
     in_parts: set[str] = set()
-    for plan in plans:
-        for item in plan.items:
-            fqn, data = item.index.fqn, item.tensor_data
-            kind = () if data is None else (data.size, data.properties.dtype)
-            if found.setdefault(fqn, kind) != kind:
-                disputed.add(fqn)
-            if item.type is WriteItemType.TENSOR:
-                plain.add(fqn)
-            elif data is not None and data.chunk.sizes != data.size:
+    for (fqn, _), copies in copies_of.items():
+        first = found.get(fqn)
+        for _, item, _ in copies:
+            data = item.tensor_data
+            if (kind := kinds.get(id(data))) is None:
+                described = () if data is None else (data.size, data.properties.dtype)
+                kind = kinds[id(data)] = interned.setdefault(described, described)
+            if kind is not first:
+                first = found.setdefault(fqn, kind)
+                if kind is not first:
+                    disputed.add(fqn)
+            if item.type is not whole_tensor and data is not None and data.chunk.sizes != data.size:
                 in_parts.add(fqn)
-    disputed |= plain & in_parts
+    if in_parts:
+        whole = {item.index.fqn for plan in plans for item in plan.items if item.type is whole_tensor}
+        disputed |= whole & in_parts
     if disputed:
         more = f", and so for {len(disputed) - _MAX_NAMES} more" if len(disputed) > _MAX_NAMES else ""
         shown = "; ".join(_describe_name(fqn, plans) for fqn in sorted(disputed)[:_MAX_NAMES])
-        raise StateDictMismatchError(
-            f"the ranks that save {uri} have different things under one name: {shown}{more}. Nothing was written. Give "
-            "a name one kind, shape and dtype on all ranks, or each rank names of its own",
-            uri=uri,
-        )
+        raise _different_things(shown + more, uri)
+
+
+def _different_things(described: str, uri: str) -> StateDictMismatchError:
+    return StateDictMismatchError(
+        f"the ranks that save {uri} have different things under one name: {described}. Nothing was written. Give "
+        "a name one structure, shape, dtype and quantization on all ranks, or each rank names of its own",
+        uri=uri,
+    )
 
 
 def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
@@ -270,30 +284,26 @@ def _find_containers(paths: Iterable[Path], nesting: Nesting) -> dict[Path, str]
 
 
 def _different_containers(path: Path, one: tuple[str, int], other: tuple[str, int], uri: str) -> StateDictMismatchError:
-    return StateDictMismatchError(
-        f"the ranks that save {uri} have different things under one name: {name_path(path)!r} is a {one[0]} on rank "
-        f"{one[1]}, and a {other[0]} on rank {other[1]}. Nothing was written. Give a name one structure on all ranks, "
-        "or each rank names of its own",
-        uri=uri,
-    )
+    described = f"{name_path(path)!r} is a {one[0]} on rank {one[1]}, a {other[0]} on rank {other[1]}"
+    return _different_things(described, uri)
 
 
-def check_wrappers(plans: Sequence[SavePlan], *, uri: str) -> None:
-    """Raise `StateDictMismatchError` if ranks hold different tensors of a class that consists of others."""
-    wrappers: dict[str, StoredWrapper] = {}
-    nestings: list[Nesting] = [plan.planner_data for plan in plans]
-    has_wrappers = len(plans) > 1 and any(nesting.wrappers for nesting in nestings)
-    others = {item.index.fqn for plan in plans for item in plan.items} if has_wrappers else set()
-    for nesting in nestings:
+def check_wrappers(nestings: Sequence[Nesting], names: Collection[str], *, uri: str) -> None:
+    """Raise `StateDictMismatchError` if ranks hold different tensors of a class that consists of others.
+
+    `names` are those of all items of the ranks' plans.
+    """
+    wrappers: dict[str, tuple[StoredWrapper, int]] = {}
+    for rank, nesting in enumerate(nestings if len(nestings) > 1 else ()):
         for name, stored in nesting.wrappers.items():
-            difference = describe_difference(wrappers.setdefault(name, stored), stored)
-            if name in others:
-                difference = f"class {stored.kind}, and a plain tensor or value"
+            first, first_rank = wrappers.setdefault(name, (stored, rank))
+            difference = describe_difference(first, stored)
             if difference is not None:
-                raise StateDictMismatchError(
-                    f"the ranks that save {uri} hold different tensors as {name!r}: {difference}. Nothing was written. "
-                    "Quantize it alike on all ranks",
-                    uri=uri,
+                raise _different_things(f"{name!r} of ranks {first_rank}, {rank} has the {difference}", uri)
+            if name in names:
+                raise _different_things(
+                    f"{name!r} is a wrapper of class {stored.kind} on rank {rank}, a plain tensor or value on another",
+                    uri,
                 )
 
 
@@ -373,7 +383,7 @@ class ReplicatedItem:
     num_bytes: int
 
 
-def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[MetadataIndex, Sequence[Copy]]) -> list[SavePlan]:
+def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[ItemKey, Sequence[Copy]]) -> list[SavePlan]:
     """Return the ranks' plans with each item, whole, in only one of them.
 
     Any rank may save an item whose copies are known to be equal. The lowest rank saves any other: the lowest one that
@@ -382,23 +392,23 @@ def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[MetadataIndex, S
     if len(plans) == 1:
         return list(plans)
     own_bytes = [0] * len(plans)
-    rank_of: dict[MetadataIndex, int] = {}
-    replicated: dict[MetadataIndex, ReplicatedItem] = {}
-    tied: dict[MetadataIndex, MetadataIndex] = {}
-    for index, copies in copies_of.items():
+    rank_of: dict[ItemKey, int] = {}
+    replicated: dict[ItemKey, ReplicatedItem] = {}
+    tied: dict[ItemKey, ItemKey] = {}
+    for key, copies in copies_of.items():
         rank, item, _ = next((copy for copy in copies if copy.fingerprint), copies[0])  # not a tensor without memory
         first = _common_first(copies, copies_of)
         if first is not None:
-            tied[index] = first
+            tied[key] = first
         elif len(copies) > 1 and item.tensor_data is not None and are_equal(copies):
-            replicated[index] = ReplicatedItem(ranks=tuple(copy.rank for copy in copies), num_bytes=_num_bytes(item))
+            replicated[key] = ReplicatedItem(ranks=tuple(copy.rank for copy in copies), num_bytes=_num_bytes(item))
         else:
             own_bytes[rank] += _num_bytes(item)
-            rank_of[index] = rank
+            rank_of[key] = rank
     rank_of |= zip(replicated, assign_ranks(list(replicated.values()), own_bytes=own_bytes), strict=True)
-    rank_of |= {index: rank_of[first] for index, first in tied.items()}
+    rank_of |= {key: rank_of[first] for key, first in tied.items()}
     return [
-        dataclasses.replace(plan, items=[item for item in plan.items if rank_of.get(item.index, rank) == rank])
+        dataclasses.replace(plan, items=[item for item in plan.items if rank_of.get(key_of(item.index), rank) == rank])
         for rank, plan in enumerate(plans)
     ]
 
@@ -418,12 +428,15 @@ def assign_ranks(items: Sequence[ReplicatedItem], *, own_bytes: Sequence[int]) -
     return ranks
 
 
-def _common_first(copies: Sequence[Copy], copies_of: Mapping[MetadataIndex, Sequence[Copy]]) -> MetadataIndex | None:
+def _common_first(copies: Sequence[Copy], copies_of: Mapping[ItemKey, Sequence[Copy]]) -> ItemKey | None:
     """Return the item to which an item is tied on every rank that has it, if the same ranks have both."""
-    firsts = {copy.item.first if isinstance(copy.item, TiedItem) else None for copy in copies}
-    first = firsts.pop()
-    if first is None or firsts:
+    if not isinstance(copies[0].item, TiedItem):
         return None
+    firsts = {copy.item.first if isinstance(copy.item, TiedItem) else None for copy in copies}
+    index = firsts.pop()
+    if index is None or firsts:
+        return None
+    first = key_of(index)
     ranks = [[copy.rank for copy in of_one] for of_one in (copies, copies_of[first])]
     return first if ranks[0] == ranks[1] else None
 

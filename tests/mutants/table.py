@@ -1374,7 +1374,7 @@ MUTANTS = {
         tests=("tests/stores/s3/test_contract.py",),
     ),
     "take-the-date-of-a-cached-answer-for-now": Mutant(
-        breaks="A cache's old answer looks like a clock that is ahead, and gc spares garbage for that long.",
+        breaks="G7: a cache's old answer looks like a clock that is ahead, and gc spares garbage for that long.",
         file="stores/clock.py",
         old=" - int(age or 0)",
         new="",

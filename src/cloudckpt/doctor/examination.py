@@ -303,7 +303,7 @@ def _read_any_object(store: Store) -> str | None:
 
 
 def _check_promises(checklist: _Checklist, scratch: Scratch) -> None:
-    """Run the checks that the probe of a save and the contract of stores share."""
+    """Run the checks of `stores.probe`, two of which a save makes, too."""
     for name, check in CHECKS.items():
         matters = name not in _OPTIONAL
         if name != "put" and not checklist.skip_reason and not checklist.has("put", "passed"):

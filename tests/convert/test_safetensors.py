@@ -493,3 +493,34 @@ def test_other_links_are_refused_and_said(tmp_path: Path, target: Callable[[Path
         with pytest.raises(cloudckpt.CloudckptError, match=reason):
             cloudckpt.import_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_neighbours_by_chance_in_two_files_are_read_apart(tmp_path: Path) -> None:
+    """If this fails, a tensor gets the bytes of another file that lie where its own lie."""
+    (tmp_path / "files").mkdir()
+    for number, name in enumerate("ab"):
+        values = {f"{name}{part}": torch.full((4,), 10.0 * number + at) for at, part in enumerate("xy")}
+        save_file(values, tmp_path / "files" / f"{name}.safetensors")
+    cloudckpt.import_checkpoint(tmp_path / "files", tmp_path / "imported", include=["ax", "by"])
+    found = cloudckpt.read(tmp_path / "imported")
+    assert {name: float(value[0]) for name, value in found.items()} == {"ax": 0.0, "by": 11.0}
+
+
+def test_tensor_that_is_called_as_the_format_gets_no_second_name(tmp_path: Path) -> None:
+    """If this fails, an import adds a tensor "format" to each model that has one called "pt"."""
+    save_file({"pt": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    cloudckpt.import_checkpoint(tmp_path / "a.safetensors", tmp_path / "imported")
+    assert [*cloudckpt.read(tmp_path / "imported")] == ["pt"]
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("safetensors", "safetensors"), ("torch", "pt")])
+def test_export_replaces_the_file_of_its_own_name_alone(tmp_path: Path, kind: Any, suffix: str) -> None:
+    """If this fails, an export to a name with brackets removes another file that the name matches as a pattern."""
+    cloudckpt.save({"w": torch.ones(2)}, tmp_path / "saved", no_dist=True)
+    (tmp_path / "out").mkdir()
+    other, mine = (tmp_path / "out" / f"{name}.{suffix}" for name in ("m1", "m[1]"))
+    other.write_bytes(b"another model")
+    mine.write_bytes(b"an earlier export")
+    cloudckpt.export_checkpoint(tmp_path / "saved", mine, format=kind, overwrite=True)
+    assert other.read_bytes() == b"another model"
+    assert mine.stat().st_size > 100

@@ -24,6 +24,20 @@ class Mutant:
 
 
 MUTANTS = {
+    "neighbours-by-chance-in-two-files": Mutant(
+        breaks="G11: an import gives a tensor the bytes of another file that lie where its own lie.",
+        file="convert/safetensors_source.py",
+        old="reached != (tensor.file.key, tensor.begin + want.begin)",
+        new="reached[1] != tensor.begin + want.begin",
+        tests=("tests/convert/test_safetensors.py::test_neighbours_by_chance_in_two_files_are_read_apart",),
+    ),
+    "name-of-an-export-is-a-pattern": Mutant(
+        breaks="G1: an export to a name with brackets removes another file that the name matches.",
+        file="convert/exports.py",
+        old="patterns = (glob.escape(single_name),)",
+        new="patterns = (single_name,)",
+        tests=("tests/convert/test_safetensors.py::test_export_replaces_the_file_of_its_own_name_alone",),
+    ),
     "no-options-for-two-places-of-one-service": Mutant(
         breaks="G10: `cloudckpt cp` within one service goes to the target without its endpoint.",
         file="cli/_options.py",

@@ -23,6 +23,7 @@ from torch import multiprocessing
 import cloudckpt
 from benchmarks.payloads import Payload, transformer, uniform
 from cloudckpt.dcp import save_planner
+from cloudckpt.dcp.replicas import Fingerprints, SynchronizedNames
 
 PAYLOADS = {
     one.name: one
@@ -62,10 +63,11 @@ def _run_rank(rank: int, num_ranks: int, payload: Payload, repetitions: int, fol
     }
     compare, compared_s = save_planner.take_fingerprints, list[float]()
 
-    def assume(items: list[Any], *_: Any, **__: Any) -> array[int]:
-        return array("Q", [1 << 32]) * len(items)
+    def assume(items: list[Any], *_: Any, **__: Any) -> Fingerprints:
+        of_items = array("Q", [1]) * len(items)
+        return Fingerprints(of_items=of_items, synchronized=SynchronizedNames(), common=frozenset())
 
-    def measure(*args: Any, **kwargs: Any) -> array[int]:
+    def measure(*args: Any, **kwargs: Any) -> Fingerprints:
         begun_s = time.thread_time()
         fingerprints = compare(*args, **kwargs)
         compared_s.append(time.thread_time() - begun_s)

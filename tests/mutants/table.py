@@ -187,6 +187,13 @@ MUTANTS = {
         new="",
         tests=("tests/dcp/test_save_planner.py::test_a_whole_tensor_beside_a_shard_of_that_name_is_told",),
     ),
+    "wrapper-beside-a-plain-tensor": Mutant(
+        breaks="G11: ranks save a quantized tensor and a plain one under one name, which no load takes.",
+        file="dcp/save_planner.py",
+        old="            if name in names:\n",
+        new="            if False:\n",
+        tests=("tests/dcp/test_save_planner.py::test_a_plain_tensor_beside_a_wrapper_of_that_name_is_told",),
+    ),
     "balanced-by-elements": Mutant(
         breaks="G5: all ranks wait for the one that saves the widest dtypes.",
         file="dcp/save_planner.py",

@@ -80,7 +80,7 @@ def assert_ends(memory: Memory, error: BaseException, begin: Callable[[], Any]) 
         assert is_committed
     else:
         assert "by the test" in str(outcome), outcome
-        assert isinstance(outcome, (CheckpointException, type(error)))
+        assert isinstance(outcome, (CheckpointException, cloudckpt.CloudckptError, type(error)))
     if is_committed:
         found = state_of(0.0)
         cloudckpt.load(found, memory.uri())

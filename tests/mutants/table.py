@@ -1621,8 +1621,8 @@ MUTANTS = {
     "an-objects-error-is-damage": Mutant(
         breaks="G10: a restore goes back to an older step because an object's own code found no checkpoint.",
         file="dcp/live_entry.py",
-        old="    return isinstance(error, CloudckptError) and not is_sign",
-        new="    return isinstance(error, CloudckptError)",
+        old="        if isinstance(error, CloudckptError) and not is_sign:",
+        new="        if isinstance(error, CloudckptError):",
         tests=("tests/dcp/test_live_objects.py::test_an_error_of_an_object_is_no_damage_of_a_step",),
     ),
     "names-in-groups-are-settings": Mutant(

@@ -6,6 +6,7 @@ no state, so its own state dict would ask for none, and the moments in the check
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import traceback
@@ -173,39 +174,35 @@ def get_model_state(module: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(module, options=StateDictOptions(strict=False))  # strict only refuses an empty one
 
 
-def _is_ours(error: Exception) -> bool:
-    # A restore takes an older step for a step that is absent or damaged. An object's own error is no sign of these.
-    is_sign = isinstance(error, (CheckpointNotFoundError, CorruptCheckpointError))
-    return isinstance(error, CloudckptError) and not is_sign
+@contextlib.contextmanager
+def _naming(subject: str, consequence: str) -> Iterator[None]:
+    """Raise an error in a user's code with the object that it is of."""
+    try:
+        yield
+    except Exception as error:
+        # A restore takes an older step for a step that is absent or damaged. An object's own error is no sign of these.
+        is_sign = isinstance(error, (CheckpointNotFoundError, CorruptCheckpointError))
+        if isinstance(error, CloudckptError) and not is_sign:
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise CloudckptError(
+            f"{subject} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}). {consequence}"
+        ) from error
 
 
 def ask_state(held: Any, *, where: str) -> Any:
     """Return ``held.state_dict()``. An error in a user's code is raised with the path of the object."""
-    try:
+    with _naming(f"state_dict() of {where!r}", "Nothing was saved or loaded"):
         return held.state_dict()
-    except Exception as error:
-        if _is_ours(error):
-            raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise CloudckptError(
-            f"state_dict() of {where!r} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno}). "
-            "Nothing was saved or loaded"
-        ) from error
 
 
 def load_object(target: Any, state: Any, *, where: str) -> None:
     """Call ``target.load_state_dict(state)``. An error in a user's code is raised with the path of the object."""
-    try:
+    with _naming(
+        f"load_state_dict of {where!r} ({type(target).__name__})",
+        "All bytes were read. The objects hold a part of what was loaded, so load again before you continue training",
+    ):
         target.load_state_dict(state)
-    except Exception as error:
-        if _is_ours(error):
-            raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise CloudckptError(
-            f"load_state_dict of {where!r} ({type(target).__name__}) raised {type(error).__name__}: {error} "
-            f"({place.filename}:{place.lineno}). All bytes were read. The objects hold a part of what was loaded, so "
-            "load again before you continue training"
-        ) from error
 
 
 def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:

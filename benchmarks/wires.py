@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.integration.servers.packages import from_debian
-from tests.wire import Throttle, Wire, WireRule
+from tests.kit.wire import Throttle, Wire, WireRule
 
 from benchmarks import relay
 from benchmarks.certificates import HOST, Certificates

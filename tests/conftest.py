@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tests import secrets_watch
-from tests.in_memory import Memory
-from tests.leftovers import Leftovers
-from tests.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
+from tests.kit import secrets_watch
+from tests.kit.in_memory import Memory
+from tests.kit.leftovers import Leftovers
+from tests.kit.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
 
 _numbers = itertools.count()
 secrets_watch.install()

@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
-from tests.options import make_options
+from tests.kit.options import make_options
 
 from cloudckpt import Zstandard
 from cloudckpt.errors import InvalidOptionError

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.cli.conftest import Run
 from tests.e2e.places import Place, S3Place
-from tests.options import make_options
-from tests.wire import Reply, Wire, WireRule
-from tests.wrapped import FaultyStore, WrappedStore
+from tests.kit.options import make_options
+from tests.kit.wire import Reply, Wire, WireRule
+from tests.kit.wrapped import FaultyStore, WrappedStore
 
 from cloudckpt import Options
 from cloudckpt.doctor import DoctorReport, environment, examine

@@ -9,8 +9,8 @@ from pathlib import Path
 from awscrt.checksums import crc32c
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.e2e.places import LocalPlace
-from tests.in_memory import Memory
-from tests.wrapped import permanent, transient
+from tests.kit.in_memory import Memory
+from tests.kit.wrapped import permanent, transient
 
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id

@@ -14,7 +14,7 @@ import pytest
 import typer
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save
 from tests.e2e.places import LocalPlace
-from tests.rights import NOBODY, without_roots_rights
+from tests.kit.rights import NOBODY, without_roots_rights
 
 import cloudckpt
 from cloudckpt.cli._console import Console

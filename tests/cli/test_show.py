@@ -13,7 +13,7 @@ from awscrt.checksums import crc32c
 from safetensors.torch import load_file
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.e2e.places import LocalPlace
-from tests.options import make_options
+from tests.kit.options import make_options
 from tests.scaled import make_scaled
 
 import cloudckpt

@@ -14,8 +14,8 @@ import torch
 from awscrt.checksums import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.in_memory import Memory, state_of
-from tests.wrapped import FaultyStore, permanent, transient
+from tests.kit.in_memory import Memory, state_of
+from tests.kit.wrapped import FaultyStore, permanent, transient
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options

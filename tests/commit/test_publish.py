@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from awscrt.checksums import crc32c
 from tests.commit.actors import data_key_of, manifest_for
-from tests.wrapped import FaultyStore, permanent
+from tests.kit.wrapped import FaultyStore, permanent
 
 from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_key, data_prefix, new_attempt_id, parse_number
 from cloudckpt.commit.manifest_log import (

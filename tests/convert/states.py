@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.options import make_options
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt.stores.base import Store

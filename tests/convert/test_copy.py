@@ -13,7 +13,7 @@ import torch
 from awscrt.checksums import crc32c
 from tests.convert.conftest import Root
 from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save, small, store_at
-from tests.options import make_options
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt.convert.conversion import _check_apart

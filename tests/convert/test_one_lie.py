@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, store_at, torch_saved
-from tests.options import make_options
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt.errors import ObjectNotFoundError

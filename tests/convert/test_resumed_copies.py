@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tests.convert.conftest import Root
 from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save, store_at
-from tests.options import make_options
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt.errors import InvalidOptionError

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.convert.conftest import Root
 from tests.convert.states import bits, blank, contents, loaded, save, small, store_at, torch_saved
-from tests.options import make_options
+from tests.kit.options import make_options
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 import cloudckpt

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.docs.tables import ROOT
-from tests.options import make_options
+from tests.kit.options import make_options
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests import secrets_watch
+from tests.kit import secrets_watch
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 10.0
@@ -58,7 +58,7 @@ PRELOAD = [
     "cloudckpt.stores.fsspec_store",
     "cloudckpt.stores.gcs",
     "cloudckpt.stores.s3",
-    "tests.secrets_watch",
+    "tests.kit.secrets_watch",
     "tests.e2e.harness",
     "tests.e2e.models",
     "tests.e2e.places",

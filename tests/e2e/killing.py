@@ -24,9 +24,9 @@ from tests.e2e.harness import RankError, run_ranks
 from tests.e2e.kills import Kill, Version
 from tests.e2e.models import assert_same
 from tests.e2e.places import BucketPlace, LocalPlace, Place, S3Place
-from tests.options import make_options
-from tests.wire import Seen, Wire, WireCallback, WireRule
-from tests.wrapped import Call, WrappedStore
+from tests.kit.options import make_options
+from tests.kit.wire import Seen, Wire, WireCallback, WireRule
+from tests.kit.wrapped import Call, WrappedStore
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
-from tests.in_memory import Gate
-from tests.options import make_options
+from tests.kit.in_memory import Gate
+from tests.kit.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.places import Place
-from tests.options import make_options
-from tests.wrapped import Call, WrappedStore
+from tests.kit.options import make_options
+from tests.kit.wrapped import Call, WrappedStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import CheckpointManager

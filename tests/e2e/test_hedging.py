@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.e2e.servers import FlakyS3, serve
-from tests.options import make_options
-from tests.wire import CutRequest, Throttle, Wire, WireRule
+from tests.kit.options import make_options
+from tests.kit.wire import CutRequest, Throttle, Wire, WireRule
 
 import cloudckpt
 from cloudckpt.io import hedging

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import RankError, run_ranks
 from tests.e2e.places import Place
-from tests.options import make_options
-from tests.wrapped import Call, WrappedStore
+from tests.kit.options import make_options
+from tests.kit.wrapped import Call, WrappedStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
-from tests.in_memory import Memory
+from tests.kit.in_memory import Memory
 
 import cloudckpt
 from cloudckpt.manager import preemption as module

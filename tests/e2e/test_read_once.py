@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
-from tests.options import make_options
-from tests.wrapped import FaultyStore
+from tests.kit.options import make_options
+from tests.kit.wrapped import FaultyStore
 
 import cloudckpt
 from cloudckpt.stores.base import Store

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.e2e.harness import run_ranks
-from tests.in_memory import Memory
+from tests.kit.in_memory import Memory
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.servers import FlakyS3, serve
-from tests.options import make_options
-from tests.wire import Action, CutAnswer, CutRequest, Wire, WireRule
+from tests.kit.options import make_options
+from tests.kit.wire import Action, CutAnswer, CutRequest, Wire, WireRule
 
 import cloudckpt
 from cloudckpt.options import MIB

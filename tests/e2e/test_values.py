@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
-from tests.options import make_options
+from tests.kit.options import make_options
 from tests.tensors.test_values import described
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.extensions.ciphers import Miscounting, Xor
-from tests.options import make_options
+from tests.kit.options import make_options
 from torch.distributed.checkpoint._extension import ZStandard as TorchsZstandard
 
 import cloudckpt

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.format.samples import URI, as_json, tiles_text
-from tests.oracles import signed
+from tests.kit.oracles import signed
 
 from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
 from cloudckpt.format.codec import decode, pack_tiles, unpack_tiles

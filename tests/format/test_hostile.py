@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.format.samples import URI, as_json, tiles_text
-from tests.oracles import signed
+from tests.kit.oracles import signed
 
 from cloudckpt.errors import InvalidManifestError
 from cloudckpt.format.codec import decode

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from tests.integration.servers.ceph import ceph_rgw
-from tests.leftovers import Leftovers
+from tests.kit.leftovers import Leftovers
 
 from cloudckpt.testing.servers import Server, clean_environment, fake_gcs_server, moto_server
 

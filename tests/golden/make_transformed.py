@@ -14,7 +14,7 @@ from typing import IO
 
 import torch.distributed as dist
 from tests.golden.make import VERSION, WORLD_SIZE, make, state_dict
-from tests.options import make_options
+from tests.kit.options import make_options
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 import cloudckpt

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.in_memory import Memory
-from tests.options import make_options
-from tests.wrapped import permanent
+from tests.kit.in_memory import Memory
+from tests.kit.options import make_options
+from tests.kit.wrapped import permanent
 
 import cloudckpt
 from cloudckpt import Options

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.in_memory import Memory
-from tests.options import make_options
+from tests.kit.in_memory import Memory
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt import ObjectStoreWriter

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.integration.conftest import Servers
+from tests.kit.wire import GCS_FORBIDDEN, Wire, WireRule
 from tests.stores.wire_contract import WireContract
-from tests.wire import GCS_FORBIDDEN, Wire, WireRule
 
 from cloudckpt import Options
 from cloudckpt.errors import ChecksumRefusedError, CredentialsError, TransientStoreError

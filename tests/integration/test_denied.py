@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.commit.gc.leftovers import LONG_AGO, at, holds, keys_in, put, save
 from tests.integration.conftest import Servers
-from tests.wire import GCS_RETAINED, Wire, WireRule
+from tests.kit.wire import GCS_RETAINED, Wire, WireRule
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.e2e.models import assert_same
 from tests.integration.conftest import Servers
-from tests.options import make_options
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt.stores import open_store

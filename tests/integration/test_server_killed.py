@@ -25,7 +25,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.integration.conftest import Servers
 from tests.integration.switch import Killer, Switch, switch_of
-from tests.options import make_options
+from tests.kit.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.integration.conftest import Servers
 from tests.integration.switch import Killer, ask, switch_of
-from tests.options import make_options
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt import CheckpointManager

@@ -14,8 +14,8 @@ from awscrt.checksums import crc32c
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.format.samples import as_json, json_values, tiles_text
-from tests.options import make_options
-from tests.wrapped import Call, WrappedStore
+from tests.kit.options import make_options
+from tests.kit.wrapped import Call, WrappedStore
 
 import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tests.e2e.models import assert_same
-from tests.in_memory import Memory
-from tests.options import make_options
-from tests.wrapped import WrappedStore
+from tests.kit.in_memory import Memory
+from tests.kit.options import make_options
+from tests.kit.wrapped import WrappedStore
 
 import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options

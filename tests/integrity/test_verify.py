@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.in_memory import Memory, state_of
-from tests.options import make_options
-from tests.wrapped import permanent, transient
+from tests.kit.in_memory import Memory, state_of
+from tests.kit.options import make_options
+from tests.kit.wrapped import permanent, transient
 
 import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.options import make_options
+from tests.kit.options import make_options
 
 from cloudckpt.io.hedging import ConcurrencyLimit
 from cloudckpt.pipeline.context import Context

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.io.conftest import FakeClock
-from tests.oracles import slow_crc32c
-from tests.wrapped import Call, WrappedStore
+from tests.kit.oracles import slow_crc32c
+from tests.kit.wrapped import Call, WrappedStore
 
 from cloudckpt.errors import (
     AccessDeniedError,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.oracles import slow_crc32c
+from tests.kit.oracles import slow_crc32c
 
 from cloudckpt.errors import InterruptedReadError, StoreError, ThrottledError, TransientStoreError
 from cloudckpt.io.hedging import LEAST_S, ConcurrencyLimit, Hedger, PeerTimes, max_hedges

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from tests.io.conftest import FakeClock
 from tests.io.test_upload import LIMITS, PART_BYTES, TILE_BYTES, Bytes, data_of, session_of
-from tests.oracles import slow_crc32c
-from tests.wrapped import FaultyStore, permanent, transient
+from tests.kit.oracles import slow_crc32c
+from tests.kit.wrapped import FaultyStore, permanent, transient
 
 from cloudckpt.errors import ObjectNotFoundError, StoreError
 from cloudckpt.format.model import ObjectReceipt

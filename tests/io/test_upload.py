@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.io.conftest import FakeClock
-from tests.oracles import slow_crc32c
-from tests.wrapped import FaultyStore
+from tests.kit.oracles import slow_crc32c
+from tests.kit.wrapped import FaultyStore
 
 from cloudckpt.errors import (
     AccessDeniedError,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.in_memory import Gate, Memory, assert_holds, state_of
-from tests.wrapped import permanent
+from tests.kit.in_memory import Gate, Memory, assert_holds, state_of
+from tests.kit.wrapped import permanent
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.in_memory import Gate, Memory, assert_holds, state_of
-from tests.options import make_options
-from tests.wrapped import permanent
+from tests.kit.in_memory import Gate, Memory, assert_holds, state_of
+from tests.kit.options import make_options
+from tests.kit.wrapped import permanent
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from tests.options import make_options
+from tests.kit.options import make_options
 from tests.simulated.oracle import Operation, can_have_happened
 from tests.simulated.scheduler import Actor, Fate
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tests.options import make_options
-from tests.wire import LOSE_ANSWER, Action, CutSomewhere, Reply, Wire, WireRule
+from tests.kit.options import make_options
+from tests.kit.wire import LOSE_ANSWER, Action, CutSomewhere, Reply, Wire, WireRule
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

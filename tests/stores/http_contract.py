@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
+from tests.kit.wire import Reply, Wire, WireRule
 from tests.stores.wire_contract import WireContract
-from tests.wire import Reply, Wire, WireRule
 
 from cloudckpt.stores import clock
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.rights import without_roots_rights
+from tests.kit.rights import without_roots_rights
 from tests.stores.wire_contract import DeniedContract
 
 import cloudckpt

@@ -9,7 +9,16 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import pytest
-from tests.wire import GCS_TOO_MANY_REQUESTS, LOSE_ANSWER, S3_SLOW_DOWN, CutAnswer, CutRequest, Reply, Wire, WireRule
+from tests.kit.wire import (
+    GCS_TOO_MANY_REQUESTS,
+    LOSE_ANSWER,
+    S3_SLOW_DOWN,
+    CutAnswer,
+    CutRequest,
+    Reply,
+    Wire,
+    WireRule,
+)
 
 from cloudckpt.errors import (
     AccessDeniedError,

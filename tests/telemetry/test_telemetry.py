@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.commit.gc.leftovers import LONG_AGO, put, save
-from tests.in_memory import Memory
-from tests.options import make_options
+from tests.kit.in_memory import Memory
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt import Event, Options, telemetry

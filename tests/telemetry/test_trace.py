@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.in_memory import Memory, state_of
-from tests.options import make_options
+from tests.kit.in_memory import Memory, state_of
+from tests.kit.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

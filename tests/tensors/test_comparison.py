@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.options import make_options
+from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt.inspect import comparison

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from tests.commit.gc.leftovers import LONG_AGO, begin_upload, put
-from tests.options import make_options
-from tests.wrapped import FaultyStore, permanent
+from tests.kit.options import make_options
+from tests.kit.wrapped import FaultyStore, permanent
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 import pytest
-from tests.wire import Wire, WireCallback, WireRule
+from tests.kit.wire import Wire, WireCallback, WireRule
 
 from cloudckpt.doctor import Check, DoctorReport
 from cloudckpt.options import Options

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from tests.options import make_options
-from tests.wire import CutSomewhere, Reply, Wire, WireRule
+from tests.kit.options import make_options
+from tests.kit.wire import CutSomewhere, Reply, Wire, WireRule
 
 import cloudckpt
 from cloudckpt.errors import ThrottledError, TransientStoreError

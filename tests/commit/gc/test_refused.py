@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 from tests.commit.gc.leftovers import LONG_AGO, at, holds, keys_in, put, save
-from tests.rights import without_roots_rights
+from tests.kit.rights import without_roots_rights
 
 import cloudckpt
 from cloudckpt import AdvancedOptions, CheckpointManager, Options

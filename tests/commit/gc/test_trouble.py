@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.commit.gc.leftovers import LONG_AGO, at, put, save
-from tests.in_memory import Memory, assert_holds, loaded, state_of, written
-from tests.wrapped import permanent
+from tests.kit.in_memory import Memory, assert_holds, loaded, state_of, written
+from tests.kit.wrapped import permanent
 
 import cloudckpt
 from cloudckpt.commit.collect import _remove

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.kit.wire import GCS_FORBIDDEN
 from tests.stores.http_contract import HTTPStoreContract
-from tests.wire import GCS_FORBIDDEN
 
 from cloudckpt.errors import ChecksumRefusedError
 from cloudckpt.stores.gcs import GCSStore

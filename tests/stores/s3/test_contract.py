@@ -6,8 +6,8 @@ import functools
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.kit.wire import S3_ACCESS_DENIED
 from tests.stores.http_contract import HTTPStoreContract
-from tests.wire import S3_ACCESS_DENIED
 
 from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.s3 import S3Store

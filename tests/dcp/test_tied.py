@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.docs.independent_reader import Checkpoint, entries_of
-from tests.in_memory import Memory
-from tests.options import make_options
+from tests.kit.in_memory import Memory
+from tests.kit.options import make_options
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
-from tests.in_memory import Memory
-from tests.wrapped import permanent
+from tests.kit.in_memory import Memory
+from tests.kit.wrapped import permanent
 
 import cloudckpt
 from cloudckpt.errors import (

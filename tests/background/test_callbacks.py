@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.in_memory import Memory
-from tests.options import make_options
+from tests.kit.in_memory import Memory
+from tests.kit.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager

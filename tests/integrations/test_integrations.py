@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.in_memory import Memory, state_of
+from tests.kit.in_memory import Memory, state_of
 from tests.scaled import ALLOWED, assert_same_scaled, make_scaled
 
 import cloudckpt

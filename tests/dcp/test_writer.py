@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.in_memory import Memory, assert_holds, loaded, state_of
-from tests.wrapped import permanent
+from tests.kit.in_memory import Memory, assert_holds, loaded, state_of
+from tests.kit.wrapped import permanent
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

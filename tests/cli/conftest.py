@@ -22,7 +22,7 @@ from tests.e2e.conftest import (  # noqa: F401  # fixtures
     s3_server,
     servers,
 )
-from tests.e2e.places import Place
+from tests.kit.places import Place
 
 import cloudckpt
 from cloudckpt.cli import main

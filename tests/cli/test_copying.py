@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.cli.conftest import Run, save, state_of
 from tests.cli.test_documented import members_of
-from tests.e2e.places import LocalPlace, Place
+from tests.kit.places import LocalPlace, Place
 
 import cloudckpt
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cli.conftest import Run, save
-from tests.e2e.places import LocalPlace
+from tests.kit.places import LocalPlace
 
 import cloudckpt
 from cloudckpt.inspect import comparison

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from tests.cli.conftest import Run
-from tests.e2e.places import Place, S3Place
 from tests.kit.options import make_options
+from tests.kit.places import Place, S3Place
 from tests.kit.wire import Reply, Wire, WireRule
 from tests.kit.wrapped import FaultyStore, WrappedStore
 

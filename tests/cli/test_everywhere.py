@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
-from tests.e2e.places import Place
+from tests.kit.places import Place
 
 import cloudckpt
 from cloudckpt.cli._app import app

@@ -16,9 +16,9 @@ from types import ModuleType
 import pytest
 import typer.main
 from tests.cli.conftest import Run, save
-from tests.e2e.places import S3Place
 from tests.e2e.servers import FlakyS3
 from tests.house import modules
+from tests.kit.places import S3Place
 
 import cloudckpt
 from cloudckpt import errors, types

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from awscrt.checksums import crc32c
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
-from tests.e2e.places import LocalPlace
 from tests.kit.in_memory import Memory
+from tests.kit.places import LocalPlace
 from tests.kit.wrapped import permanent, transient
 
 import cloudckpt

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save
-from tests.e2e.places import LocalPlace
+from tests.kit.places import LocalPlace
 from tests.kit.rights import NOBODY, without_roots_rights
 
 import cloudckpt

@@ -12,8 +12,8 @@ import torch
 from awscrt.checksums import crc32c
 from safetensors.torch import load_file
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
-from tests.e2e.places import LocalPlace
 from tests.kit.options import make_options
+from tests.kit.places import LocalPlace
 from tests.scaled import make_scaled
 
 import cloudckpt

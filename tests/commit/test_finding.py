@@ -16,9 +16,9 @@ from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.commit.actors import data_key_of, fence, manifest_for
-from tests.e2e.harness import run_ranks
 from tests.kit.in_memory import Memory, assert_holds, state_of
 from tests.kit.options import make_options
+from tests.kit.ranks import run_ranks
 from tests.kit.wrapped import FaultyStore, WrappedStore
 from torch.distributed.checkpoint.api import CheckpointException
 

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, small, store_at
-from tests.e2e.harness import run_ranks
 from tests.kit.options import make_options
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

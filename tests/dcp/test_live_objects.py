@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.e2e.models import assert_same
+from tests.kit.models import assert_same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, Adam, AdamW, Optimizer

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from tests.docs.independent_reader import ELEMENT_BYTES, TAGS, Checkpoint, FormatError, crc32c, entries_of
 from tests.docs.tables import ROOT
-from tests.e2e.harness import run_ranks
 from tests.kit.options import make_options
+from tests.kit.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 

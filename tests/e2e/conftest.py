@@ -17,10 +17,10 @@ import boto3
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
-from tests.e2e.places import BucketPlace, GCSPlace, LocalPlace, Place, S3Place
 from tests.e2e.servers import FlakyS3, serve
 from tests.integration.conftest import Servers, make_fresh_bucket, servers
 from tests.integration.servers import SERVERS
+from tests.kit.places import BucketPlace, GCSPlace, LocalPlace, Place, S3Place
 
 from cloudckpt.testing.servers import S3Server, Server
 

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import RankError, run_ranks
 from tests.e2e.kills import Kill, Version
-from tests.e2e.models import assert_same
-from tests.e2e.places import BucketPlace, LocalPlace, Place, S3Place
+from tests.kit.models import assert_same
 from tests.kit.options import make_options
+from tests.kit.places import BucketPlace, LocalPlace, Place, S3Place
+from tests.kit.ranks import RankError, run_ranks
 from tests.kit.wire import Seen, Wire, WireCallback, WireRule
 from tests.kit.wrapped import Call, WrappedStore
 

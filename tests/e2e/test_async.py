@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import assert_same
-from tests.e2e.places import Place
+from tests.kit.models import assert_same
+from tests.kit.places import Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import assert_same
-from tests.e2e.places import Place
 from tests.kit.in_memory import Gate
+from tests.kit.models import assert_same
 from tests.kit.options import make_options
+from tests.kit.places import Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.places import BucketPlace, Place
 from tests.kit.options import make_options
+from tests.kit.places import BucketPlace, Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

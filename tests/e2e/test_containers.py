@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.scaled import Scaled, make_blank, make_scaled, shard
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard

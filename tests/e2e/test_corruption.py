@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.places import Place
+from tests.kit.places import Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

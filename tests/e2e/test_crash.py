@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.killing import check
 from tests.e2e.kills import ALL_KILLS, KILL_AT_EACH_STEP, KILLS_ON_A_STORE, Kill
-from tests.e2e.places import BucketPlace, LocalPlace
+from tests.kit.places import BucketPlace, LocalPlace
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.places import Place
 from tests.kit.options import make_options
+from tests.kit.places import Place
+from tests.kit.ranks import run_ranks
 from tests.kit.wrapped import Call, WrappedStore
 from torch.distributed.checkpoint.api import CheckpointException
 

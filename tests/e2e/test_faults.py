@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import assert_same
-from tests.e2e.places import LocalPlace, Place
+from tests.kit.models import assert_same
+from tests.kit.places import LocalPlace, Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.e2e.harness import run_ranks
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from cloudckpt.distributed.collectives import begin_call

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import assert_same
-from tests.e2e.places import LocalPlace
+from tests.kit.models import assert_same
+from tests.kit.places import LocalPlace
+from tests.kit.ranks import run_ranks
 
 import cloudckpt
 

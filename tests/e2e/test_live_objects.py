@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import Parallelism, Training, assert_same, build, local
+from tests.kit.models import Parallelism, Training, assert_same, build, local
+from tests.kit.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import RankError, run_ranks
-from tests.e2e.places import Place
 from tests.kit.options import make_options
+from tests.kit.places import Place
+from tests.kit.ranks import RankError, run_ranks
 from tests.kit.wrapped import Call, WrappedStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import (
+from tests.kit.models import (
     Parallelism,
     assert_same,
     build,
     state_dict_of,
 )
-from tests.e2e.places import Place
+from tests.kit.places import Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import cloudckpt

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.places import LocalPlace
+from tests.kit.places import LocalPlace
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt

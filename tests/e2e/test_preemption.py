@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
 from tests.kit.in_memory import Memory
+from tests.kit.ranks import run_ranks
 
 import cloudckpt
 from cloudckpt.manager import preemption as module

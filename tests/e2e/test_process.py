@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import AppState, assert_same, build
-from tests.e2e.places import Place
+from tests.kit.models import AppState, assert_same, build
+from tests.kit.places import Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import Parallelism, assert_same, build, local
+from tests.kit.models import Parallelism, assert_same, build, local
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import CPU, FEATURES, Training, assert_same, set_state, state_dict_of
-from tests.e2e.places import BucketPlace, LocalPlace, Place
+from tests.kit.models import CPU, FEATURES, Training, assert_same, set_state, state_dict_of
+from tests.kit.places import BucketPlace, LocalPlace, Place
+from tests.kit.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards

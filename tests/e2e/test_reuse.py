@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.e2e.harness import run_ranks
 from tests.kit.in_memory import Memory
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

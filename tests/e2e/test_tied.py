@@ -6,8 +6,8 @@ import itertools
 from typing import Any
 
 import torch
-from tests.e2e.harness import run_ranks
-from tests.e2e.places import LocalPlace
+from tests.kit.places import LocalPlace
+from tests.kit.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

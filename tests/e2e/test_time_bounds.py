@@ -14,9 +14,9 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
 from tests.e2e.servers import FlakyS3, serve
 from tests.kit.options import make_options
+from tests.kit.ranks import run_ranks
 from tests.kit.wire import Action, CutAnswer, CutRequest, Wire, WireRule
 
 import cloudckpt

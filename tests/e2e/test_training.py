@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import pytest
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import (
+from tests.kit.models import (
     PARALLELISMS,
     Parallelism,
     assert_same,
@@ -14,7 +13,8 @@ from tests.e2e.models import (
     set_state,
     state_dict_of,
 )
-from tests.e2e.places import BucketPlace, LocalPlace
+from tests.kit.places import BucketPlace, LocalPlace
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import cloudckpt

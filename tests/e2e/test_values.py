@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.e2e.models import assert_same
-from tests.e2e.places import LocalPlace, Place
+from tests.kit.models import assert_same
 from tests.kit.options import make_options
+from tests.kit.places import LocalPlace, Place
 from tests.tensors.test_values import described
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e import harness
-from tests.e2e.places import LocalPlace
+from tests.kit.places import LocalPlace
+from tests.kit.ranks import PRELOAD, ROOT
 
 import cloudckpt
 
@@ -108,9 +108,9 @@ def run_and_tell(function: Callable[[], Any], rank: int, size: int, scratch: str
 @contextlib.contextmanager
 def ranks(function: Callable[..., Any], *args: Any, size: int, scratch: Path, **more: Any) -> Iterator[Ranks]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(harness.PRELOAD)
-    if str(harness.ROOT) not in sys.path:
-        sys.path.insert(0, str(harness.ROOT))
+    context.set_forkserver_preload(PRELOAD)
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
     running = Ranks(processes=[], readers=[])
     job = functools.partial(function, *args, **more)
     try:

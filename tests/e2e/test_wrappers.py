@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from awscrt.checksums import crc32c
 from tests import scaled
-from tests.e2e.harness import run_ranks
-from tests.e2e.places import LocalPlace
+from tests.kit.places import LocalPlace
+from tests.kit.ranks import run_ranks
 from tests.scaled import Recipe, Rounding, assert_same_scaled, make_blank, make_scaled, shard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.e2e.models import assert_same
 from tests.integration.conftest import Servers
+from tests.kit.models import assert_same
 from tests.kit.options import make_options
 
 import cloudckpt

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import assert_same
 from tests.integration.conftest import Servers
 from tests.integration.switch import Killer, Switch, switch_of
+from tests.kit.models import assert_same
 from tests.kit.options import make_options
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
 from tests.integration.conftest import Servers
 from tests.integration.switch import Killer, ask, switch_of
 from tests.kit.options import make_options
+from tests.kit.ranks import run_ranks
 
 import cloudckpt
 from cloudckpt import CheckpointManager

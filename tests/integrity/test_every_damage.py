@@ -9,8 +9,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from tests.e2e.models import assert_same
 from tests.integrity.tiny import MANIFEST, OPTIONS, Tiny, blank, saved_on_two_ranks, values
+from tests.kit.models import assert_same
 
 import cloudckpt
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, InvalidManifestError, UnsupportedFormatError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.models import assert_same
 from tests.kit.in_memory import Memory
+from tests.kit.models import assert_same
 from tests.kit.options import make_options
 from tests.kit.wrapped import WrappedStore
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
 from tests.kit.in_memory import Memory, assert_holds, state_of
+from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 

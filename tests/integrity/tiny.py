@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import ROOT, run_ranks
 from tests.kit.options import make_options
+from tests.kit.ranks import ROOT, run_ranks
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.e2e.harness import RankError, run_ranks
 from tests.kit import secrets_watch
 from tests.kit.in_memory import Memory
+from tests.kit.ranks import RankError, run_ranks
 
 import cloudckpt
 from cloudckpt.stores.s3 import S3Store

@@ -10,9 +10,9 @@ import boto3
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
-from tests.e2e.models import assert_same
-from tests.e2e.places import LocalPlace, Place, S3Place
+from tests.kit.models import assert_same
+from tests.kit.places import LocalPlace, Place, S3Place
+from tests.kit.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor, zeros
 

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from awscrt.checksums import crc32c
+from tests.kit.scripted import SOCKET_TIMEOUT_S, Recorded, ScriptedServer
 from tests.kit.wire import Stream
-from tests.stores.scripted import SOCKET_TIMEOUT_S, Recorded, ScriptedServer
 
 from cloudckpt.errors import StoreError, TransientStoreError
 from cloudckpt.stores.base import Part

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import urllib3
-from tests.stores.scripted import Answer, Recorded, ScriptedServer
+from tests.kit.scripted import Answer, Recorded, ScriptedServer
 from tests.stores.tls import make_certificate
 
 from cloudckpt.stores import http_body

@@ -21,7 +21,7 @@ import pytest
 import urllib3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.stores.scripted import Answer, Recorded, ScriptedServer, reply
+from tests.kit.scripted import Answer, Recorded, ScriptedServer, reply
 from tests.stores.tls import make_certificate
 
 from cloudckpt.stores import http_body

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from awscrt.checksums import combine_crc32c, crc32c
 from google.auth.credentials import Credentials
-from tests.stores.scripted import Answer, Recorded, ScriptedServer, Scripting, reply
+from tests.kit.scripted import Answer, Recorded, ScriptedServer, Scripting, reply
 
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.testing.servers import GCSServer, fake_gcs_server

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from awscrt.checksums import crc32c
+from tests.kit.scripted import CALLS, refuse
 from tests.kit.wire import GCS_APPENDABLE_ONLY, Reply, Wire, WireRule
 from tests.stores.bodies import BodyTests
-from tests.stores.scripted import CALLS, refuse
 from tests.stores.tls import TLSTests
 
 import cloudckpt

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from botocore.loaders import create_loader
-from tests.stores.scripted import Answer, Recorded, ScriptedServer, Scripting, reply
+from tests.kit.scripted import Answer, Recorded, ScriptedServer, Scripting, reply
 
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.servers import S3Server, moto_server

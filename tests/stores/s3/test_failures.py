@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from awscrt.checksums import crc32c
+from tests.kit.scripted import CALLS, refuse
 from tests.stores.bodies import BodyTests
-from tests.stores.scripted import CALLS, refuse
 from tests.stores.tls import TLSTests
 
 from cloudckpt import errors

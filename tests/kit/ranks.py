@@ -59,9 +59,9 @@ PRELOAD = [
     "cloudckpt.stores.gcs",
     "cloudckpt.stores.s3",
     "tests.kit.secrets_watch",
-    "tests.e2e.harness",
-    "tests.e2e.models",
-    "tests.e2e.places",
+    "tests.kit.ranks",
+    "tests.kit.models",
+    "tests.kit.places",
 ]
 
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt.format.model import ItemReceipts, ObjectReceipt
+from cloudckpt.format.chunks import dtype_name
+from cloudckpt.format.model import ItemReceipts, ObjectRef
 from cloudckpt.format.safetensors import HeaderEntry, lay_out, sort_for_storage
-from cloudckpt.format.torch_metadata import dtype_name
 
 TILE_BYTES = 2**20
 ATTEMPT = "20260131T235959123Z-1f2e3d4c5b6a"
@@ -115,16 +115,16 @@ class Job:
         entries = [_entry(item) for item in plan.items]
         order = sort_for_storage(entries)
         layout = lay_out([entries[i] for i in order])
-        stored_in = ObjectReceipt(
+        stored_in = ObjectRef(
             key=f"data/{ATTEMPT}/{rank}-0.safetensors",
             size_bytes=layout.size_bytes,
+            tile_bytes=TILE_BYTES,
             tile_crc32cs=_checksums(rank, -(-layout.size_bytes // TILE_BYTES)),
         )
         items = [plan.items[i] for i in order]
         written = [entries[i] for i in order]
         receipts = ItemReceipts(
             stored_in=stored_in,
-            tile_bytes=TILE_BYTES,
             fqns=[item.index.fqn for item in items],
             offsets=[None if item.index.offset is None else tuple(item.index.offset) for item in items],
             begins=array("q", layout.begins),

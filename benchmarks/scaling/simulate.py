@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.scaling.clock import Clock, Phase, resident_bytes
 from benchmarks.scaling.job import ATTEMPT, TILE_BYTES, Job
 from cloudckpt._this_process import rare_collections
+from cloudckpt.dcp.content import content_of
 from cloudckpt.dcp.load_planner import narrow_metadata
+from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.codec import decode, encode
-from cloudckpt.format.torch_metadata import make_metadata
 from cloudckpt.format.validation import find_problems
 
 URI = "memory://simulated/job"
@@ -90,8 +91,7 @@ def _save(job: Job, clock: Clock, sizes_bytes: dict[str, int], *, with_planning:
         results = _gathered(made, clock, sizes_bytes)
     with clock.phase(BUILD):
         manifest = build_manifest(
-            metadata,
-            results,
+            content_of(metadata, results, uri=URI),
             uri=URI,
             attempt=ATTEMPT,
             save_id="simulated",

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
+from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.errors import StateDictMismatchError
-from cloudckpt.pipeline.consumers import LoadItems, whole_item
 
 NOTHING: tuple[str, ...] = ()
 

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 import cloudckpt
+from cloudckpt.dcp.load_items import consumers_of
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import CloudckptError, StateDictMismatchError, UnsupportedValueError
 from cloudckpt.events import Event
 from cloudckpt.format.model import Chunk, Manifest, StoredObject, StoredTensor
-from cloudckpt.format.torch_metadata import make_metadata
 from cloudckpt.io.reads import RangeRead
-from cloudckpt.pipeline.consumers import Consumers, Finisher, consumers_of
+from cloudckpt.pipeline.consumers import Consumers, Finisher
 from cloudckpt.tensors.load_targets import BytesTarget
 
 OPTIONS = make_options(tile_bytes=4096, request_bytes=8192)
@@ -178,7 +179,8 @@ def test_a_load_that_ends_early_is_no_success() -> None:
     tensor = torch.zeros(4)
     consumers = Consumers([], ["w"], [tensor], [Chunk((0,), (4,), 0, 0, 16)], [tensor.data_ptr()])
     context: Any = SimpleNamespace(uri="memory://here")
-    finisher = Finisher(context, transforms=None, allow_pickle=False)  # type: ignore[arg-type]  # there are none
+    transforms: Any = None  # there are none
+    finisher = Finisher(context, transforms=transforms, on_value=print, on_tensor=print)
     requests = [
         RangeRead(
             object_index=0,
@@ -190,10 +192,9 @@ def test_a_load_that_ends_early_is_no_success() -> None:
         )
         for begin in (0, 8)
     ]
-    planner = ExplainingLoadPlanner("here")
-    finisher.finish_all(consumers, planner, requests, iter(requests))
+    finisher.finish_all(consumers, requests, iter(requests))
     with pytest.raises(cloudckpt.errors.CheckpointError, match="ended before all was read"):
-        finisher.finish_all(consumers, planner, requests, iter(requests[:1]))
+        finisher.finish_all(consumers, requests, iter(requests[:1]))
 
 
 @pytest.mark.parametrize("begin", [0, 2], ids=["whole", "part"])
@@ -244,7 +245,7 @@ def filled_in_place(state_dict: dict[str, torch.Tensor], tensors: dict[str, Stor
     )
     assert consumers.wants(max_gap_bytes=0)
     copied = (one for one in consumers.others if one.target.is_copied or isinstance(one.target, BytesTarget))
-    return set(state_dict) - {consumer.item.storage_index.fqn for consumer in copied}
+    return set(state_dict) - {consumer.name for consumer in copied}
 
 
 def stored_in(num_chunks: int, *shape: int, transforms: Sequence[str] = ()) -> StoredTensor:

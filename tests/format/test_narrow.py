@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
+from cloudckpt.dcp import torch_metadata
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, narrow_metadata
-from cloudckpt.format import torch_metadata
+from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.format.model import Chunk, Manifest, StoredObject, StoredTensor
-from cloudckpt.format.torch_metadata import make_metadata
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cloudckpt.dcp.content import content_of
+from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.codec import decode, encode
-from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
-from cloudckpt.format.torch_metadata import make_metadata
+from cloudckpt.format.model import ItemReceipts, Manifest, ObjectRef
 
 TILE_BYTES = 4096
 
@@ -59,12 +60,12 @@ def receipts_of(metadata: Metadata, num_ranks: int, *, lost: MetadataIndex | Non
         *begins, size = itertools.accumulate(room, initial=64)
         receipts.append(
             ItemReceipts(
-                stored_in=ObjectReceipt(
+                stored_in=ObjectRef(
                     key=f"data/attempt/{rank}-0.safetensors",
                     size_bytes=size,
+                    tile_bytes=TILE_BYTES,
                     tile_crc32cs=tuple(range(rank, rank - (-size // TILE_BYTES))),
                 ),
-                tile_bytes=TILE_BYTES,
                 fqns=[index.fqn for index, *_ in rows],
                 offsets=[None if index.offset is None else tuple(index.offset) for index, *_ in rows],
                 begins=array("q", begins),
@@ -83,8 +84,7 @@ def made(metadata: Metadata, receipts: list[ItemReceipts], **user_metadata: Any)
         for of_rank in receipts
     ]
     return build_manifest(
-        metadata,
-        results,
+        content_of(metadata, results, uri=URI),
         uri=URI,
         attempt="attempt",
         save_id="save",

@@ -11,7 +11,7 @@ from tests.kit.oracles import slow_crc32c
 from tests.kit.wrapped import FaultyStore, permanent, transient
 
 from cloudckpt.errors import ObjectNotFoundError, StoreError
-from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.resume import find_leftovers
 from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.base import Part, UploadedPart, crc32c_of
@@ -40,7 +40,7 @@ def store(request: pytest.FixtureRequest, clock: FakeClock) -> FaultyStore:
     return FaultyStore(MemoryStore(f"resume-{request.node.nodeid.replace('/', '-')}", limits=LIMITS))
 
 
-def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple[ObjectReceipt, int]:
+def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple[ObjectRef, int]:
     """One object sent by a later attempt that looks at the earlier one's: its receipt, and what was not sent of it.
 
     Whatever became of it, what the receipt names is there, and is `data`.
@@ -233,7 +233,7 @@ def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
     assert receipt.key == OLD + "0"
     assert num_reused_bytes >= 3 * TILE_BYTES
     assert resumed(store, data_of(5), name="1") == (
-        ObjectReceipt(key=OLD + "1", size_bytes=5, tile_crc32cs=(slow_crc32c(data_of(5)),)),
+        ObjectRef(key=OLD + "1", size_bytes=5, tile_bytes=TILE_BYTES, tile_crc32cs=(slow_crc32c(data_of(5)),)),
         5,
     )
 

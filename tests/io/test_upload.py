@@ -23,7 +23,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.retry import Retrier
@@ -94,7 +94,7 @@ def session_of(
     )
 
 
-def upload(store: Store, bodies: dict[str, Bytes], **settings: int) -> list[ObjectReceipt]:
+def upload(store: Store, bodies: dict[str, Bytes], **settings: int) -> list[ObjectRef]:
     with session_of(store, **settings) as session:
         for key, body in bodies.items():
             session.submit(key, body)

@@ -612,21 +612,21 @@ MUTANTS = {
     ),
     "planned-is-taken-for-written": Mutant(
         breaks="G3: a save commits although planned items were not written.",
-        file="format/build.py",
+        file="dcp/content.py",
         old="    if missing:\n",
         new="    if False:\n",
         tests=("tests/format/test_torch_metadata.py::test_each_missing_item_is_named",),
     ),
     "written-in-another-shape": Mutant(
         breaks="G3: a chunk that was written in another shape than planned is committed.",
-        file="format/build.py",
+        file="dcp/content.py",
         old="if item is None or item[4] != chunk.sizes:",
         new="if item is None:",
         tests=("tests/format/test_torch_metadata.py::test_another_shape_than_planned_is_refused",),
     ),
     "planned-dtype-for-the-written-one": Mutant(
         breaks="G4: bytes are read as another dtype than they were written.",
-        file="format/build.py",
+        file="dcp/content.py",
         old="dtype=dtype or dtype_name(entry.properties.dtype),",
         new="dtype=dtype_name(entry.properties.dtype),",
         tests=("tests/format/test_torch_metadata.py::test_the_dtype_that_was_written_counts",),
@@ -884,7 +884,7 @@ MUTANTS = {
     ),
     "pickle-without-consent": Mutant(
         breaks="G6: a value of a checkpoint is unpickled without weights_only.",
-        file="pipeline/consumers.py",
+        file="dcp/reader.py",
         old="if self._allow_pickle:",
         new="if True:",
         tests=("tests/integrity/test_malicious.py",),
@@ -1003,7 +1003,7 @@ MUTANTS = {
     ),
     "two-reads-into-one-memory": Mutant(
         breaks="G4: tied tensors are filled by two reads at once, each of which sees the other's bytes.",
-        file="pipeline/consumers.py",
+        file="dcp/load_items.py",
         old="target.is_shared = True",
         new="pass",
         tests=("tests/dcp/test_load.py::test_targets_that_share_memory_are_filled_one_after_the_other",),
@@ -1612,7 +1612,7 @@ MUTANTS = {
     ),
     "fill-shared-elements": Mutant(
         breaks="G11: a load into a tensor whose elements share memory fails without the name of the entry.",
-        file="pipeline/consumers.py",
+        file="dcp/load_items.py",
         old="        if any(size > 1 and not stride for size,",
         new="        if any(size < 0 and not stride for size,",
         tests=("tests/dcp/test_load.py::test_a_tensor_whose_elements_share_memory_is_named",),

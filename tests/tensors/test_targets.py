@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.tensors.samples import DTYPES, array_of, bytes_for
 from tests.tensors.test_body import NoArena
 
+from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
-from cloudckpt.format.torch_metadata import dtype_name
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import plan_reads
 from cloudckpt.stores.base import copy_into

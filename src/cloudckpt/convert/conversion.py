@@ -21,7 +21,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
 )
-from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.resume import Body, Leftover, find_leftovers
 from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import Options
@@ -207,7 +207,7 @@ def upload(
     budget_bytes: int,
     tile_bytes: int,
     stop_reading: Callable[[], None] = lambda: None,
-) -> tuple[list[ObjectReceipt], int]:
+) -> tuple[list[ObjectRef], int]:
     """Upload an object for each key of `bodies`, and those of `last` once all others exist.
 
     Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure none does. `leftovers`, by

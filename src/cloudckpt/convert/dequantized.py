@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.chunks import dtype_name, dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, StoredTensor
-from cloudckpt.format.torch_metadata import dtype_name, dtype_of
 from cloudckpt.format.wrapper_metadata import Registry
 from cloudckpt.format.wrappers import SavedWrapper, collapse
 from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes

@@ -10,25 +10,16 @@ import pickle
 import tempfile
 import uuid
 import zipfile
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.api import save
 from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, holds_torch_checkpoint
-from cloudckpt.convert.bodies import TensorFile, plan_files
+from cloudckpt.convert.bodies import plan_files
 from cloudckpt.convert.conversion import (
     Conversion,
     ConversionReport,
@@ -41,7 +32,7 @@ from cloudckpt.convert.conversion import (
     replaced_error,
     upload,
 )
-from cloudckpt.convert.safetensors_source import FileTensor, SafetensorsSource
+from cloudckpt.convert.safetensors_source import SafetensorsSource
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import (
     ALLOW_PICKLE_HINT,
@@ -55,8 +46,8 @@ from cloudckpt.errors import (
     quote_names,
 )
 from cloudckpt.events import Event
-from cloudckpt.format.model import ItemReceipts, ObjectReceipt
-from cloudckpt.format.torch_metadata import dtype_of
+from cloudckpt.format.build import Content
+from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
@@ -190,43 +181,16 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
     except BaseException:
         job.remove(job.key(number) for number in range(len(files)))
         raise
-    further_names = {its_names[0]: its_names for its_names in names_of.values()}
-    job.commit(
-        Metadata({name: _describe(tensors[ties.get(fqn, fqn)]) for fqn, name in names.items()}),
-        [[_result_of(*each, further_names, advanced.tile_bytes) for each in zip(files, receipts, strict=True)]],
-    )
+    stored: dict[str, StoredTensor] = {}
+    for number, file in enumerate(files):
+        for entry, begin in zip(file.entries, file.layout.begins, strict=True):
+            fqn = fqns[entry.fqn]
+            chunk = Chunk((0,) * len(entry.shape), entry.shape, number, begin, begin + entry.num_bytes)
+            tensor = StoredTensor(dtype=tensors[fqn].dtype, shape=entry.shape, chunks=[chunk])
+            stored.update(dict.fromkeys(names_of[fqn], tensor))
+    job.commit(Content(objects=[receipts], tensors={name: stored[name] for name in names.values()}))
     sizes = {receipt.key: receipt.size_bytes for receipt in receipts}
     return conversion.report("safetensors", sizes, num_tensors=len(names))
-
-
-def _describe(tensor: FileTensor) -> TensorStorageMetadata:
-    """Describe a tensor of a file as a planner of torch describes one that is saved whole."""
-    shape = torch.Size(tensor.shape)
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype_of(tensor.dtype)), size=shape, chunks=[chunk])
-
-
-def _result_of(
-    file: TensorFile, stored_in: ObjectReceipt, names_of: Mapping[str, Sequence[str]], tile_bytes: int
-) -> WriteResult:
-    """Return the result of writing a file whose tensors have these names, by the first one of each."""
-    items = [
-        (name, entry, begin)
-        for entry, begin in zip(file.entries, file.layout.begins, strict=True)
-        for name in names_of[entry.fqn]
-    ]
-    receipts = ItemReceipts(
-        stored_in=stored_in,
-        tile_bytes=tile_bytes,
-        fqns=[name for name, _, _ in items],
-        offsets=[(0,) * len(entry.shape) for _, entry, _ in items],
-        begins=array("q", [begin for _, _, begin in items]),
-        ends=array("q", [begin + entry.num_bytes for _, entry, begin in items]),
-        dtypes=[entry.dtype for _, entry, _ in items],
-        lengths=[entry.shape for _, entry, _ in items],
-        transforms=[()] * len(items),
-    )
-    return WriteResult(MetadataIndex(stored_in.key), size_in_bytes=stored_in.size_bytes, storage_data=receipts)
 
 
 _PIECE_BYTES = 16 * MIB

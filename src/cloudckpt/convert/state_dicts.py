@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from cloudckpt.api import load
 from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.torch_metadata import stored_wrappers
 from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError, quote_names
 from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
-from cloudckpt.format.torch_metadata import stored_wrappers
 from cloudckpt.format.wrapper_metadata import Registry
 from cloudckpt.format.wrappers import collapse
 from cloudckpt.inspect.description import matches

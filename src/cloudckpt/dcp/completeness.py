@@ -10,8 +10,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from cloudckpt.dcp.load_items import LoadItems
 from cloudckpt.errors import StateDictMismatchError, quote_names
-from cloudckpt.pipeline.consumers import LoadItems
 
 _GROUPS = "param_groups."
 _BEFORE_GROUPS = re.compile(r"(?:^|.*?\.)(?=param_groups\.)", re.DOTALL)

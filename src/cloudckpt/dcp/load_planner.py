@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
+from cloudckpt.dcp.load_items import LoadItems, whole_item
+from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
 from cloudckpt.errors import StateDictMismatchError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, FlatStateDict, answers_planners, assign, flatten, name_path
-from cloudckpt.format.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
 from cloudckpt.format.wrappers import describe_difference
-from cloudckpt.pipeline.consumers import LoadItems, whole_item
 
 _MAX_SHOWN = 10
 _MAX_COMPARED = 5000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import io
 import logging
 import os
 import time
@@ -15,11 +17,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.manifest_log import holds_torch_checkpoint, resolve
 from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
+from cloudckpt.dcp.load_items import consumers_of
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
+from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -30,13 +35,14 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Manifest
-from cloudckpt.format.torch_metadata import make_metadata
 from cloudckpt.options import Options
+from cloudckpt.pipeline.consumers import Consumer, Consumers
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.load import LoadJob
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.timeline import new_recorder
 from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
+from cloudckpt.tensors.values import copy_safely
 from cloudckpt.uri import is_valid_location, parse_location
 
 _log = logging.getLogger("cloudckpt")
@@ -370,7 +376,7 @@ class ObjectStoreReader(StorageReader):
         return make_metadata(manifest, checkpoint_id=self.checkpoint_id, load_id=self.load_id, is_lazy=is_lazy)
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        begun_s, context = time.monotonic(), self._context
+        context = self._context
         if context is None or self._metadata is None:
             raise CloudckptError("read_metadata has to be called before each load, as torch's dcp.load does")
         wrappers = {} if self._manifest is None else self._manifest.wrappers
@@ -382,6 +388,8 @@ class ObjectStoreReader(StorageReader):
                 uri=self.checkpoint_id,
             )
         context.emit("load.planned")
+        consumers = None if self._manifest is None else self._consumers_of(plan, planner, self._manifest)
+        planned_s = time.monotonic()
         self._recorder.span("plan", int(self._started_s * 1e9))
         if self._torch_reader is not None:
             report = self._torch_reader.load(
@@ -392,18 +400,34 @@ class ObjectStoreReader(StorageReader):
                 allows_lossy_casts=self._options.allow_lossy_casts,
             )
         else:
-            report = self._new_job(context, planner).run(plan, planner)
-        self.report = dataclasses.replace(report, plan_s=begun_s - self._started_s, manifest_s=self._manifest_s)
+            assert self._manifest is not None and consumers is not None  # noqa: S101, PT018  # read_metadata has found it
+            job = LoadJob(
+                context,
+                self._manifest,
+                transforms=ReadTransforms(self._registry, self._options.extensions),
+                on_value=functools.partial(self._load_value, planner),
+                on_tensor=lambda consumer: planner.commit_tensor(consumer.item, consumer.tensor),  # type: ignore[arg-type]  # of a tensor alone
+            )
+            report = job.run(consumers)
+        self.report = dataclasses.replace(report, plan_s=planned_s - self._started_s, manifest_s=self._manifest_s)
         self.lifecycle.end(self.report)
 
-    def _new_job(self, context: Context, planner: LoadPlanner) -> LoadJob:
-        assert self._manifest is not None  # noqa: S101  # read_metadata has found it
+    def _consumers_of(self, plan: LoadPlan, planner: LoadPlanner, manifest: Manifest) -> Consumers:
         assert self._metadata is not None  # noqa: S101  # read_metadata has made it
-        return LoadJob(
-            context,
-            self._manifest,
-            self._metadata.storage_data,
-            transforms=ReadTransforms(self._registry, self._options.extensions),
-            allow_pickle=self._allow_pickle,
-            tensors_of=planner.tensors_of if isinstance(planner, ExplainingLoadPlanner) else None,
-        )
+        with rare_collections():
+            return consumers_of(
+                plan.items,
+                planner,
+                manifest,
+                self._metadata.storage_data,
+                tensors_of=planner.tensors_of if isinstance(planner, ExplainingLoadPlanner) else None,
+                allows_lossy_casts=self._options.allow_lossy_casts,
+                uri=self.checkpoint_id,
+            )
+
+    def _load_value(self, planner: LoadPlanner, consumer: Consumer, content: bytes | bytearray) -> None:
+        if self._allow_pickle:
+            value = io.BytesIO(content)
+        else:
+            value = copy_safely(content, consumer.name, uri=self.checkpoint_id, is_verified=self._options.verify)
+        planner.load_bytes(consumer.item, value)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -16,9 +16,11 @@ from torch.futures import Future
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.commit_time import newest_commit_time_ns, note_commit_time_ns
+from cloudckpt.dcp.content import content_of
+from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.errors import CloudckptError, InvalidOptionError, portable
+from cloudckpt.format.model import ItemReceipts
 from cloudckpt.format.nesting import check_names
-from cloudckpt.format.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.save import SaveJob, require_no_resume
@@ -188,7 +190,7 @@ class ObjectStoreWriter(StorageWriter):
                     pending.completed.result()
                     pending = None  # complete: no tensor has to be waited for
                 with job.recorder.step("write"), self._cancellation.stopping(job.stop):
-                    results = job.write(
+                    receipts = job.write(
                         plan,
                         planner,
                         pending=pending,
@@ -199,7 +201,7 @@ class ObjectStoreWriter(StorageWriter):
                     pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:
                     self._cancellation.seal(commits=False)
-                future.set_result(results)
+                future.set_result(list(map(_result_of, receipts)))
             except CloudckptError:
                 raise
             except Exception as error:
@@ -219,7 +221,10 @@ class ObjectStoreWriter(StorageWriter):
             job = self._require_job()
             self._cancellation.seal(commits=True)
             with job.recorder.step("commit"):
-                job.commit(metadata, results)
+                keys = {result.storage_data.stored_in.key for of_rank in results for result in of_rank}
+                with job.removing_on_error(keys):
+                    content = content_of(metadata, results, uri=self.checkpoint_id)
+                job.commit(content, keys)
             metadata.version = DCP_VERSION
             metadata.storage_data = storage_data
             metadata.storage_meta = self._storage_meta()
@@ -261,3 +266,9 @@ class ObjectStoreWriter(StorageWriter):
         if self._job is None:
             raise CloudckptError("set_up_storage_writer has to be called before each save, as torch's dcp.save does")
         return self._job
+
+
+def _result_of(receipts: ItemReceipts) -> WriteResult:
+    """Return one result for an object, with all of its items: torch looks at none of them, and they can be many."""
+    stored_in = receipts.stored_in
+    return WriteResult(MetadataIndex(stored_in.key), size_in_bytes=stored_in.size_bytes, storage_data=receipts)

@@ -146,11 +146,13 @@ SAFETENSORS_TAG: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectReceipt:
-    """An object that was written, and what must be found there again."""
+class ObjectRef:
+    """An object that was written: its key under the checkpoint, and what must be found there again."""
 
     key: str
     size_bytes: int
+    tile_bytes: int
+    """The length of the tiles that have the checksums."""
     tile_crc32cs: tuple[int, ...]
 
 
@@ -160,9 +162,7 @@ class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
     Items that are alike may share what describes them, and take hardly any room when they are sent.
     """
 
-    stored_in: ObjectReceipt
-    tile_bytes: int
-    """The length of the tiles whose checksums `stored_in` has."""
+    stored_in: ObjectRef
     offsets: list[tuple[int, ...] | None]
     """The offsets in the items' indices; None for a Python object."""
     begins: array[int]

@@ -7,17 +7,15 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest
-from cloudckpt.format.torch_metadata import ItemLocations, dtype_of, find_overlapping_chunks
+from cloudckpt.format.chunks import dtype_of, find_overlapping_chunks, locate_chunk, locate_value
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest, StoredTensor
 from cloudckpt.io.boxes import Box, intersect, split_into_boxes
 from cloudckpt.options import MIB
+from cloudckpt.pipeline.consumers import Consumer, Consumers, tensor_consumer, value_consumer
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.load import LoadJob
 from cloudckpt.tensors.extensions import ReadTransforms
@@ -48,7 +46,6 @@ class CheckpointReader:
     def __init__(self, context: Context, manifest: Manifest) -> None:
         self.context = context
         self.manifest = manifest
-        self._locations = ItemLocations(manifest)
         self._unpacking = threading.Lock()
         self._unpacked: dict[ChunkName, torch.Tensor] = {}
         """The chunks that are kept, the one that was used last at the end."""
@@ -59,15 +56,13 @@ class CheckpointReader:
 
     def read(self, wanted: Sequence[TensorBytes], values: Mapping[str, io.BytesIO] | None = None) -> None:
         """Fill all buffers, and the files of `values` by name. Raises what a load raises."""
-        targets: list[Any] = []
-        items = [item for want in wanted for item in self._items_of(want, targets)]
+        consumers = [consumer for want in wanted for consumer in self._consumers_of(want)]
         for name, file in (values or {}).items():
-            items.append(_read_item(name, LoadItemType.BYTE_IO, len(targets)))
-            targets.append(file)
-        self._run(items, targets)
+            consumers.append(value_consumer(name, locate_value(self.manifest.values[name]), file))
+        self._run(consumers)
 
-    def _items_of(self, want: TensorBytes, targets: list[Any]) -> Iterator[ReadItem]:
-        """Yield the reads that fill one buffer, and add the memory of each to `targets`."""
+    def _consumers_of(self, want: TensorBytes) -> Iterator[Consumer]:
+        """Yield the reads that fill one buffer."""
         tensor = self.manifest.tensors[want.name]
         itemsize_bytes = ITEMSIZE_BYTES[tensor.dtype]
         elements = want.buffer.view(dtype_of(tensor.dtype))
@@ -82,24 +77,22 @@ class CheckpointReader:
                 if common.lengths != box.lengths:
                     target = block[common.relative_to(box.offsets).slices]
                 if tensor.transforms and common.lengths != chunk.lengths:
-                    target.copy_(self._unpack_kept(want.name, chunk)[within.slices])
+                    target.copy_(self._unpack_kept(want.name, tensor, chunk)[within.slices])
                     continue
-                yield _read_item(want.name, LoadItemType.TENSOR, len(targets), chunk=chunk, within=within)
-                targets.append(target)
+                yield tensor_consumer(want.name, locate_chunk(tensor, chunk), within, target)
 
-    def _unpack_kept(self, name: str, chunk: Chunk) -> torch.Tensor:
+    def _unpack_kept(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
         """Return a chunk that can only be unpacked whole."""
         key = (name, chunk.offsets)
         with self._unpacking:  # a second thread that wants the chunk waits instead of unpacking it again
             whole = self._unpacked.pop(key, None)
             if whole is None:
-                dtype = self.manifest.tensors[name].dtype
-                num_bytes = math.prod(chunk.lengths) * ITEMSIZE_BYTES[dtype]
+                num_bytes = math.prod(chunk.lengths) * ITEMSIZE_BYTES[tensor.dtype]
                 self._make_room(num_bytes)
                 raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-                whole = raw.view(dtype_of(dtype)).view(chunk.lengths)
+                whole = raw.view(dtype_of(tensor.dtype)).view(chunk.lengths)
                 within = Box((0,) * len(chunk.lengths), chunk.lengths)
-                self._run([_read_item(name, LoadItemType.TENSOR, 0, chunk=chunk, within=within)], [whole])
+                self._run([tensor_consumer(name, locate_chunk(tensor, chunk), within, whole)])
             self._unpacked[key] = whole
             return whole
 
@@ -107,18 +100,17 @@ class CheckpointReader:
         while self._unpacked and sum(kept.nbytes for kept in self._unpacked.values()) + num_bytes > _MAX_KEPT_BYTES:
             self._unpacked.pop(next(iter(self._unpacked)))
 
-    def _run(self, items: Sequence[ReadItem], targets: Sequence[Any]) -> None:
-        """Carry out `items`, each into the target whose number it has."""
-        if not items:
+    def _run(self, consumers: Sequence[Consumer]) -> None:
+        """Fill all of them."""
+        if not consumers:
             return
         job = LoadJob(
             self.context,
             self.manifest,
-            self._locations,
             transforms=ReadTransforms(None, self.context.options.extensions),
-            allow_pickle=True,  # bytes are handed out as they are: nothing is unpickled
+            on_value=lambda consumer, content: consumer.item.write(content),  # the bytes as they are stored
         )
-        job.run(LoadPlan(list(items)), _TargetPlanner(targets))
+        job.run(Consumers(consumers))
 
 
 def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box]]:
@@ -128,40 +120,3 @@ def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box
         common = intersect(box, Box(chunk.offsets, chunk.lengths))
         if common is not None:
             yield chunk, common
-
-
-def _read_item(
-    name: str, kind: LoadItemType, number: int, *, chunk: Chunk | None = None, within: Box | None = None
-) -> ReadItem:
-    """Return the read of a value, or of the part `within` a chunk, into the target with that number."""
-    offsets = torch.Size((0,) if within is None else within.offsets)
-    return ReadItem(
-        type=kind,
-        dest_index=MetadataIndex(name, index=number),
-        dest_offsets=torch.Size((0,) * len(offsets)),
-        storage_index=MetadataIndex(name, None if chunk is None else torch.Size(chunk.offsets)),
-        storage_offsets=offsets,
-        lengths=torch.Size((0,) if within is None else within.lengths),
-    )
-
-
-class _TargetPlanner(DefaultLoadPlanner):
-    """Gives each read item the target with its number."""
-
-    def __init__(self, targets: Sequence[Any]) -> None:
-        super().__init__()
-        self._targets = targets
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        found: torch.Tensor = self._target_of(read_item)
-        return found
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor was read into its place."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self._target_of(read_item).write(value.getvalue())
-
-    def _target_of(self, read_item: ReadItem) -> Any:
-        assert read_item.dest_index.index is not None  # noqa: S101  # every item has one here
-        return self._targets[read_item.dest_index.index]

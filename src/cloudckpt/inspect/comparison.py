@@ -16,8 +16,8 @@ import torch
 
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import InvalidOptionError
+from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
-from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context

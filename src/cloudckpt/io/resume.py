@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from cloudckpt._workers import each_done
 from cloudckpt.errors import StoreError
-from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.download import fetch
 from cloudckpt.io.retry import Retrier
@@ -131,12 +131,14 @@ class Resumption:
             return False
         return True
 
-    def finished(self, body: Body, leftovers: Sequence[Leftover]) -> ObjectReceipt | None:
+    def finished(self, body: Body, leftovers: Sequence[Leftover]) -> ObjectRef | None:
         """The first object that is `body`."""
         for leftover in leftovers:
             if leftover.size_bytes == body.size_bytes and self.is_at(leftover.key, body):
                 values = tuple(self._known(body, 0, body.size_bytes))
-                return ObjectReceipt(key=leftover.key, size_bytes=body.size_bytes, tile_crc32cs=values)
+                return ObjectRef(
+                    key=leftover.key, size_bytes=body.size_bytes, tile_bytes=self._tile_bytes, tile_crc32cs=values
+                )
         return None
 
     def unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from cloudckpt._workers import WorkQueue
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
-from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.download import measure
 from cloudckpt.io.hedging import Hedger
@@ -93,7 +93,7 @@ class UploadSession:
         self._failure: BaseException | None = None
         self._open: dict[str, ObjectUpload] = {}
         self._num_reused_bytes = 0
-        self._receipts: dict[str, ObjectReceipt] = {}
+        self._receipts: dict[str, ObjectRef] = {}
         self._started_keys: list[str] = []
 
     def __enter__(self) -> Self:
@@ -207,7 +207,7 @@ class UploadSession:
             uploaded=held.uploaded,
         )
 
-    def receipts(self) -> list[ObjectReceipt]:
+    def receipts(self) -> list[ObjectRef]:
         """Return the receipts of all objects in the order of submission, after ``tasks.join()``."""
         if self._failure is not None:
             raise self._failure
@@ -275,7 +275,9 @@ class UploadSession:
             self._retrier.call(self._complete_once, target, target.upload_id)
             self._check_stored(target)
         values = tuple(value for part in target.parts for value in target.crc32cs[part.number])
-        receipt = ObjectReceipt(key=target.target_key, size_bytes=size_bytes, tile_crc32cs=values)
+        receipt = ObjectRef(
+            key=target.target_key, size_bytes=size_bytes, tile_bytes=self._tile_bytes, tile_crc32cs=values
+        )
         with self._lock:
             del self._open[target.key]
             self._receipts[target.key] = receipt

@@ -15,23 +15,13 @@ import secrets
 import sys
 import threading
 import uuid
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import msgspec
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import Buffer
 
 from cloudckpt._workers import each_done
@@ -47,7 +37,8 @@ from cloudckpt.errors import (
     gc_advice,
     quote_names,
 )
-from cloudckpt.format.model import ItemReceipts, ObjectReceipt
+from cloudckpt.format.build import Content
+from cloudckpt.format.model import Chunk, ObjectRef, StoredTensor
 from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.format.validation import MAX_BYTES
 from cloudckpt.io.upload import ObjectUpload, UploadSession, choose_held_part_bytes, plan_parts
@@ -210,11 +201,8 @@ class FilesJob(SaveJob):
                 uri=context.uri,
             )
         receipts = [receipt for receipt in known.values() if receipt.save == self._save]
-        results: list[list[WriteResult]] = [[] for _ in range(self._num_ranks)]
-        for receipt in receipts:
-            results[receipt.rank] += _results_of(receipt)
         try:
-            self.commit(Metadata({receipt.path: _describe(receipt) for receipt in receipts}), results)
+            self.commit(_content_of(receipts, self._num_ranks))
             num_bytes = sum(receipt.size_bytes for receipt in receipts)
             _log.info(
                 "saved %s: %d bytes in %d files of %d ranks", context.uri, num_bytes, len(receipts), self._num_ranks
@@ -264,35 +252,29 @@ class FilesJob(SaveJob):
         return [text.format(quote_names(names)) for names, text in checks if names]
 
 
-def _describe(receipt: FileReceipt) -> TensorStorageMetadata:
-    ends = list(itertools.accumulate(one.size_bytes - one.begin for one in receipt.objects))
-    return TensorStorageMetadata(
-        TensorProperties(dtype=torch.uint8),
-        size=torch.Size([receipt.size_bytes]),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size([begin]), sizes=torch.Size([end - begin]))
-            for begin, end in zip([0, *ends], ends, strict=False)
-        ],
-    )
-
-
-def _results_of(receipt: FileReceipt) -> Iterator[WriteResult]:
-    offset = 0
-    for one in receipt.objects:
-        stored_in = ObjectReceipt(key=one.key, size_bytes=one.size_bytes, tile_crc32cs=tuple(one.tile_crc32cs))
-        items = ItemReceipts(
-            stored_in=stored_in,
-            tile_bytes=receipt.tile_bytes,
-            fqns=[receipt.path],
-            offsets=[(offset,)],
-            begins=array("q", [one.begin]),
-            ends=array("q", [one.size_bytes]),
-            dtypes=["uint8"],
-            lengths=[(one.size_bytes - one.begin,)],
-            transforms=[()],
-        )
-        offset += one.size_bytes - one.begin
-        yield WriteResult(MetadataIndex(one.key), size_in_bytes=one.size_bytes, storage_data=items)
+def _content_of(receipts: Collection[FileReceipt], num_ranks: int) -> Content:
+    """Return the content of a save of files: each is a tensor of bytes, in as many chunks as it has objects."""
+    objects: list[list[ObjectRef]] = [[] for _ in range(num_ranks)]
+    tensors: dict[str, StoredTensor] = {}
+    num_objects = 0
+    for receipt in sorted(receipts, key=lambda receipt: receipt.rank):
+        chunks: list[Chunk] = []
+        offset = 0
+        for one in receipt.objects:
+            length = one.size_bytes - one.begin
+            chunks.append(Chunk((offset,), (length,), num_objects, one.begin, one.size_bytes))
+            objects[receipt.rank].append(
+                ObjectRef(
+                    key=one.key,
+                    size_bytes=one.size_bytes,
+                    tile_bytes=receipt.tile_bytes,
+                    tile_crc32cs=tuple(one.tile_crc32cs),
+                )
+            )
+            offset += length
+            num_objects += 1
+        tensors[receipt.path] = StoredTensor(dtype="uint8", shape=(receipt.size_bytes,), chunks=chunks)
+    return Content(objects=objects, tensors=tensors)
 
 
 class _UnsentParts:

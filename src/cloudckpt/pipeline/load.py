@@ -8,11 +8,7 @@ import logging
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from collections.abc import Callable, Sequence
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._workers import each_done
@@ -30,7 +26,7 @@ from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.io.download import fetch, fetch_and_verify, measure, stage_targets
 from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
 from cloudckpt.options import MIB
-from cloudckpt.pipeline.consumers import Consumers, Finisher, consumers_of
+from cloudckpt.pipeline.consumers import Consumer, Consumers, Finisher
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import LoadReport
 from cloudckpt.tensors.casts import log_precision
@@ -55,35 +51,24 @@ class LoadJob:
         self,
         context: Context,
         manifest: Manifest,
-        storage_data: Mapping[MetadataIndex, ItemLocation],
         *,
         transforms: ReadTransforms,
-        allow_pickle: bool,
-        tensors_of: Callable[[Sequence[str]], list[torch.Tensor]] | None = None,
+        on_value: Callable[[Consumer, bytes | bytearray], None],
+        on_tensor: Callable[[Consumer], None] = lambda _: None,
     ) -> None:
+        """`on_value` and `on_tensor` are called as `Finisher` says."""
         self._context = context
         self._manifest = manifest
-        self._storage_data = storage_data
-        self._finisher = Finisher(context, transforms=transforms, allow_pickle=allow_pickle)
-        self._tensors_of = tensors_of
+        self._finisher = Finisher(context, transforms=transforms, on_value=on_value, on_tensor=on_tensor)
         self._tiles: dict[int, array[int]] = {}
         self._object_sizes_bytes = {index: stored.size for index, stored in enumerate(manifest.objects)}
 
-    def run(self, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
-        """Fetch what the plan asks for, and finish each item when its last byte is there."""
+    def run(self, consumers: Consumers) -> LoadReport:
+        """Fill all that `consumers` are, and finish each item when its last byte is there."""
         context, recorder, begun_s = self._context, self._context.recorder, time.monotonic()
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
         with recorder.step("read"):
             with rare_collections():
-                consumers = consumers_of(
-                    plan.items,
-                    planner,
-                    self._manifest,
-                    self._storage_data,
-                    tensors_of=self._tensors_of,
-                    allows_lossy_casts=context.options.allow_lossy_casts,
-                    uri=context.uri,
-                )
                 if context.rank == 0:  # one rank says it for all
                     log_precision(consumers.casts(), uri=context.uri)
                     if dropped := consumers.dropped():
@@ -96,7 +81,7 @@ class LoadJob:
                 self._finisher.check(consumers)
                 requests = self._plan_requests(consumers)
             self._check_claims(requests, consumers)
-            self._execute(requests, consumers, planner)
+            self._execute(requests, consumers)
         return LoadReport(
             uri=context.uri,
             attempt=self._manifest.attempt,
@@ -128,17 +113,18 @@ class LoadJob:
 
     def _check_claims(self, requests: Sequence[RangeRead], consumers: Consumers) -> None:
         """Check that objects are as large as the manifest says, before it alone makes this load take much memory."""
-        held: defaultdict[int, dict[MetadataIndex, ItemLocation]] = defaultdict(dict)
+        held: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
         for consumer in consumers.others:
             if isinstance(consumer.target, BytesTarget):
-                held[consumer.location.object_index][consumer.item.storage_index] = consumer.location
+                location = consumer.location
+                held[location.object_index][consumer.name, location.begin] = location
         claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
         doubtful = {index for index, num_bytes in claimed.items() if num_bytes > _UNSEEN_BYTES}
         for request in requests:
             if request.end - request.begin > self._context.options.read_bytes:  # one tile, larger than all buffers
                 doubtful.add(request.object_index)
         for index in sorted(doubtful):
-            self._check_size(index, claimed.get(index, 0), ", ".join(map(repr, held[index])))
+            self._check_size(index, claimed.get(index, 0), ", ".join(repr(name) for name, _ in held[index]))
 
     def _check_size(self, object_index: int, claimed_bytes: int, names: str) -> None:
         context, stored = self._context, self._manifest.objects[object_index]
@@ -153,7 +139,7 @@ class LoadJob:
                 uri=context.uri,
             )
 
-    def _execute(self, requests: Sequence[RangeRead], consumers: Consumers, planner: LoadPlanner) -> None:
+    def _execute(self, requests: Sequence[RangeRead], consumers: Consumers) -> None:
         context, hedger = self._context, self._context.hedger
         arena = new_arena(budget_bytes=context.options.read_bytes - context.hedge_bytes)
         reads = each_done(
@@ -164,7 +150,7 @@ class LoadJob:
             on_failure=context.retrier.stop,
         )
         with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
-            self._finisher.finish_all(consumers, planner, requests, done)
+            self._finisher.finish_all(consumers, requests, done)
 
     def _fetch(self, request: RangeRead, *, consumers: Consumers, arena: Arena) -> None:
         context, manifest = self._context, self._manifest

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import data_key, new_attempt_id
@@ -47,8 +45,8 @@ from cloudckpt.errors import (
     UnsupportedValueError,
     gc_advice,
 )
-from cloudckpt.format.build import build_manifest
-from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
+from cloudckpt.format.build import Content, build_manifest
+from cloudckpt.format.model import ItemReceipts, Manifest
 from cloudckpt.format.safetensors import lay_out, pack, sort_for_storage
 from cloudckpt.io.upload import choose_part_bytes
 from cloudckpt.options import MIB, Options
@@ -180,8 +178,8 @@ class SaveJob:
         pending: Staging | None = None,
         on_planned: Callable[[int], None] = lambda _: None,
         on_sent: Callable[[int], None] | None = None,
-    ) -> list[WriteResult]:
-        """Upload this rank's items, all or none, and return one result for each object.
+    ) -> list[ItemReceipts]:
+        """Upload this rank's items, all or none, and return the receipts of each object.
 
         Memory that is still `pending` is read part by part, once it is there. `on_planned` gets the estimated size of
         all items, and `on_sent` that of each part that the store has.
@@ -241,20 +239,19 @@ class SaveJob:
             commit_s=0.0,
         )
         context.emit("save.written", num_bytes=self.report.num_bytes)
-        return [
-            _result_of(make, receipt, options.advanced.tile_bytes)
-            for make, receipt in zip(make_receipts, objects, strict=True)
-        ]
+        return [make(stored_in=stored_in) for make, stored_in in zip(make_receipts, objects, strict=True)]
 
-    def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote."""
+    def commit(self, content: Content, keys: Iterable[str] = ()) -> None:
+        """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote.
+
+        `keys` are those of objects that were written besides those of `content`.
+        """
         begun_s = time.monotonic()
         context = self._context
-        keys = {result.storage_data.stored_in.key for of_rank in results for result in of_rank}
-        with self._removing_on_error(keys):
+        keys = {*keys, *(each.key for of_rank in content.objects for each in of_rank)}
+        with self.removing_on_error(keys):
             manifest = build_manifest(
-                metadata,
-                results,
+                content,
                 uri=context.uri,
                 attempt=self._attempt,
                 save_id=self._save_id,
@@ -276,7 +273,7 @@ class SaveJob:
         Unless the outcome is unknown, a failure removes the objects at `keys`.
         """
         context = self._context
-        with self._removing_on_error(keys):
+        with self.removing_on_error(keys):
             written_at = check_objects_present(context.store, manifest, context.retrier)
             if manifest.committed_at_ns is None:
                 duration_s = time.monotonic() - self._started_s
@@ -356,7 +353,8 @@ class SaveJob:
         )
 
     @contextlib.contextmanager
-    def _removing_on_error(self, keys: Iterable[str]) -> Iterator[None]:
+    def removing_on_error(self, keys: Iterable[str]) -> Iterator[None]:
+        """Remove the objects at `keys` if the body fails."""
         try:
             yield
         except Exception:
@@ -441,15 +439,6 @@ def _lay_out_object(
         transforms=[item.transforms for item in in_object],
     )
     return PieceBody(pieces, arena, pending, new_side_streams(item.content for item in stored)), make_receipts
-
-
-def _result_of(make_receipts: Callable[..., ItemReceipts], stored_in: ObjectReceipt, tile_bytes: int) -> WriteResult:
-    """Return one result for an object, with all of its items: torch looks at none of them, and they can be many."""
-    return WriteResult(
-        index=MetadataIndex(stored_in.key),
-        size_in_bytes=stored_in.size_bytes,
-        storage_data=make_receipts(stored_in=stored_in, tile_bytes=tile_bytes),
-    )
 
 
 def _has_data(store: Store) -> bool:

@@ -24,7 +24,7 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
     install_advice,
 )
-from cloudckpt.format.torch_metadata import dtype_of
+from cloudckpt.format.chunks import dtype_of
 from cloudckpt.options import MIB
 
 _PIECE_BYTES = 16 * MIB

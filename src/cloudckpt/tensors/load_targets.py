@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
+from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
-from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.io.boxes import Box, compute_strides, find_runs, intersect, split_into_boxes
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.stores.base import copy_into

@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from cloudckpt._torch_compat import AsyncCollectiveTensor, is_wrapper_subclass
 from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS
-from cloudckpt.format.torch_metadata import dtype_name
 
 # Copies move bit patterns, also of dtypes that torch can hardly compute with: an integer of the same size stands in.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

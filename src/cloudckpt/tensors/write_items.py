@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError
+from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 from cloudckpt.format.safetensors import HeaderEntry
-from cloudckpt.format.torch_metadata import dtype_name
 from cloudckpt.tensors.body import wait_for_content
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms

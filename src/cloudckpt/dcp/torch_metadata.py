@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, overload
 
@@ -19,9 +16,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.chunks import dtype_of, find_chunk, find_overlapping_chunks, locate_chunk, locate_value
 from cloudckpt.format.model import (
-    ITEMSIZE_BYTES,
     Chunk,
     ItemLocation,
     ItemReceipts,
@@ -31,73 +27,6 @@ from cloudckpt.format.model import (
     StoredWrapper,
 )
 from cloudckpt.format.nesting import Nesting, path_from_json
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's own name of a dtype, without the ``torch.``."""
-    return str(dtype).removeprefix("torch.")
-
-
-@functools.cache
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a manifest calls `name`; `UnsupportedValueError` where this torch lacks it."""
-    dtype = getattr(torch, name, None) if name in ITEMSIZE_BYTES else None
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedValueError(
-            f"this torch ({torch.__version__}) has no dtype {name!r}: upgrade torch to load it", uri=""
-        )
-    return dtype
-
-
-def find_chunk(chunks: Sequence[Chunk], offsets: tuple[int, ...]) -> int | None:
-    """Return the position of the non-empty chunk at `offsets`, by binary search.
-
-    None does not mean that there is none: the chunks may stand in any order.
-    """
-    position = bisect_left(chunks, offsets, key=lambda chunk: chunk.offsets)
-    while position < len(chunks) and chunks[position].offsets == offsets:
-        if 0 not in chunks[position].lengths:
-            return position
-        position += 1
-    return None
-
-
-def find_overlapping_chunks(
-    chunks: Sequence[Chunk], offsets: Sequence[int], lengths: Sequence[int]
-) -> list[int] | None:
-    """The positions of the chunks that hold any of the box at `offsets`; None where only looking at each can tell.
-
-    They are searched for by halves, which finds them all if they stand in order, as ranks write them. That none is
-    missing is certain all the same: the chunks of a valid manifest hold each element once, so those that were found
-    must hold as many elements of the box as it has.
-    """
-    if not chunks or not offsets or 0 in lengths:
-        return None
-    first, last = chunks[0].offsets, chunks[-1].offsets
-    dim = next((dim for dim in range(len(offsets)) if first[dim] != last[dim]), 0)
-
-    def begin(chunk: Chunk) -> int:
-        return chunk.offsets[dim]
-
-    end = bisect_left(chunks, offsets[dim] + lengths[dim], key=begin)
-    at_or_before = bisect_right(chunks, offsets[dim], 0, end, key=begin)
-    if not at_or_before:
-        return None
-    found: list[int] = []
-    num_held = 0
-    for position in range(bisect_left(chunks, begin(chunks[at_or_before - 1]), 0, end, key=begin), end):
-        shared = _num_shared(chunks[position], offsets, lengths)
-        if shared:
-            found.append(position)
-            num_held += shared
-    return found if num_held == math.prod(lengths) else None
-
-
-def _num_shared(chunk: Chunk, offsets: Sequence[int], lengths: Sequence[int]) -> int:
-    return math.prod(
-        max(0, min(at + length, begin + extent) - max(at, begin))
-        for at, length, begin, extent in zip(chunk.offsets, chunk.lengths, offsets, lengths, strict=True)
-    )
 
 
 class StoredChunks(Sequence[ChunkStorageMetadata]):
@@ -189,14 +118,7 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
         value = self._manifest.values.get(index.fqn)
         if value is None or index.offset is not None:
             raise KeyError(index)
-        return ItemLocation(
-            object_index=value.object_index,
-            begin=value.begin,
-            end=value.end,
-            dtype=None,
-            lengths=(),
-            transforms=tuple(value.transforms),
-        )
+        return locate_value(value)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         for fqn, tensor in self._manifest.tensors.items():
@@ -240,18 +162,6 @@ def make_torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
 
 def _torch_chunk(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.lengths))
-
-
-def locate_chunk(tensor: StoredTensor, chunk: Chunk) -> ItemLocation:
-    """Return the location of a chunk of `tensor`."""
-    return ItemLocation(
-        object_index=chunk.object_index,
-        begin=chunk.begin,
-        end=chunk.end,
-        dtype=tensor.dtype,
-        lengths=chunk.lengths,
-        transforms=tuple(tensor.transforms),
-    )
 
 
 DCP_VERSION = "1.0.0"

@@ -1,0 +1,184 @@
+"""The items of torch's load plan, and what each of them fills."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import overload
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError
+from cloudckpt.format.chunks import dtype_of
+from cloudckpt.format.model import ItemLocation, Manifest
+from cloudckpt.format.nesting import PLAIN_TENSORS
+from cloudckpt.io.addresses import find_overlapping
+from cloudckpt.io.boxes import Box
+from cloudckpt.pipeline.consumers import Consumer, Consumers, tensor_consumer, value_consumer
+from cloudckpt.tensors.casts import new_cast
+from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address
+from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
+
+
+class LoadItems(Sequence[ReadItem]):
+    """Stands for torch's list of items: those for whole tensors stored as one chunk, and then `others`.
+
+    An item of a whole tensor is made when it is asked for. Equal to a list of the same; can be pickled, and is smaller
+    then.
+    """
+
+    __slots__ = ("_sizes", "fqns", "others")
+
+    def __init__(self, fqns: list[str], sizes: list[torch.Size], others: list[ReadItem]) -> None:
+        self.fqns = fqns
+        self.others = others
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.fqns) + len(self.others)
+
+    @overload
+    def __getitem__(self, index: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ReadItem]: ...
+    def __getitem__(self, index: int | slice) -> ReadItem | list[ReadItem]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        if position < len(self.fqns):
+            return whole_item(self.fqns[position], self._sizes[position])
+        return self.others[position - len(self.fqns)]
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        yield from map(whole_item, self.fqns, self._sizes)
+        yield from self.others
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, (list, LoadItems)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+def whole_item(fqn: str, size: Sequence[int]) -> ReadItem:
+    """Return the read of a whole tensor that was stored as one chunk."""
+    origin = torch.Size((0,) * len(size))
+    index = MetadataIndex(fqn, origin, 0)
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=origin,
+        storage_index=index,
+        storage_offsets=origin,
+        lengths=torch.Size(size),
+    )
+
+
+def consumers_of(
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    manifest: Manifest,
+    storage_data: Mapping[MetadataIndex, ItemLocation],
+    *,
+    tensors_of: Callable[[Sequence[str]], list[torch.Tensor]] | None,
+    allows_lossy_casts: bool,
+    uri: str,
+) -> Consumers:
+    """Return what the items fill. The planner gives the tensors; `tensors_of`, if given, those of whole tensors.
+
+    Tensors that share memory, such as tied weights, are filled by copies. Of those that fill the same memory, the last
+    one is copied there, and the others are only checked.
+    """
+    fqns: list[str] = []
+    tensors: list[torch.Tensor] = []
+    rest = items
+    if isinstance(items, LoadItems) and tensors_of is not None:
+        fqns, rest = items.fqns, items.others
+        tensors = tensors_of(fqns)
+    stored = [manifest.tensors[fqn] for fqn in fqns]
+    chunks = [tensor.chunks[0] for tensor in stored]
+    addresses = list(map(find_whole_address, tensors, stored))
+    left = {number: items[number] for number, address in enumerate(addresses) if not address}
+    left.update(enumerate(rest, len(fqns)))
+    make = functools.partial(_consumer_of, planner, storage_data, allows_lossy_casts=allows_lossy_casts, uri=uri)
+    consumers = {number: make(item) for number, item in left.items()}
+    ends = [address + chunk.end - chunk.begin for address, chunk in zip(addresses, chunks, strict=True)]
+    begins, ends = [*addresses, *(0 for _ in rest)], [*ends, *(0 for _ in rest)]
+    for number, consumer in consumers.items():
+        memory = None if consumer.tensor is None else address_range(consumer.tensor)
+        begins[number], ends[number] = memory or (0, 0)
+    shared = sorted(find_overlapping(begins, ends))
+    for number in shared:
+        if number not in consumers:
+            consumers[number] = make(items[number])
+    _keep_apart(consumers[number] for number in shared)
+    whole = [number for number in range(len(fqns)) if number not in consumers]
+    return Consumers(
+        list(consumers.values()),
+        [fqns[number] for number in whole],
+        [tensors[number] for number in whole],
+        [chunks[number] for number in whole],
+        [addresses[number] for number in whole],
+    )
+
+
+def _keep_apart(consumers: Iterable[Consumer]) -> None:
+    """Fill tensors that share memory by copies. Of those that fill the same memory, the last one is copied there."""
+    last: dict[tuple[int, int], TensorTarget] = {}
+    for consumer in consumers:
+        target = consumer.target
+        if isinstance(target, TensorTarget):
+            target.is_shared = True
+            memory = address_range(target.tensor)
+            if memory is not None and memory[1] - memory[0] == target.tensor.nbytes:
+                if memory in last:
+                    last[memory].is_dropped = True
+                last[memory] = target
+
+
+def _consumer_of(
+    planner: LoadPlanner,
+    storage_data: Mapping[MetadataIndex, ItemLocation],
+    item: ReadItem,
+    *,
+    allows_lossy_casts: bool,
+    uri: str,
+) -> Consumer:
+    index = item.storage_index
+    location = storage_data.get(index)
+    if location is None:
+        raise CorruptCheckpointError(f"{uri} has no data for {index.fqn!r} at {index.offset}", uri=uri)
+    if item.type is LoadItemType.BYTE_IO:
+        return value_consumer(index.fqn, location, item)
+    tensor, lengths = planner.resolve_tensor(item).detach(), tuple(item.lengths)
+    if tensor.shape != lengths:
+        raise CloudckptError(
+            f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
+        )
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
+        if is_short(tensor):
+            raise UnsupportedValueError(
+                f"cannot load {index.fqn!r} of {uri}: it is {describe_shortage(tensor)}", uri=uri
+            )
+        if any(size > 1 and not stride for size, stride in zip(lengths, tensor.stride(), strict=True)):
+            raise UnsupportedValueError(
+                f"cannot load {index.fqn!r} of {uri}: several elements share memory, as expand() lets them. Load into "
+                "a clone() of it",
+                uri=uri,
+            )
+    offsets = tuple(item.storage_offsets)
+    if len(offsets) != len(location.lengths) or any(
+        begin < 0 or begin + length > extent
+        for begin, length, extent in zip(offsets, lengths, location.lengths, strict=False)
+    ):
+        raise CloudckptError(
+            f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
+        )
+    cast = None
+    if location.dtype is not None and not allows_lossy_casts:
+        cast = new_cast(index.fqn, dtype_of(location.dtype), tensor, uri=uri)
+    return tensor_consumer(index.fqn, location, Box(offsets, lengths), tensor, cast=cast, item=item)

@@ -116,6 +116,18 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture
+def root(place: Place) -> str:
+    """The place's URI, which ranks can be given."""
+    return place.root
+
+
+@pytest.fixture
+def uri(place: Place) -> str:
+    """The URI of one checkpoint on the place, which ranks can be given."""
+    return place.uri()
+
+
+@pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> BucketPlace:
     """Each chosen place in turn that is an object store."""
     found = _place_named(request.param, request)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from tests.scaled import Scaled, make_blank, make_scaled, shard
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -133,18 +133,14 @@ class Average:
         self.state = state
 
 
-def save_and_load_object(uri: str) -> None:
+@on_ranks(2)
+def test_object_with_sharded_tensors_gets_shards(uri: str) -> None:
+    """If this fails, an average of sharded weights becomes one of whole tensors, on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     saved, loaded = Average(mesh, is_blank=False), Average(mesh, is_blank=True)
     cloudckpt.save(uri, extra={"averages": [saved]})
     cloudckpt.load(uri, extra={"averages": [loaded]})
     assert described(loaded.state) == described(saved.state)
-
-
-@pytest.mark.multirank
-def test_object_with_sharded_tensors_gets_shards(tmp_path: Path) -> None:
-    """If this fails, an average of sharded weights becomes one of whole tensors, on every rank."""
-    run_ranks(save_and_load_object, str(tmp_path / "run"), world_size=2)
 
 
 @pytest.mark.multirank

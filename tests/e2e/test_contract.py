@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.kit.models import assert_same
 from tests.kit.places import LocalPlace, Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks
 
 import cloudckpt
 
@@ -37,7 +37,9 @@ def test_our_calls_take_torchs_name_of_the_place(place: Place) -> None:
     assert_same(state, values(2.0))
 
 
-def save_many_times_with_one_writer(root: str) -> None:
+@on_ranks(2)
+def test_one_writer_serves_several_saves(root: str) -> None:
+    """If this fails, a save inherits keys, counters or failures from the one before it."""
     writer = cloudckpt.ObjectStoreWriter(f"{root}/0")
     dcp.save(values(0.0), storage_writer=writer)
     for number in (1, 2):
@@ -59,12 +61,6 @@ def save_many_times_with_one_writer(root: str) -> None:
         state = values(-1.0)
         dcp.load(state, storage_reader=reader, checkpoint_id=name)
         assert_same(state, values(number))
-
-
-@pytest.mark.multirank
-def test_one_writer_serves_several_saves(place: Place) -> None:
-    """If this fails, a save inherits keys, counters or failures from the one before it."""
-    run_ranks(save_many_times_with_one_writer, place.root, world_size=2)
 
 
 def test_plain_paths_stay_torchs_when_enabled(local: LocalPlace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from cloudckpt.distributed.collectives import begin_call
@@ -13,7 +13,9 @@ from cloudckpt.distributed.collectives import begin_call
 pytestmark = pytest.mark.multirank
 
 
-def make_each_collective() -> None:
+@on_ranks(2)
+def test_ranks_meet_before_each_collective_of_dcps() -> None:
+    """If this fails, torch makes a collective in another way, in which a lost rank is waited for for half an hour."""
     call = begin_call(None, "foreground", doing="saving", uri="memory://c", timeout_s=60.0)
     assert call is not None
     met: list[str] = []
@@ -37,8 +39,3 @@ def make_each_collective() -> None:
         assert collective() == expected, name
         assert name in met
     call.end(None)
-
-
-def test_ranks_meet_before_each_collective_of_dcps() -> None:
-    """If this fails, torch makes a collective in another way, in which a lost rank is waited for for half an hour."""
-    run_ranks(make_each_collective, world_size=2)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.kit.models import assert_same
 from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -79,17 +79,13 @@ class FailsToFinish(cloudckpt.ObjectStoreWriter):
         raise ValueError("no commit today")
 
 
-def fail_to_overwrite(uri: str) -> None:
+@on_ranks(2)
+def test_a_failed_overwrite_leaves_the_old_checkpoint_whole(uri: str) -> None:
+    """If this fails, a crash in the middle of an overwrite costs the last good checkpoint."""
     cloudckpt.save(values(1.0), uri)
     with pytest.raises(CheckpointException, match="no commit today"):
         dcp.save(values(2.0), storage_writer=FailsToFinish(uri, overwrite=True))
     assert_same(loaded_from(uri), values(1.0))
-
-
-@pytest.mark.multirank
-def test_a_failed_overwrite_leaves_the_old_checkpoint_whole(place: Place) -> None:
-    """If this fails, a crash in the middle of an overwrite costs the last good checkpoint."""
-    run_ranks(fail_to_overwrite, place.uri(), world_size=2)
 
 
 class MeetsBeforeCommit(cloudckpt.ObjectStoreWriter):

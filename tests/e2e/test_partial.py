@@ -14,7 +14,7 @@ from tests.kit.models import (
     state_dict_of,
 )
 from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import cloudckpt
@@ -61,7 +61,9 @@ def test_torch_loads_by_keys_through_our_reader(place: Place) -> None:
     assert_same(everything["optimizer"]["state"], state["optimizer"]["state"])
 
 
-def save_and_load_in_orders_of_their_own(uri: str) -> None:
+@on_ranks(2)
+def test_ranks_may_order_their_keys_differently(uri: str) -> None:
+    """If this fails, one rank's tensors are taken for another's by their position."""
     names = ["a", "b", "c", "d"]
     rank = dist.get_rank()
     order = names[rank:] + names[:rank]
@@ -74,13 +76,9 @@ def save_and_load_in_orders_of_their_own(uri: str) -> None:
     assert_same(loaded, state)
 
 
-@pytest.mark.multirank
-def test_ranks_may_order_their_keys_differently(place: Place) -> None:
-    """If this fails, one rank's tensors are taken for another's by their position."""
-    run_ranks(save_and_load_in_orders_of_their_own, place.uri(), world_size=2)
-
-
-def save_nothing_on_some_ranks(root: str) -> None:
+@on_ranks(2)
+def test_ranks_may_have_nothing_to_save(root: str) -> None:
+    """If this fails, pipeline stages without parameters break the saves of the others."""
     rank = dist.get_rank()
     for name, holders in {"nobody": [], "first": [0], "last": [dist.get_world_size() - 1]}.items():
         state = {"x": torch.full((3,), 7.0)} if rank in holders else {}
@@ -90,14 +88,9 @@ def save_nothing_on_some_ranks(root: str) -> None:
         assert_same(loaded, state)
 
 
-@pytest.mark.multirank
-def test_ranks_may_have_nothing_to_save(place: Place) -> None:
-    """If this fails, pipeline stages without parameters break the saves of the others."""
-    run_ranks(save_nothing_on_some_ranks, place.root, world_size=2)
-
-
-def save_in_a_subgroup(uri: str) -> None:
-    """Ranks 2 and 3 save on a group of their own, in which rank 2 of the job is rank 0; the others stand by."""
+@on_ranks(4)
+def test_a_subgroup_of_ranks_saves_alone(uri: str) -> None:
+    """If this fails, HSDP users who save on one replica alone hang, or lose what other group ranks hold."""
     group = dist.new_group([2, 3])
     if dist.get_rank() in {2, 3}:
         state = {"x": torch.arange(5), f"own-{dist.get_rank()}": torch.ones(2)}
@@ -106,9 +99,3 @@ def save_in_a_subgroup(uri: str) -> None:
         cloudckpt.load(loaded, uri, process_group=group)
         assert_same(loaded, state)
     dist.barrier()
-
-
-@pytest.mark.multirank
-def test_a_subgroup_of_ranks_saves_alone(place: Place) -> None:
-    """If this fails, HSDP users who save on one replica alone hang, or lose what other group ranks hold."""
-    run_ranks(save_in_a_subgroup, place.uri(), world_size=4)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.kit.models import assert_same
-from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +22,9 @@ from cloudckpt.errors import InvalidOptionError
 STATE = {"x": torch.arange(3.0)}
 
 
-def save_apart(root: str) -> None:
+@on_ranks(2)
+def test_each_rank_loads_back_its_own(root: str) -> None:
+    """If this fails, a rank commits a tensor with holes or loads another's values, or a load of all finds no advice."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     uri = f"{root}/rank-{rank}"
     sharded = {"w": distribute_tensor(torch.ones(5), mesh, [Shard(0)]), "n": rank}
@@ -41,12 +42,6 @@ def save_apart(root: str) -> None:
         dist.barrier()
         with pytest.raises(CheckpointException, match=r"Load it by its own URI with no_dist=True, as .*/rank-0"):
             load()
-
-
-@pytest.mark.multirank
-def test_each_rank_loads_back_its_own(place: Place) -> None:
-    """If this fails, a rank commits a tensor with holes or loads another's values, or a load of all finds no advice."""
-    run_ranks(save_apart, place.root, world_size=2)
 
 
 def manage(uri: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.kit.models import Parallelism, assert_same, build, local
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
 
@@ -167,19 +167,15 @@ def test_shards_of_replicas_that_drifted_apart_are_those_of_one_replica(tmp_path
         assert_same(found, held[rank % 2])
 
 
-def save_torn(uri: str) -> None:
-    """Training goes on behind an overlapped save, after its copy; the ranks then differ, and the copies do not."""
+@on_ranks(2)
+def test_a_background_save_compares_its_copy(uri: str) -> None:
+    """If this fails, ranks are refused because of what training did after the copy."""
     state = {"model": torch.nn.Linear(700, 700)}
     handle = cloudckpt.async_save(uri, **state, options=Options(async_overlap=True))
     handle.staged.result(WAIT_S)
     with torch.no_grad():
         state["model"].weight.add_(dist.get_rank())
     handle.result(WAIT_S)
-
-
-def test_a_background_save_compares_its_copy(tmp_path: Path) -> None:
-    """If this fails, ranks are refused because of what training did after the copy."""
-    run_ranks(save_torn, str(tmp_path / "c"), world_size=2)
 
 
 def save_one_byte_apart(root: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.kit.models import CPU, FEATURES, Training, assert_same, set_state, state_dict_of
-from tests.kit.places import BucketPlace, LocalPlace, Place
-from tests.kit.ranks import run_ranks
+from tests.kit.places import BucketPlace, LocalPlace
+from tests.kit.ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
@@ -160,8 +160,9 @@ def test_a_checkpoint_on_a_bucket_loads_in_other_layouts(bucket: BucketPlace) ->
     run_ranks(load_in, COLUMNS_2, bucket.uri(), world_size=2)
 
 
-def swap_replicated_and_sharded(uri: str) -> None:
-    """What was sharded is wanted whole, and the other way round."""
+@on_ranks(2)
+def test_plain_and_sharded_tensors_are_one_to_a_load(uri: str) -> None:
+    """If this fails, a model saved whole cannot be loaded sharded, or the other way round."""
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(64.0).reshape(8, 8)
     cloudckpt.save(
@@ -186,12 +187,6 @@ def swap_replicated_and_sharded(uri: str) -> None:
     assert_same(state["c"].to_local(), full[4 * rank : 4 * rank + 4])
 
 
-@pytest.mark.multirank
-def test_plain_and_sharded_tensors_are_one_to_a_load(local: LocalPlace) -> None:
-    """If this fails, a model saved whole cannot be loaded sharded, or the other way round."""
-    run_ranks(swap_replicated_and_sharded, local.uri(), world_size=2)
-
-
 def sharded_tensor(num_shards: int, *, fill_zero: bool) -> ShardedTensor:
     """The rows of one tensor as `num_shards` shards, dealt out to the ranks in turn: several to a rank."""
     full = torch.arange(48.0).reshape(12, 4)
@@ -207,7 +202,9 @@ def sharded_tensor(num_shards: int, *, fill_zero: bool) -> ShardedTensor:
     return init_from_local_shards(shards, 12, 4)
 
 
-def reshard_sharded_tensors(root: str) -> None:
+@on_ranks(2)
+def test_one_saved_chunk_may_be_wanted_as_two(root: str) -> None:
+    """If this fails, ranks with several shards of one tensor cannot reshard: ranges in one chunk count as a clash."""
     for num_saved, num_wanted in [(2, 4), (4, 2), (2, 6), (6, 4), (4, 6)]:
         uri = f"{root}/{num_saved}-{num_wanted}"
         cloudckpt.save({"x": sharded_tensor(num_saved, fill_zero=False)}, uri)
@@ -216,12 +213,6 @@ def reshard_sharded_tensors(root: str) -> None:
         expected = sharded_tensor(num_wanted, fill_zero=False)
         for loaded, wanted in zip(state["x"].local_shards(), expected.local_shards(), strict=True):
             assert_same(loaded.tensor, wanted.tensor)
-
-
-@pytest.mark.multirank
-def test_one_saved_chunk_may_be_wanted_as_two(local: LocalPlace) -> None:
-    """If this fails, ranks with several shards of one tensor cannot reshard: ranges in one chunk count as a clash."""
-    run_ranks(reshard_sharded_tensors, local.root, world_size=2)
 
 
 NUM_LAYERS = 4
@@ -235,22 +226,6 @@ def parameter_of(name: str, tensor: Tensor) -> Tensor:
     """What a test can tell from any other: each name's own numbers."""
     first = sum(map(ord, name))
     return torch.arange(first, first + tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
-
-
-def save_stages_and_load_shards(root: str) -> None:
-    with torch.device("meta"):
-        model = layers()
-    stage = model.get_submodule(str(dist.get_rank())).to_empty(device=CPU)  # the other stages stay on meta
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            parameter.data.copy_(parameter_of(name, parameter))
-    state = state_dict_of(Training(model=model, optimizer=torch.optim.Adam(stage.parameters(), lr=0.01)))
-    mine = {name: tensor for name, tensor in state["model"].items() if not tensor.is_meta}
-    assert len(mine) == 2
-    cloudckpt.save({**state, "model": mine}, f"{root}/mine")
-    load_shards(f"{root}/mine")
-    cloudckpt.save(state, f"{root}/all")  # torch leaves the others' in, and one rank alone can write each
-    load_shards(f"{root}/all")
 
 
 def load_shards(uri: str) -> None:
@@ -267,7 +242,19 @@ def load_shards(uri: str) -> None:
     training.step(0)
 
 
-@pytest.mark.multirank
-def test_fsdp_loads_what_pipeline_stages_saved(place: Place) -> None:
+@on_ranks(NUM_LAYERS)
+def test_fsdp_loads_what_pipeline_stages_saved(root: str) -> None:
     """If this fails, a model that was trained by stages, a rank with layers of its own, cannot be loaded otherwise."""
-    run_ranks(save_stages_and_load_shards, place.root, world_size=NUM_LAYERS)
+    with torch.device("meta"):
+        model = layers()
+    stage = model.get_submodule(str(dist.get_rank())).to_empty(device=CPU)  # the other stages stay on meta
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            parameter.data.copy_(parameter_of(name, parameter))
+    state = state_dict_of(Training(model=model, optimizer=torch.optim.Adam(stage.parameters(), lr=0.01)))
+    mine = {name: tensor for name, tensor in state["model"].items() if not tensor.is_meta}
+    assert len(mine) == 2
+    cloudckpt.save({**state, "model": mine}, f"{root}/mine")
+    load_shards(f"{root}/mine")
+    cloudckpt.save(state, f"{root}/all")  # torch leaves the others' in, and one rank alone can write each
+    load_shards(f"{root}/all")

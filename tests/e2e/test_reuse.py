@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.kit.in_memory import Memory
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -47,19 +47,15 @@ def test_a_reader_reads_checkpoints_of_both_kinds_in_turn(api: str, tmp_path: Pa
         assert bool(reader.report.attempt) == bool(number % 2)
 
 
-def time_out_in_each_call() -> None:
+@on_ranks(2)
+def test_each_call_has_its_own_timeout() -> None:
+    """If this fails, ``Options(timeout_s=…)`` of the first save or load of a process group holds for all later ones."""
     for number, timeout_s in enumerate((60.0, 5.0, 90.0)):
         call = begin_call(None, "foreground", doing="saving", uri=f"memory://{number}", timeout_s=timeout_s)
         assert call is not None
         assert call._connections.rendezvous.timeout_s == timeout_s
         assert call._connections.gloo.options._timeout == dt.timedelta(seconds=timeout_s)
         call.end(None)
-
-
-@pytest.mark.multirank
-def test_each_call_has_its_own_timeout() -> None:
-    """If this fails, ``Options(timeout_s=…)`` of the first save or load of a process group holds for all later ones."""
-    run_ranks(time_out_in_each_call, world_size=2)
 
 
 def load_by_fates(

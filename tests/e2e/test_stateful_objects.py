@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
@@ -195,26 +195,6 @@ def test_a_fresh_optimizer_in_a_state_dict_is_refused(tmp_path: Path) -> None:
         cloudckpt.load({"optimizer": fresh}, tmp_path / "b", no_dist=True)
 
 
-def fill_on_two_ranks(root: str) -> None:
-    rank = dist.get_rank()
-    full = {name: torch.full((2,), float(at)) for at, name in enumerate("abcd")}
-    mine = {name: full[name] for name in ("ab" if rank == 0 else "cd")}
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
-    seen = {"loss": full["b"], "epoch": 3}
-    saved = {"stage": Holder(mine), "tracker": Holder({"seen": seen}), "s": Holder({"w": sharded})}
-    cloudckpt.save(saved, f"{root}/a")
-
-    stage, tracker = Holder({name: torch.zeros(2) for name in mine}), Holder({"seen": {}})
-    held = Holder({"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])})
-    objects = {"stage": stage, "tracker": tracker, "s": held}
-    cloudckpt.load(objects if rank else dict(reversed(objects.items())), f"{root}/a")
-    assert_equal(stage.state, mine)
-    assert_equal(tracker.state, {"seen": seen})
-    assert isinstance(held.state["w"], DTensor)
-    assert torch.equal(held.state["w"].to_local(), sharded.to_local())
-
-
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "dict": lambda tensor: {"w": tensor},
     "list": lambda tensor: [tensor, 1],
@@ -228,7 +208,11 @@ ASKS_FOR_NONE: dict[str, Callable[[], Any]] = {
 }
 
 
-def load_sharded_without_layout(root: str) -> None:
+@on_ranks(2)
+def test_a_sharded_tensor_without_a_layout_is_refused(root: str) -> None:
+    """If this fails, each rank is given the whole of a sharded tensor, or a part of an object stays behind unnoticed:
+    in a state dict and in extra, for an object that asks for nothing and for one that asks for a part.
+    """
     mesh, net = init_device_mesh("cpu", (2,)), nn.Linear(1, 1)
 
     def make(*, is_blank: bool) -> dict[str, Any]:
@@ -261,20 +245,28 @@ def load_sharded_without_layout(root: str) -> None:
     assert alone.state["in"]["w"].tolist() == list(range(8)), "one rank holds all parts"
 
 
-@pytest.mark.multirank
-def test_a_sharded_tensor_without_a_layout_is_refused(tmp_path: Path) -> None:
-    """If this fails, each rank is given the whole of a sharded tensor, or a part of an object stays behind unnoticed:
-    in a state dict and in extra, for an object that asks for nothing and for one that asks for a part.
-    """
-    run_ranks(load_sharded_without_layout, str(tmp_path), world_size=2)
-
-
-@pytest.mark.multirank
-def test_ranks_fill_what_none_of_them_asks_for(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_ranks_fill_what_none_of_them_asks_for(root: str) -> None:
     """If this fails, an object that begins empty stays empty on several ranks; or a stage of a pipeline is given the
     other stages' tensors; or a sharded tensor without a known layout is left behind without an error.
     """
-    run_ranks(fill_on_two_ranks, str(tmp_path), world_size=2)
+    rank = dist.get_rank()
+    full = {name: torch.full((2,), float(at)) for at, name in enumerate("abcd")}
+    mine = {name: full[name] for name in ("ab" if rank == 0 else "cd")}
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    seen = {"loss": full["b"], "epoch": 3}
+    saved = {"stage": Holder(mine), "tracker": Holder({"seen": seen}), "s": Holder({"w": sharded})}
+    cloudckpt.save(saved, f"{root}/a")
+
+    stage, tracker = Holder({name: torch.zeros(2) for name in mine}), Holder({"seen": {}})
+    held = Holder({"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])})
+    objects = {"stage": stage, "tracker": tracker, "s": held}
+    cloudckpt.load(objects if rank else dict(reversed(objects.items())), f"{root}/a")
+    assert_equal(stage.state, mine)
+    assert_equal(tracker.state, {"seen": seen})
+    assert isinstance(held.state["w"], DTensor)
+    assert torch.equal(held.state["w"].to_local(), sharded.to_local())
 
 
 class Collective(Holder):
@@ -298,7 +290,9 @@ class Collective(Holder):
         assert all(torch.equal(one, torch.full((self._size,), float(self._size))) for one in found)
 
 
-def load_beside_a_full_object(root: str) -> None:
+@on_ranks(2)
+def test_a_place_that_nothing_fills_keeps_what_it_held(root: str) -> None:
+    """If this fails, an object gets a dict in the place of its list, as another rank's object asked for the entries."""
     full = {"rows": [1, {"t": torch.ones(2)}], "best": {"t": torch.ones(1)}, "none": (torch.ones(1),)}
     fresh = {"rows": [], "best": None, "none": ()}
     cloudckpt.save({"o": Holder(full)}, root)
@@ -307,13 +301,10 @@ def load_beside_a_full_object(root: str) -> None:
     assert_equal(held.state, fresh if dist.get_rank() else full)
 
 
-@pytest.mark.multirank
-def test_a_place_that_nothing_fills_keeps_what_it_held(tmp_path: Path) -> None:
-    """If this fails, an object gets a dict in the place of its list, as another rank's object asked for the entries."""
-    run_ranks(load_beside_a_full_object, str(tmp_path / "a"), world_size=2)
+@on_ranks(2)
+def test_objects_are_asked_and_filled_in_one_order_on_all_ranks(root: str) -> None:
+    """If this fails, ranks whose dicts have another order hang in the collectives of their objects."""
 
-
-def meet_in_objects(root: str) -> None:
     def ordered(objects: dict[str, Any]) -> dict[str, Any]:
         return objects if dist.get_rank() else dict(reversed(objects.items()))
 
@@ -329,12 +320,6 @@ def meet_in_objects(root: str) -> None:
         live = {key: make() for key, make in objects.items()}
         cloudckpt.save(f"{root}/{name}", model=model, **live)
         cloudckpt.load(f"{root}/{name}", model=model, **live)
-
-
-@pytest.mark.multirank
-def test_objects_are_asked_and_filled_in_one_order_on_all_ranks(tmp_path: Path) -> None:
-    """If this fails, ranks whose dicts have another order hang in the collectives of their objects."""
-    run_ranks(meet_in_objects, str(tmp_path), world_size=2)
 
 
 def test_a_model_under_an_empty_name_hides_no_other(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import faulthandler
+import functools
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.kit import secrets_watch
@@ -148,6 +151,33 @@ def run_ranks(
         if failures:
             raise RankError("\n".join(failures))
         return [outcomes[rank].value for rank in range(world_size)]
+
+
+class _Body:
+    """Find the body of a test by its name, under which pickle would find the decorated test."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        self.module, self.name = body.__module__, body.__qualname__
+
+    def __call__(self, arguments: Mapping[str, Any]) -> None:
+        getattr(importlib.import_module(self.module), self.name).__wrapped__(**arguments)
+
+
+def on_ranks(world_size: int, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let the body of a test run on each of `world_size` ranks, with the arguments of the test, which are picklable.
+
+    `settings` are those of `run_ranks`.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.multirank
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_ranks(_Body(body), arguments, world_size=world_size, **settings)
+
+        return test
+
+    return decorate
 
 
 def _collect(

@@ -14,7 +14,7 @@ from tests.kit.in_memory import Gate
 from tests.kit.models import assert_same
 from tests.kit.options import make_options
 from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -96,8 +96,9 @@ def test_a_rank_cancels_for_all(place: Place, num_ranks: int, canceller: int, mo
     assert_only_the_next_is_there(place)
 
 
-def one_rank_does_not_ask(root: str) -> None:
-    """On each rank: a save fails on both; rank 0 asks its handle, and rank 1 does not."""
+@on_ranks(2)
+def test_a_failure_that_one_rank_has_not_seen_is_told_to_all(root: str, place: Place) -> None:
+    """If this fails, a rank waits in vain for one that stumbled over an earlier failure, or a failure is lost."""
     cloudckpt.save(values(1.0), f"{root}/taken", options=options_of())
     handle = cloudckpt.async_save(values(2.0), f"{root}/taken", options=options_of())
     if dist.get_rank() == 0:
@@ -111,9 +112,5 @@ def one_rank_does_not_ask(root: str) -> None:
     assert time.monotonic() - begun_s < TIMEOUT_S  # it is told, and not found out by waiting
     dist.barrier()
     save_again(root)
-
-
-def test_a_failure_that_one_rank_has_not_seen_is_told_to_all(place: Place) -> None:
-    """If this fails, a rank waits in vain for one that stumbled over an earlier failure, or a failure is lost."""
-    run_ranks(one_rank_does_not_ask, place.root, world_size=2)
+    dist.barrier()
     assert names_at(place) == {"taken", "next"}

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.kit.options import make_options
-from tests.kit.places import BucketPlace, Place
-from tests.kit.ranks import run_ranks
+from tests.kit.places import BucketPlace
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -62,7 +62,9 @@ def test_ranks_fail_together(bucket: BucketPlace, silent_endpoint: str) -> None:
     assert bucket.keys() == []
 
 
-def save_what_ranks_disagree_on(root: str) -> None:
+@on_ranks(2)
+def test_ranks_that_disagree_save_nothing(root: str) -> None:
+    """If this fails, what one rank has is lost, or a checkpoint is committed whose every load finds damage."""
     rank = dist.get_rank()
     shard = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
     for mine, said in [
@@ -76,10 +78,5 @@ def save_what_ranks_disagree_on(root: str) -> None:
     options = make_options(tile_bytes=4096 if rank else 4160)
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match=r"tile_bytes=4096\) on rank 1 differs from 4160"):
         cloudckpt.save({f"of {rank}": torch.ones(1250)}, f"{root}/tiles", options=options)
-
-
-@pytest.mark.multirank
-def test_ranks_that_disagree_save_nothing(place: Place) -> None:
-    """If this fails, what one rank has is lost, or a checkpoint is committed whose every load finds damage."""
-    run_ranks(save_what_ranks_disagree_on, place.root, world_size=2)
-    assert cloudckpt.list_checkpoints(place.root) == []
+    dist.barrier()
+    assert cloudckpt.list_checkpoints(root) == []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.kit.models import assert_same
 from tests.kit.places import LocalPlace, Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
@@ -174,14 +174,11 @@ class UnpicklablePlanner(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def fail_with_an_unpicklable_error(uri: str) -> None:
+@on_ranks(2)
+def test_an_error_that_cannot_be_pickled_still_reaches_all_ranks(uri: str, place: Place) -> None:
+    """If this fails, one rank's SDK error leaves the others hanging in a collective."""
     with pytest.raises(CheckpointException, match="code 7") as caught:
         cloudckpt.save(values(), uri, planner=UnpicklablePlanner())
     assert sorted(caught.value.failures) == [1]
-
-
-@pytest.mark.multirank
-def test_an_error_that_cannot_be_pickled_still_reaches_all_ranks(place: Place) -> None:
-    """If this fails, one rank's SDK error leaves the others hanging in a collective."""
-    run_ranks(fail_with_an_unpicklable_error, place.uri(), world_size=2)
+    dist.barrier()
     assert place.manifest_keys() == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.kit.models import Parallelism, Training, assert_same, build, local
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -210,7 +210,9 @@ def test_each_rank_has_a_data_loader_of_its_own(tmp_path: Path) -> None:
         run_ranks(load_positions, str(tmp_path / "a"), world_size=num_ranks)
 
 
-def load_scalar_moments(uri: str) -> None:
+@on_ranks(2)
+def test_scalar_dtensors_get_moments_of_their_type(uri: str) -> None:
+    """If this fails, a scalar DTensor gets plain moments."""
     mesh = init_device_mesh("cpu", (2,))
     scale = torch.rand(())
     model, narrow = (
@@ -231,7 +233,9 @@ def load_scalar_moments(uri: str) -> None:
         cloudckpt.load(uri, model=narrow, optimizer=torch.optim.AdamW(narrow.parameters()))
 
 
-def load_lists_of_lbfgs(uri: str) -> None:
+@on_ranks(2)
+def test_lists_of_a_sharded_lbfgs_are_loaded_after_one_step(uri: str) -> None:
+    """If this fails, no load can resume LBFGS, whose lists grow."""
     data = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
     def build_lbfgs(num_steps: int) -> tuple[nn.Module, torch.optim.LBFGS]:
@@ -263,7 +267,9 @@ def load_lists_of_lbfgs(uri: str) -> None:
         assert_same(local(param), local(expected))
 
 
-def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
+@on_ranks(2)
+def test_optimizers_of_a_part_of_an_fsdp1_module_are_refused(uri: str) -> None:
+    """If this fails, two optimizers of one FSDP1 module, or one of two modules, fail in torch."""
     model = build("fsdp1", seed=1).model
     parts = [[param for name, param in model.named_parameters() if ("up" in name) == is_up] for is_up in (True, False)]
     optimizers = [torch.optim.AdamW(parts[0]), torch.optim.SGD(parts[1])]
@@ -276,7 +282,9 @@ def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
             cloudckpt.save(uri, model=models, optimizer=both)
 
 
-def refuse_containers_of_fsdp1(uri: str) -> None:
+@on_ranks(2)
+def test_containers_in_the_optimizer_of_fsdp1_are_refused(uri: str) -> None:
+    """If this fails, the ranks of FSDP1 save a list of one of them."""
     model = build("fsdp1", seed=1).model
     optimizer = torch.optim.SGD(model.parameters())
     param = next(model.parameters())
@@ -285,7 +293,9 @@ def refuse_containers_of_fsdp1(uri: str) -> None:
         cloudckpt.save(uri, model=model, optimizer=optimizer)
 
 
-def load_groups_of_stages(uri: str) -> None:
+@on_ranks(2)
+def test_stages_with_other_numbers_of_groups_keep_their_settings(uri: str) -> None:
+    """If this fails, a pipeline stage with another number of groups keeps its first learning rate."""
     rank = dist.get_rank()
     model = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2, bias=rank == 0)})
     groups = [[param for param in model.parameters() if param.dim() == dim] for dim in (2, 1)][: 2 - rank]
@@ -300,33 +310,14 @@ def load_groups_of_stages(uri: str) -> None:
     assert loaded.param_groups[0]["lr"] == rank + 2.0
 
 
-def refuse_an_optimizer_of_one_rank(uri: str) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_one_rank_alone_passes_is_refused(uri: str) -> None:
+    """If this fails, an optimizer that one rank alone passes leaves those of the other ranks fresh."""
     training = build("ddp", seed=1)
     cloudckpt.save(uri, model=training.model, optimizer=training.optimizer)
     given = training.optimizer if dist.get_rank() == 0 else None
     with pytest.raises(RankLostError, match="loading model"):
         cloudckpt.load(uri, model=training.model, optimizer=given)
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize(
-    "check",
-    [
-        load_scalar_moments,
-        load_lists_of_lbfgs,
-        refuse_a_part_of_an_fsdp1_module,
-        refuse_containers_of_fsdp1,
-        load_groups_of_stages,
-        refuse_an_optimizer_of_one_rank,
-    ],
-)
-def test_layouts_that_torch_does_not_tell(check: Callable[[str], None], tmp_path: Path) -> None:
-    """If this fails, a scalar DTensor gets plain moments; or no load can resume LBFGS, whose lists grow; or two
-    optimizers of one FSDP1 module, or one of two modules, fail in torch; or the ranks of FSDP1 save a list of one of
-    them; or a stage of a pipeline that has another number of parameter groups keeps its first learning rate; or an
-    optimizer that one rank alone passes leaves those of the other ranks fresh.
-    """
-    run_ranks(check, str(tmp_path / "a"), world_size=2)
 
 
 def resave(source: str, target: str, parallelism: Parallelism) -> None:

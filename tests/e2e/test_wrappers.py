@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from awscrt.checksums import crc32c
 from tests import scaled
 from tests.kit.places import LocalPlace
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from tests.scaled import Recipe, Rounding, assert_same_scaled, make_blank, make_scaled, shard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -77,8 +77,12 @@ def test_wrappers_come_back_to_the_bit(local: LocalPlace) -> None:
     assert begins["model.w.data_"] == begins["model.param.data_"]  # stored once
 
 
-def save_in_background(uri: str, kind: AsyncCheckpointerType) -> None:
-    """Change what is saved as soon as it is copied."""
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+@on_ranks(2)
+def test_a_background_save_has_the_values_of_the_snapshot(
+    uri: str, kind: AsyncCheckpointerType, local: LocalPlace
+) -> None:
+    """If this fails, the parts of a wrapper are not copied, so training changes what is being saved, or it is NaN."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     saved = {"w": make_scaled(), "sharded": shard(make_scaled(), mesh)}
     handle = cloudckpt.async_save(saved, uri, async_checkpointer_type=kind)
@@ -87,13 +91,7 @@ def save_in_background(uri: str, kind: AsyncCheckpointerType) -> None:
         changed.data_.fill_(-1)
         changed.scale.fill_(float("nan"))
     handle.result(60.0)
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
-def test_a_background_save_has_the_values_of_the_snapshot(local: LocalPlace, kind: AsyncCheckpointerType) -> None:
-    """If this fails, the parts of a wrapper are not copied, so training changes what is being saved, or it is NaN."""
-    run_ranks(save_in_background, local.uri(), kind, world_size=2)
+    dist.barrier()
     into = {"w": make_blank(make_scaled()), "sharded": make_blank(make_scaled())}
     cloudckpt.load(into, local.uri())
     assert_same_scaled(into["w"], make_scaled())

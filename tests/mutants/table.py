@@ -908,7 +908,7 @@ MUTANTS = {
         file="dcp/live_optimizers.py",
         old="stepped = _find_like(self._held, path)",
         new="stepped = None",
-        tests=("tests/e2e/test_live_objects.py::test_layouts_that_torch_does_not_tell",),
+        tests=("tests/e2e/test_live_objects.py::test_lists_of_a_sharded_lbfgs_are_loaded_after_one_step",),
     ),
     "leave-places-open": Mutant(
         breaks="G11: an object that other ranks ask for gets an empty dict in the place of its list.",
@@ -1601,7 +1601,7 @@ MUTANTS = {
         file="dcp/live_optimizers.py",
         old="                if not mine <= held:",
         new="                if not mine:",
-        tests=("tests/e2e/test_live_objects.py::test_layouts_that_torch_does_not_tell",),
+        tests=("tests/e2e/test_live_objects.py::test_optimizers_of_a_part_of_an_fsdp1_module_are_refused",),
     ),
     "extra-state-must-fit": Mutant(
         breaks="G11: extra state is refused that a fresh module holds in another shape.",

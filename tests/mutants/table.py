@@ -542,8 +542,8 @@ MUTANTS = {
     ),
     "cached-plan-writes-old-keys": Mutant(
         breaks="G1: a save with a cached plan writes to the keys of an older save.",
-        file="pipeline/save.py",
-        old="message.nonce == self.message.nonce and message.attempt is not None",
+        file="dcp/writer.py",
+        old="message.nonce == job.attempt and message.attempt is not None",
         new="message.attempt is not None",
         tests=("tests/dcp/test_writer.py::test_cached_plans_write_new_keys_and_real_types",),
     ),

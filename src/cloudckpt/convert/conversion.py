@@ -28,7 +28,6 @@ from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.save import SaveJob, require_no_resume
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import Location, parse_location
 
@@ -258,24 +257,19 @@ class TargetJob(SaveJob):
     """
 
     def __init__(self, context: Context, *, save_id: str, copy_of: str | None = None) -> None:
-        super().__init__(context, save_id=save_id, transforms=WriteTransforms(None))
+        super().__init__(context, save_id=save_id)
         if copy_of is None:
             require_no_resume(context.options)
         self._copy_of = copy_of
 
-    @property
-    def attempt(self) -> str:
-        """Identifier of this save. It exists after `check`."""
-        return self._attempt
-
     def check(self, *, overwrite: bool) -> None:
         super().check(overwrite=overwrite)
         if self._copy_of is not None and self._context.options.resume:
-            self._attempt = new_attempt_id(copy_mark(self._number, self._copy_of))
+            self.attempt = new_attempt_id(copy_mark(self._number, self._copy_of))
 
     def key(self, number: int) -> str:
         """Return the key of the data object with that number."""
-        return data_key(self._attempt, _RANK, number)
+        return data_key(self.attempt, _RANK, number)
 
     def leftovers(self) -> dict[str, list[Leftover]] | None:
         """Find what earlier copies of the source left, by the keys of this one. None without `Options.resume`.
@@ -297,10 +291,10 @@ class TargetJob(SaveJob):
         except StoreError as error:
             _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", context.uri, error)
             return {}
-        names = {key.split("/")[1] for key in keys if key.count("/") > 1} - {self._attempt}
+        names = {key.split("/")[1] for key in keys if key.count("/") > 1} - {self.attempt}
         earlier = sorted((name for name in names if name.endswith(mark) and ATTEMPT.fullmatch(name)), reverse=True)
         found = find_leftovers(context.store, context.retrier, [data_prefix(name, _RANK) for name in earlier])
-        return {data_prefix(self._attempt, _RANK) + rest: leftovers for rest, leftovers in found.items()}
+        return {data_prefix(self.attempt, _RANK) + rest: leftovers for rest, leftovers in found.items()}
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects that no manifest names."""

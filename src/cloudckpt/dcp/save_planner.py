@@ -39,13 +39,13 @@ from cloudckpt.dcp.replicas import (
     take_fingerprints,
 )
 from cloudckpt.dcp.shards import describe_shards
+from cloudckpt.dcp.write_items import find_aliases
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, answers_planners, flatten, name_path
 from cloudckpt.format.wrappers import describe_difference
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.tensor_bytes import plain_tensor
-from cloudckpt.tensors.write_items import find_aliases
 
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
 _MAX_SHOWN = 500  # characters, as in torch
@@ -140,7 +140,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def plain_tensors(self) -> Mapping[str, Any]:
-        """Implement `cloudckpt.tensors.write_items.KnowsPlainTensors`."""
+        """Implement `cloudckpt.dcp.write_items.KnowsPlainTensors`."""
         return self.state_dict
 
 

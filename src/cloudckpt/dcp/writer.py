@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -18,17 +18,27 @@ from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.commit_time import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt.dcp.content import content_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
+from cloudckpt.dcp.write_items import check_values, estimate_bytes, find_aliases, known_tensors, stage_items
 from cloudckpt.errors import CloudckptError, InvalidOptionError, portable
 from cloudckpt.format.model import ItemReceipts
 from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.save import SaveJob, require_no_resume
+from cloudckpt.pipeline.save import SaveJob, StagedItem, require_no_resume
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.uri import is_valid_location, parse_location
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptMessage:
+    """A message between a rank and the coordinator, in a plan's ``storage_data``."""
+
+    nonce: str
+    """Drawn by the rank for this save. A cached plan brings the message of an older save, and so another nonce."""
+    attempt: str | None = None
 
 
 def require_collectives(*, use_collectives: bool) -> None:
@@ -159,7 +169,7 @@ class ObjectStoreWriter(StorageWriter):
             context = Context(location, self._options, rank=rank, recorder=recorder)
             self._cancellation.enter("planning")
             self._commits = is_coordinator
-            self._job = SaveJob(context, save_id=self.save_id, transforms=self._transforms)
+            self._job = SaveJob(context, save_id=self.save_id)
             self._begun_ns = now_ns()
             with recorder.step("set_up"), self._cancellation.stopping(self._job.stop):
                 if self._commits:
@@ -169,14 +179,19 @@ class ObjectStoreWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach this rank's `AttemptMessage`. Raises `UnsupportedValueError` for a name that no manifest can hold."""
         check_names((item.index.fqn for item in plan.items), uri=self.checkpoint_id)
-        return dataclasses.replace(plan, storage_data=self._require_job().message)
+        return dataclasses.replace(plan, storage_data=AttemptMessage(nonce=self._require_job().attempt))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell all ranks the attempt that they write under."""
         with self.lifecycle.ending_on_error():
             job = self._require_job()
             self._cancellation.check()
-            return [dataclasses.replace(plan, storage_data=job.complete_message(plan.storage_data)) for plan in plans]
+            return [
+                dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, attempt=job.attempt))
+                if isinstance(plan.storage_data, AttemptMessage)
+                else plan
+                for plan in plans
+            ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items, all of them or none."""
@@ -190,13 +205,7 @@ class ObjectStoreWriter(StorageWriter):
                     pending.completed.result()
                     pending = None  # complete: no tensor has to be waited for
                 with job.recorder.step("write"), self._cancellation.stopping(job.stop):
-                    receipts = job.write(
-                        plan,
-                        planner,
-                        pending=pending,
-                        on_planned=lambda num_bytes: self._cancellation.enter("uploading", total_bytes=num_bytes),
-                        on_sent=self._cancellation.count_uploaded,
-                    )
+                    receipts = self._write(job, plan, planner, pending)
                 if pending is not None:
                     pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:
@@ -207,6 +216,29 @@ class ObjectStoreWriter(StorageWriter):
             except Exception as error:
                 raise portable(error) from error
         return future
+
+    def _write(self, job: SaveJob, plan: SavePlan, planner: SavePlanner, pending: Staging | None) -> list[ItemReceipts]:
+        message, known, uri = plan.storage_data, known_tensors(planner), self.checkpoint_id
+        # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then takes its
+        # place: the manifest names every object by its whole key.
+        if isinstance(message, AttemptMessage) and message.nonce == job.attempt and message.attempt is not None:
+            job.attempt = message.attempt
+        aliases = {} if self._transforms else find_aliases(plan.items, known)
+        sizes_bytes = [0 if i in aliases else estimate_bytes(item) for i, item in enumerate(plan.items)]
+        self._cancellation.enter("uploading", total_bytes=sum(sizes_bytes))
+        check_values(plan.items, known, uri=uri)  # before anything is sent
+
+        def stage(positions: Sequence[int]) -> Iterator[StagedItem]:
+            return stage_items([plan.items[i] for i in positions], planner, self._transforms, uri=uri, pending=pending)
+
+        return job.write(
+            sizes_bytes,
+            stage,
+            aliases=aliases,
+            are_transformed=bool(self._transforms),
+            pending=pending,
+            on_sent=self._cancellation.count_uploaded,
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.

@@ -45,7 +45,6 @@ from cloudckpt.io.upload import ObjectUpload, UploadSession, choose_held_part_by
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.save import SaveJob, require_no_resume
 from cloudckpt.stores.base import Part, crc32c_of
-from cloudckpt.tensors.extensions import WriteTransforms
 
 _log = logging.getLogger("cloudckpt")
 
@@ -128,8 +127,8 @@ class FilesJob(SaveJob):
         require_no_resume(context.options)
         if context.options.extensions:
             raise InvalidOptionError("Options(extensions=…) does not apply to files. Remove it")
-        super().__init__(context, save_id=str(uuid.uuid4()), transforms=WriteTransforms(None))
-        self._attempt = me.attempt
+        super().__init__(context, save_id=str(uuid.uuid4()))
+        self.attempt = me.attempt
         self._save = save
         self._num_ranks = me.num_ranks
         # Another process of this rank may have written under the same attempt.
@@ -158,7 +157,7 @@ class FilesJob(SaveJob):
 
     def _new_key(self) -> str:
         with self._lock:
-            return data_key(self._attempt, self._context.rank, next(self._numbers))
+            return data_key(self.attempt, self._context.rank, next(self._numbers))
 
     def _leave_receipt(self, path: str, objects: list[FileObject]) -> None:
         context = self._context
@@ -175,7 +174,7 @@ class FilesJob(SaveJob):
         )
         document = msgspec.json.encode(receipt)
         views = [memoryview(b"%08x" % crc32c_of([memoryview(document)]) + document)]
-        key = receipt_key(self._attempt, context.rank, number)
+        key = receipt_key(self.attempt, context.rank, number)
         context.retrier.call(context.store.put, key, views, crc32c=crc32c_of(views))
 
     def commit_files(self, planned: Collection[str] = ()) -> None:
@@ -216,7 +215,7 @@ class FilesJob(SaveJob):
     def _read_receipts(self, known: dict[str, FileReceipt]) -> None:
         """Add the receipts of all ranks to `known`, by their keys."""
         context = self._context
-        keys = [key for key in _list_receipts(context, self._attempt) if key not in known]
+        keys = [key for key in _list_receipts(context, self.attempt) if key not in known]
 
         def read(key: str) -> None:
             data = memoryview(context.retrier.call(context.store.read, key, max_bytes=_MAX_RECEIPT_BYTES))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+import torch
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import data_key, new_attempt_id
@@ -47,7 +47,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.build import Content, build_manifest
 from cloudckpt.format.model import ItemReceipts, Manifest
-from cloudckpt.format.safetensors import lay_out, pack, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, lay_out, pack, sort_for_storage
 from cloudckpt.io.upload import choose_part_bytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
@@ -56,17 +56,7 @@ from cloudckpt.stores.base import Store
 from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
 from cloudckpt.tensors.copying import Staging
-from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import new_arena
-from cloudckpt.tensors.values import check_values
-from cloudckpt.tensors.write_items import (
-    StagedItem,
-    estimate_bytes,
-    find_aliases,
-    is_same_content,
-    known_tensors,
-    stage_items,
-)
 
 _log = logging.getLogger("cloudckpt")
 
@@ -78,13 +68,27 @@ _MAX_TENSORS_PER_OBJECT = 4096
 _MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptMessage:
-    """A message between a rank and the coordinator, in a plan's ``storage_data``."""
+class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a save, ready to be laid out. `content` refers to memory; nothing has been copied."""
 
-    nonce: str
-    """Drawn by the rank for this save. A cached plan brings the message of an older save, and so another nonce."""
-    attempt: str | None = None
+    entry: HeaderEntry
+    index_offsets: tuple[int, ...] | None
+    """The offsets in the item's index."""
+    content: torch.Tensor | memoryview
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]
+    address: int = 0
+    """The address of a tensor's first element; 0 if the content is no tensor's memory."""
+
+
+def is_same_content(item: StagedItem, first: StagedItem) -> bool:
+    """Return True if two items, which were planned as aliases, have the same bytes."""
+    return (
+        0 < item.address == first.address
+        and type(item.content) is type(first.content)
+        and (item.dtype, item.lengths, item.transforms) == (first.dtype, first.lengths, first.transforms)
+    )
 
 
 def require_no_resume(options: Options) -> None:
@@ -101,12 +105,11 @@ class SaveJob:
 
     report: SaveReport | None = None
 
-    def __init__(self, context: Context, *, save_id: str, transforms: WriteTransforms) -> None:
-        self.message = AttemptMessage(nonce=new_attempt_id())
+    def __init__(self, context: Context, *, save_id: str) -> None:
+        self.attempt = new_attempt_id()
+        """Identifier of this save. Set it before `write`, so that all ranks have the same."""
         self._context = context
         self._save_id = save_id
-        self._transforms = transforms
-        self._attempt = self.message.nonce
         self._number = 0
         self._written_keys: list[str] = []
         self._started_s = time.monotonic()
@@ -164,40 +167,33 @@ class SaveJob:
         entries: Sequence[Entry] = log.entries
         return entries
 
-    def complete_message(self, message: object) -> object:
-        """Return a rank's message with the attempt that all ranks write under. For the coordinator."""
-        if not isinstance(message, AttemptMessage):
-            return message
-        return dataclasses.replace(message, attempt=self._attempt)
-
     def write(
         self,
-        plan: SavePlan,
-        planner: SavePlanner,
+        sizes_bytes: Sequence[int],
+        stage: Callable[[Sequence[int]], Iterable[StagedItem]],
         *,
+        aliases: Mapping[int, int],
+        are_transformed: bool,
         pending: Staging | None = None,
-        on_planned: Callable[[int], None] = lambda _: None,
         on_sent: Callable[[int], None] | None = None,
     ) -> list[ItemReceipts]:
         """Upload this rank's items, all or none, and return the receipts of each object.
 
-        Memory that is still `pending` is read part by part, once it is there. `on_planned` gets the estimated size of
-        all items, and `on_sent` that of each part that the store has.
+        Args:
+            sizes_bytes: The estimated size of each item; 0 for an alias.
+            stage: Returns the items at some positions, with their data. It is called object by object, so that tensors
+                that are computed are not all held at once.
+            aliases: The position of an earlier item that has the same bytes, by the position of each alias.
+            are_transformed: The items are stored as extensions transform them, and not from where they are.
+            pending: Memory that is still being filled. It is read part by part, once it is there.
+            on_sent: Called with the size of each part that the store has.
+
         """
         begun_s = time.monotonic()
-        message = plan.storage_data
-        # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then takes its
-        # place: the manifest names every object by its whole key.
-        if isinstance(message, AttemptMessage) and message.nonce == self.message.nonce and message.attempt is not None:
-            self._attempt = message.attempt
         context, options, recorder = self._context, self._context.options, self._context.recorder
         if on_sent is not None:
             context.on_sent = on_sent
-        aliases = {} if self._transforms else find_aliases(plan.items, known_tensors(planner))
-        sizes_bytes = [0 if i in aliases else estimate_bytes(item) for i, item in enumerate(plan.items)]
-        on_planned(sum(sizes_bytes))
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
-        check_values(plan.items, known_tensors(planner), uri=context.uri)  # before anything is sent
         make_receipts: list[Callable[..., ItemReceipts]] = []
         with (
             contextlib.closing(new_arena(budget_bytes=options.staging_bytes)) as arena,
@@ -205,14 +201,13 @@ class SaveJob:
                 context.retrier, part_bytes=options.advanced.part_bytes, tile_bytes=options.advanced.tile_bytes
             ) as session,
         ):
-            # Object by object: tensors that a planner computes are not all held at once.
-            for number, group in enumerate(_group_items(context, plan.items, sizes_bytes, aliases, self._transforms)):
-                items = [plan.items[i] for i in group]
-                in_object = list(stage_items(items, planner, self._transforms, uri=context.uri, pending=pending))
+            groups = _group_items(context, sizes_bytes, aliases, are_transformed=are_transformed)
+            for number, group in enumerate(groups):
+                in_object = list(stage(group))
                 body, make = _lay_out_object(in_object, _same_contents(group, in_object, aliases), arena, pending)
                 make_receipts.append(make)
                 del in_object  # the body holds what it still needs, and only until it is sent
-                key = data_key(self._attempt, context.rank, number)
+                key = data_key(self.attempt, context.rank, number)
                 part_bytes = choose_part_bytes(
                     sum(sizes_bytes),
                     connections=context.connections,
@@ -225,7 +220,7 @@ class SaveJob:
         self._written_keys = [receipt.key for receipt in objects]
         self.report = SaveReport(
             uri=context.uri,
-            attempt=self._attempt,
+            attempt=self.attempt,
             rank=context.rank,
             num_bytes=sum(receipt.size_bytes for receipt in objects),
             num_objects=len(objects),
@@ -253,7 +248,7 @@ class SaveJob:
             manifest = build_manifest(
                 content,
                 uri=context.uri,
-                attempt=self._attempt,
+                attempt=self.attempt,
                 save_id=self._save_id,
                 tile_bytes=context.options.advanced.tile_bytes,
                 user_metadata=context.options.metadata,
@@ -372,22 +367,18 @@ class SaveJob:
 
 
 def _group_items(
-    context: Context,
-    items: Sequence[WriteItem],
-    sizes_bytes: Sequence[int],
-    aliases: Mapping[int, int],
-    transforms: WriteTransforms,
+    context: Context, sizes_bytes: Sequence[int], aliases: Mapping[int, int], *, are_transformed: bool
 ) -> Iterator[list[int]]:
     """Yield the positions of the items of each object. Aliases of one tensor are in one object, the first one first."""
     options = context.options
     object_bytes = options.advanced.object_bytes
-    if transforms:
+    if are_transformed:
         object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
     if not context.store.capabilities.multipart:
         # An object is then one part: it is staged whole, and only several objects are sent side by side.
         share_bytes = options.staging_bytes // context.connections
         object_bytes = min(object_bytes, max(options.advanced.part_bytes, share_bytes))
-    firsts = [i for i in range(len(items)) if i not in aliases]
+    firsts = [i for i in range(len(sizes_bytes)) if i not in aliases]
     followers: defaultdict[int, list[int]] = defaultdict(list)
     for follower, first in aliases.items():
         followers[first].append(follower)

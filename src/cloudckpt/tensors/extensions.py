@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 
 from cloudckpt._torch_compat import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
 from cloudckpt.errors import (
@@ -51,10 +50,10 @@ class WriteTransforms:
     def __bool__(self) -> bool:
         return bool(self._extensions)
 
-    def apply(self, item: WriteItem, content: memoryview, *, uri: str) -> tuple[memoryview, tuple[str, ...]]:
+    def apply(self, fqn: str, content: memoryview, *, uri: str) -> tuple[memoryview, tuple[str, ...]]:
         """Return `content` as it is stored, and the descriptors that undo the transformation.
 
-        Raises `CheckpointError`, with the item's name, if an extension fails.
+        Raises `CheckpointError`, with the name of the entry, if an extension fails.
         """
         target = _OpenBytesIO()
         stream: Any = target
@@ -70,7 +69,7 @@ class WriteTransforms:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{item.index.fqn!r} could not be saved to {uri} through {', '.join(descriptors)}: "
+                f"{fqn!r} could not be saved to {uri} through {', '.join(descriptors)}: "
                 f"{type(error).__name__}: {error}",
                 uri=uri,
             ) from error

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor
@@ -26,13 +25,6 @@ _SEQUENCES = (list, tuple)
 _OF_RANKS = (DTensor, ShardedTensor)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
-
-
-def check_values(items: Iterable[WriteItem], known: Mapping[str, Any], *, uri: str) -> None:
-    """Call `check_value` for each object among `items` whose name is in `known`."""
-    for item in items:
-        if item.type is WriteItemType.BYTE_IO and item.index.fqn in known:
-            check_value(known[item.index.fqn], item.index.fqn, uri=uri)
 
 
 def check_value(value: object, name: str, *, uri: str) -> None:

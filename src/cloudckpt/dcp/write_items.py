@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -19,6 +19,7 @@ from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 from cloudckpt.format.safetensors import HeaderEntry
+from cloudckpt.pipeline.save import StagedItem
 from cloudckpt.tensors.body import wait_for_content
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
@@ -31,23 +32,10 @@ from cloudckpt.tensors.tensor_bytes import (
     view_memory,
     viewable_address,
 )
+from cloudckpt.tensors.values import check_value
 
 _ESTIMATED_VALUE_BYTES = 4096  # for a Python object, whose size is known only once it is serialised
 _RESOLVING_METHODS = frozenset({"resolve_data", "lookup_object", "transform_object"})
-
-
-class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One write item, ready to be laid out. `content` refers to memory; nothing has been copied."""
-
-    entry: HeaderEntry
-    index_offsets: tuple[int, ...] | None
-    """The offsets in the item's index."""
-    content: torch.Tensor | memoryview
-    dtype: str | None
-    lengths: tuple[int, ...]
-    transforms: tuple[str, ...]
-    address: int = 0
-    """The address of a tensor's first element; 0 if the content is no tensor's memory."""
 
 
 @runtime_checkable
@@ -95,15 +83,6 @@ def find_aliases(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> d
     return aliases
 
 
-def is_same_content(item: StagedItem, first: StagedItem) -> bool:
-    """Return True if two items, which `find_aliases` found to be aliases, were resolved to the same bytes."""
-    return (
-        0 < item.address == first.address
-        and type(item.content) is type(first.content)
-        and (item.dtype, item.lengths, item.transforms) == (first.dtype, first.lengths, first.transforms)
-    )
-
-
 def _local_tensor(value: object) -> torch.Tensor | None:
     """Return the plain tensor that a state dict's value is, or has as its local shard."""
     tensor = local_tensor_of(value) if type(value) is DTensor else value
@@ -125,6 +104,13 @@ def _key_of_storage(item: WriteItem, state_dict: Mapping[str, Any]) -> Hashable 
         return None
     layout = (tensor.dtype, tensor.size()) if is_viewable(tensor) else layout_of(tensor)
     return layout, item.index.offset, item.tensor_data.chunk.sizes
+
+
+def check_values(items: Iterable[WriteItem], state_dict: Mapping[str, Any], *, uri: str) -> None:
+    """Call `check_value` for each object among `items` whose name is in a flat state dict."""
+    for item in items:
+        if item.type is WriteItemType.BYTE_IO and item.index.fqn in state_dict:
+            check_value(state_dict[item.index.fqn], item.index.fqn, uri=uri)
 
 
 def stage_items(
@@ -297,7 +283,7 @@ def _stage_bytes(
     """Return an item that is stored as bytes: a Python object, or a tensor that is transformed."""
     descriptors: tuple[str, ...] = ()
     if transforms:
-        content, descriptors = transforms.apply(item, content, uri=uri)
+        content, descriptors = transforms.apply(item.index.fqn, content, uri=uri)
     return StagedItem(
         entry=HeaderEntry(fqn=item.index.fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content)),
         index_offsets=_index_offsets(item),

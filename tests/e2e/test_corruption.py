@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
-from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 
@@ -52,29 +49,3 @@ def test_a_missing_object_is_found(place: Place) -> None:
         cloudckpt.load(blank(), place.uri())
     assert isinstance(caught.value, cloudckpt.CorruptCheckpointError | cloudckpt.errors.CheckpointChangedError)
     assert_names_object_and_tensor(caught.value, key)
-
-
-def load_damaged_on_ranks(uri: str) -> None:
-    """Only rank 1 asks for the damaged tensor; both must hear of it, and that it was rank 1."""
-    state = {"own-0": torch.zeros(100), "own-1": torch.zeros(100)}
-    own = f"own-{dist.get_rank()}"
-    with pytest.raises(CheckpointException, match="own-1") as caught:
-        cloudckpt.load({own: state[own]}, uri)
-    assert isinstance(caught.value, cloudckpt.CorruptCheckpointError)
-    assert sorted(caught.value.failures) == [1]
-
-
-def save_on_ranks(uri: str) -> None:
-    rank = dist.get_rank()
-    cloudckpt.save({f"own-{rank}": torch.full((100,), rank + 1.0)}, uri)
-
-
-@pytest.mark.multirank
-def test_damage_seen_by_one_rank_is_told_to_all(place: Place) -> None:
-    """If this fails, one rank stops and the others train on alone, or hang."""
-    run_ranks(save_on_ranks, place.uri(), world_size=2)
-    (key,) = (key for key in place.data_keys() if torch.full((100,), 2.0).numpy().tobytes() in place.read(key))
-    data = bytearray(place.read(key))
-    data[-5] ^= 0x10
-    place.write(key, bytes(data))
-    run_ranks(load_damaged_on_ranks, place.uri(), world_size=2)

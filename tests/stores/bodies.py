@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from typing import Any
 
 import pytest
@@ -19,47 +17,6 @@ def read_four(store: Any) -> None:
 
 class BodyTests:
     """Each directory's `scripted` says what the store is."""
-
-    def test_a_body_that_stalls_is_given_up_in_time_and_says_how_far_it_got(self, scripted: Any) -> None:
-        """A load would hang for ever, or start the range anew instead of going on where it stopped."""
-
-        def stall(connection: socket.socket, _: object) -> None:
-            connection.sendall(
-                b"HTTP/1.1 206 X\r\nContent-Length: 3145728\r\nContent-Range: bytes 0-3145727/3145728\r\n\r\n"
-            )
-            connection.sendall(b"a" * (MIB + 5))
-            all_sent.set()
-            server.closing.wait(30)
-
-        for timeout_s in (0.5, 5.0):
-            all_sent = threading.Event()
-            server = scripted.serve(stall)
-            target = bytearray(3 * MIB)
-            with pytest.raises(errors.StoreError) as caught:
-                server.store(timeout_s=timeout_s).read_into("k", 0, [memoryview(target)])
-            if all_sent.is_set():  # else it was this machine that stalled
-                break
-        assert isinstance(caught.value, errors.InterruptedReadError)
-        assert MIB <= caught.value.received_bytes <= MIB + 5
-        assert target[: caught.value.received_bytes] == b"a" * caught.value.received_bytes
-
-    @pytest.mark.parametrize("sent", [0, 1, 6, 9])
-    def test_a_body_that_breaks_off_says_how_far_it_got(self, scripted: Any, sent: int) -> None:
-        """The read could not go on at the byte reached; worse, a short body could pass for a whole one."""
-        headers = {"Content-Range": "bytes 5-14/100"}
-        server = scripted.serve(scripted.reply(206, b"abcdefghij"[:sent], headers, length=10))
-        target = bytearray(10)
-        views = [memoryview(target)[:6], memoryview(target)[6:]]
-        with pytest.raises(errors.InterruptedReadError) as caught:
-            server.store().read_into("k", 5, views)
-        assert caught.value.received_bytes == sent
-        assert target[:sent] == b"abcdefghij"[:sent]
-
-    def test_a_whole_read_that_breaks_off_is_no_object(self, scripted: Any) -> None:
-        """Half a manifest could be taken for the manifest."""
-        server = scripted.serve(scripted.reply(200, b"half", {"ETag": '"e"'}, length=8))
-        with pytest.raises(errors.InterruptedReadError):
-            server.store().read("k", max_bytes=10)
 
     @pytest.mark.parametrize(
         ("status", "content_range", "body", "expected"),
@@ -111,11 +68,3 @@ class BodyTests:
             store.read_into("k", 0, [memoryview(target)])
             assert target == b"abcd"
         assert server.num_connections == 1
-
-    def test_a_larger_object_than_expected_is_not_read(self, scripted: Any) -> None:
-        """A manifest of 100 GB, put there by someone else, would fill the memory."""
-        server = scripted.serve(scripted.any_store(size_bytes=1000))
-        assert len(server.store().read("k", max_bytes=1000)) == 1000
-        with pytest.raises(errors.StoreError, match="1,000 bytes") as caught:
-            server.store().read("k", max_bytes=999)
-        assert type(caught.value) is errors.StoreError

@@ -98,7 +98,10 @@ def failing_ranks(step: str, num_ranks: int, coordinator: int) -> list[list[int]
     return [[coordinator], [num_ranks - 1], list(range(1, num_ranks))]
 
 
-def fail_in_each_writer_step(root: str, coordinator: int) -> None:
+@on_ranks(3)
+def test_a_fault_in_a_save_names_exactly_the_ranks_that_failed(root: str, local: LocalPlace) -> None:
+    """If this fails, a failed save passes for a good one, or blames the wrong ranks."""
+    coordinator = 1
     for step in WRITER_METHODS:
         for number, ranks in enumerate(failing_ranks(step, dist.get_world_size(), coordinator)):
             uri = f"{root}/{step}-{number}"
@@ -113,16 +116,13 @@ def fail_in_each_writer_step(root: str, coordinator: int) -> None:
     state = zeros()
     cloudckpt.load(state, f"{root}/good")
     assert_same(state, values())
-
-
-@pytest.mark.multirank
-def test_a_fault_in_a_save_names_exactly_the_ranks_that_failed(local: LocalPlace) -> None:
-    """If this fails, a failed save passes for a good one, or blames the wrong ranks."""
-    run_ranks(fail_in_each_writer_step, local.root, 1, world_size=3)
     assert [key.split("/")[0] for key in local.manifest_keys()] == ["good"]
 
 
-def fail_in_each_reader_step(uri: str, coordinator: int) -> None:
+@on_ranks(3)
+def test_a_fault_in_a_load_names_exactly_the_ranks_that_failed(uri: str) -> None:
+    """If this fails, one rank trains on with old weights while another reports the failure."""
+    coordinator = 1
     cloudckpt.save(values(), uri)
     for step in READER_METHODS:
         for ranks in failing_ranks(step, dist.get_world_size(), coordinator):
@@ -132,12 +132,6 @@ def fail_in_each_reader_step(uri: str, coordinator: int) -> None:
     state = zeros()
     _load_state_dict(state, OwnReader(uri), coordinator_rank=coordinator)
     assert_same(state, values())
-
-
-@pytest.mark.multirank
-def test_a_fault_in_a_load_names_exactly_the_ranks_that_failed(local: LocalPlace) -> None:
-    """If this fails, one rank trains on with old weights while another reports the failure."""
-    run_ranks(fail_in_each_reader_step, local.uri(), 1, world_size=3)
 
 
 def save_and_fail_through_our_call(root: str) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.kit.models import assert_same
-from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
+from tests.kit.places import LocalPlace
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -42,8 +42,10 @@ def save_again(root: str) -> None:
         assert_same(state, values(fill))
 
 
-def interrupt_while_waiting(root: str, who: int) -> None:
-    """On each rank: Ctrl-C comes to `who` in each of its waits for the others, one save after the other."""
+@on_ranks(3, timeout_s=WAIT_S)
+def test_an_interrupt_fails_one_save_on_all_ranks_and_the_next_is_made(root: str, local: LocalPlace) -> None:
+    """If this fails, Ctrl-C on one rank leaves the others in gloo for half an hour, or ends all later saves."""
+    who = 1  # is interrupted in each of its waits for the others, one save after the other
     save_again(f"{root}/before")
     options = cloudckpt.Options(timeout_s=TIMEOUT_S)
     barrier, meet = Rendezvous.barrier, CollectiveCall._meet
@@ -75,11 +77,7 @@ def interrupt_while_waiting(root: str, who: int) -> None:
                 cloudckpt.save(values(1.0), f"{root}/left-{number}", options=options)
             assert caught.value.ranks == (who,)
     save_again(root)
-
-
-def test_an_interrupt_fails_one_save_on_all_ranks_and_the_next_is_made(local: Place) -> None:
-    """If this fails, Ctrl-C on one rank leaves the others in gloo for half an hour, or ends all later saves."""
-    run_ranks(interrupt_while_waiting, local.root, 1, world_size=3, timeout_s=WAIT_S)
+    dist.barrier()
     committed = {"before", "left-4", "next", "last"}  # of the interrupted ones, that of which rank 0 had all results
     assert {key.partition("/")[0] for key in local.manifest_keys()} == committed
 

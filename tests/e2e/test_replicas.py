@@ -78,24 +78,22 @@ def test_models_of_several_ranks_do_not_become_one(mode: str, tmp_path: Path) ->
     assert_same(cloudckpt.read(str(tmp_path / "told"))["model"], ours["model"])
 
 
-def save_batch_statistics(mode: str, uri: str) -> dict[str, Any]:
-    """Train under DDP, which leaves each rank the statistics of its own batches until the next forward pass."""
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@on_ranks(2)
+def test_batch_statistics_come_from_one_rank(mode: str, uri: str) -> None:
+    """If this fails, models with batch normalisation cannot be saved under DDP, or are mixed."""
+    # DDP leaves each rank the statistics of its own batches until the next forward pass.
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(8, 40) + dist.get_rank()).square().sum().backward()
     optimizer.step()
     save_in(mode, uri, model=model, optimizer=optimizer)
-    return {name: value.clone() for name, value in model.module.state_dict().items()}
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_batch_statistics_come_from_one_rank(mode: str, tmp_path: Path) -> None:
-    """If this fails, models with batch normalisation cannot be saved under DDP, or are mixed."""
-    ours, theirs = run_ranks(functools.partial(save_batch_statistics, mode), str(tmp_path / "c"), world_size=2)
-    assert_same(ours["0.weight"], theirs["0.weight"])
-    assert not torch.equal(ours["1.running_mean"], theirs["1.running_mean"])
-    assert_same(cloudckpt.read(str(tmp_path / "c"))["model"], ours)
+    stored, held = cloudckpt.read(uri)["model"], model.module.state_dict()
+    assert_same(stored["0.weight"], held["0.weight"])
+    assert torch.equal(stored["1.running_mean"], held["1.running_mean"]) == (dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        assert_same(stored, dict(held))
 
 
 class Scaled(torch.nn.Module):
@@ -107,7 +105,10 @@ class Scaled(torch.nn.Module):
         self.logit_scale = torch.nn.Parameter(torch.tensor(2.5))
 
 
-def refuse_numbers_of_each_rank(mode: str, root: str) -> None:
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@on_ranks(2)
+def test_numbers_of_each_rank_are_refused(mode: str, root: str) -> None:
+    """If this fails, ranks with other steps or learning rates are one checkpoint, and nobody knows whose it is."""
     model, rank = Scaled(), dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -127,13 +128,7 @@ def refuse_numbers_of_each_rank(mode: str, root: str) -> None:
     model.logit_scale.data += rank
     with pytest.raises(StateDictMismatchError, match=r"'model\.logit_scale' of rank 1 differs from that of rank 0"):
         save_in(mode, f"{root}/scale", model=model)
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_numbers_of_each_rank_are_refused(mode: str, tmp_path: Path) -> None:
-    """If this fails, ranks with other steps or learning rates are one checkpoint, and nobody knows whose it is."""
-    run_ranks(functools.partial(refuse_numbers_of_each_rank, mode), str(tmp_path), world_size=2)
-    assert int(cloudckpt.read(str(tmp_path / "agreed"))["model"]["norm.num_batches_tracked"]) == 0
+    assert int(cloudckpt.read(f"{root}/agreed")["model"]["norm.num_batches_tracked"]) == 0
 
 
 def drift(parallelism: Parallelism, root: str) -> dict[str, Any]:
@@ -178,7 +173,10 @@ def test_a_background_save_compares_its_copy(uri: str) -> None:
     handle.result(WAIT_S)
 
 
-def save_one_byte_apart(root: str) -> None:
+@on_ranks(2)
+def test_the_whole_comparison_is_an_option_of_a_save(root: str) -> None:
+    """If this fails, the option is ignored."""
+    assert 4 * MIB < 1024 * 2048 * 4
     model = torch.nn.Linear(1024, 2048, bias=False)
     with torch.no_grad():
         model.weight[700, 700] += dist.get_rank()
@@ -187,21 +185,11 @@ def save_one_byte_apart(root: str) -> None:
         cloudckpt.save(f"{root}/whole", model=model, options=Options(compare_replicas="whole"))
 
 
-def test_the_whole_comparison_is_an_option_of_a_save(tmp_path: Path) -> None:
-    """If this fails, the option is ignored."""
-    assert 4 * MIB < 1024 * 2048 * 4
-    run_ranks(save_one_byte_apart, str(tmp_path), world_size=2)
-
-
-def save_through_torch(root: str) -> dict[str, Any]:
-    """Save by torch's own calls, with `cloudckpt.enable`."""
+@on_ranks(2)
+def test_a_save_by_torchs_call_is_the_state_of_one_rank(root: str) -> None:
+    """If this fails, only our own functions keep ranks apart."""
     model, _ = own_model()
     cloudckpt.enable()
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"file://{root}/torch")
-    return dict(model.state_dict())
-
-
-def test_a_save_by_torchs_call_is_the_state_of_one_rank(tmp_path: Path) -> None:
-    """If this fails, only our own functions keep ranks apart."""
-    ours, _ = run_ranks(save_through_torch, str(tmp_path), world_size=2)
-    assert_same(cloudckpt.read(str(tmp_path / "torch"))["model"], ours)
+    if dist.get_rank() == 0:
+        assert_same(cloudckpt.read(f"{root}/torch")["model"], dict(model.state_dict()))

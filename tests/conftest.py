@@ -79,9 +79,14 @@ def _signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """Every ``memory://`` location, watched; retries do not wait."""
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries do not wait."""
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, retries_at_once: None) -> Memory:
+    """Every ``memory://`` location, watched."""
     opened = Memory(f"watched-{next(_numbers)}")
     monkeypatch.setattr("cloudckpt.stores.memory.MemoryStore", opened.open)
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
     return opened

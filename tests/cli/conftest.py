@@ -18,7 +18,6 @@ from tests.e2e.conftest import (  # noqa: F401  # fixtures
     on_server,
     place,
     s3,
-    s3_application,
     s3_server,
     servers,
 )

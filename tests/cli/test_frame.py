@@ -16,9 +16,9 @@ from types import ModuleType
 import pytest
 import typer.main
 from tests.cli.conftest import Run, save
-from tests.e2e.servers import FlakyS3
 from tests.house import modules
 from tests.kit.places import S3Place
+from tests.kit.wire import S3_ACCESS_DENIED, S3_SLOW_DOWN, Wire, WireRule
 
 import cloudckpt
 from cloudckpt import errors, types
@@ -176,17 +176,18 @@ def test_hints_print_their_argument() -> None:
         assert f"{hint.option.rpartition('.')[2]}={hint.value}" in str(hint)
 
 
-def test_a_denied_request_is_told_from_what_is_missing(s3: S3Place, s3_application: FlakyS3, run: Run) -> None:
+def test_a_denied_request_is_told_from_what_is_missing(s3: S3Place, run: Run) -> None:
     """If this fails, a lacking permission or a store that is busy looks like a missing checkpoint."""
     assert run("ls", "s3://there-is-no-such-bucket/run").code == 3
     save(s3.uri())
-    with s3_application.troubled(lambda method, url: "deny"):
+    endpoint_url = os.environ["AWS_ENDPOINT_URL_S3"]
+    with Wire(endpoint_url, WireRule(action=S3_ACCESS_DENIED, times=None)) as wire:
         for command in (["ls", s3.root], ["show", s3.uri()], ["verify", s3.uri()], ["rm", s3.uri(), "--yes"]):
-            ended = run(*command)
+            ended = run(*command, "--storage-option", f"endpoint_url={wire.url}")
             assert (ended.code, ended.out, f"{s3.root}" in ended.err) == (4, "", True), command
             assert not re.search(r"/(manifest|data)\b", ended.err)  # the user named no such key
-    with s3_application.troubled(lambda method, url: "slow down"):
-        assert run("show", s3.uri(), "--timeout", "1").code == 5
+    with Wire(endpoint_url, WireRule(action=S3_SLOW_DOWN, times=None)) as wire:
+        assert run("show", s3.uri(), "--timeout", "1", "--storage-option", f"endpoint_url={wire.url}").code == 5
 
 
 def test_ctrl_c_ends_a_command_that_waits_for_a_store() -> None:

@@ -17,9 +17,9 @@ import boto3
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
-from tests.e2e.servers import FlakyS3, serve
 from tests.integration.conftest import Servers, make_fresh_bucket, servers
 from tests.integration.servers import SERVERS
+from tests.kit.moto import locked_s3_server
 from tests.kit.places import BucketPlace, GCSPlace, LocalPlace, Place, S3Place
 
 from cloudckpt.testing.servers import S3Server, Server
@@ -67,15 +67,9 @@ def _places_of(item: pytest.Item) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def s3_application() -> FlakyS3:
-    """The store behind `s3_server`, for tests that let it fail."""
-    return FlakyS3()
-
-
-@pytest.fixture(scope="session")
-def s3_server(s3_application: FlakyS3) -> Iterator[S3Server]:
+def s3_server() -> Iterator[S3Server]:
     """An S3 server of this process's own."""
-    with serve(s3_application) as server:
+    with locked_s3_server() as server:
         yield server
 
 

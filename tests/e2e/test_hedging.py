@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.e2e.servers import FlakyS3, serve
+from tests.kit.moto import locked_s3_server
 from tests.kit.options import make_options
 from tests.kit.wire import CutRequest, Throttle, Wire, WireRule
 
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with serve(FlakyS3()) if request.param == "s3" else fake_gcs_server() as started:
+    with locked_s3_server() if request.param == "s3" else fake_gcs_server() as started:
         yield started
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.servers import FlakyS3, serve
+from tests.kit.moto import locked_s3_server
 from tests.kit.options import make_options
 from tests.kit.ranks import run_ranks
 from tests.kit.wire import Action, CutAnswer, CutRequest, Wire, WireRule
@@ -58,7 +58,7 @@ STEPS = [
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
     with contextlib.ExitStack() as stack:
-        yield {"s3": stack.enter_context(serve(FlakyS3())), "gs": stack.enter_context(fake_gcs_server())}
+        yield {"s3": stack.enter_context(locked_s3_server()), "gs": stack.enter_context(fake_gcs_server())}
 
 
 def values() -> dict[str, torch.Tensor]:

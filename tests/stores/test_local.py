@@ -392,6 +392,7 @@ NOTHING_DONE = "ENOSPC EDQUOT EROFS EACCES EPERM EMLINK ENAMETOOLONG EOPNOTSUPP 
 MAYBE_DONE = "EIO ESTALE ETIMEDOUT EREMOTEIO ECONNRESET EHOSTDOWN EINTR EBUSY ENOLCK EAGAIN"
 
 
+@pytest.mark.usefixtures("retries_at_once")
 @pytest.mark.parametrize("arrives", [False, True], ids=["not done", "done"])
 @pytest.mark.parametrize("name", f"{NOTHING_DONE} {MAYBE_DONE}".split())
 def test_a_commit_whose_link_fails_is_refused_unknown_or_done(tmp_path, monkeypatch, name, *, arrives):
@@ -410,7 +411,6 @@ def test_a_commit_whose_link_fails_is_refused_unknown_or_done(tmp_path, monkeypa
         raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)), target)
 
     monkeypatch.setattr(os, "link", link)
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
     uri, options = tmp_path / "step-1", Options(retries=1)
     state = {"w": torch.ones(100)}
     if arrives:

@@ -19,6 +19,8 @@ from cloudckpt.errors import ThrottledError, TransientStoreError
 from cloudckpt.testing.faults import Fails, Faults, FlippedBits, Rule, TruncatedBody
 from cloudckpt.testing.servers import S3Server, moto_server
 
+pytestmark = pytest.mark.usefixtures("retries_at_once")
+
 _numbers = itertools.count()
 WRITES = {"put", "upload_part"}
 RULES = (
@@ -29,11 +31,6 @@ RULES = (
     Rule(fault=FlippedBits(), operations=WRITES, probability=0.1, times=None),
     Rule(fault=FlippedBits(), operations={"read_into"}, times=1, each_key=True),
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
+import boto3.session
 import pytest
 
 from cloudckpt import errors
 from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3 import client as clients
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,8 +129,8 @@ def test_many_parts_that_are_refused_together_make_one_look(
         else:
             s3(connection, request)
 
-    make = clients._make_boto3_client
-    monkeypatch.setattr(clients, "_make_boto3_client", lambda key: made.append(key) or make(key))
+    session = boto3.session.Session
+    monkeypatch.setattr("boto3.session.Session", lambda **settings: made.append(settings) or session(**settings))
     store = open_store(scripted.serve(answer).endpoint_url)
     store.session.client()
     write_credentials(file, NEW)

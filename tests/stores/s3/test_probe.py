@@ -22,6 +22,8 @@ from cloudckpt.testing.contract_base import put
 if TYPE_CHECKING:
     import socket
 
+pytestmark = pytest.mark.usefixtures("retries_at_once")
+
 WAIT_S = 60.0
 PREFIX = f"/bucket/run/{probing.KEY_PREFIX}"
 
@@ -85,11 +87,6 @@ def served(scripted: Any, **faults: Any) -> tuple[SmallS3, Any]:
 def retried(store: S3Store) -> Any:
     """As a save asks."""
     return Retrier(retries=3, timeout_s=WAIT_S).call(store.probe)
-
-
-@pytest.fixture(autouse=True)
-def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda _error, _num_failures: 0.0)
 
 
 def test_an_honest_store_is_asked_once(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,13 +28,13 @@ from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import forget, keep, own_stager
-from cloudckpt.background.process import ProcessSave, end_process
+from cloudckpt.background.process import save_by_process
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.protocol import SavedMetadata, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.collectives import CollectiveCall, unguarded_ranks
-from cloudckpt.errors import RankLostError, portable
+from cloudckpt.errors import portable
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.tensors.answers import refuse_attributes
 from cloudckpt.tensors.copying import Staging
@@ -181,7 +181,6 @@ class BackgroundSave:
     ranks: DistWrapper
     process_group: dist.ProcessGroup | None
     no_dist: bool
-    process: ProcessSave | None = None
     handle: AsyncSave | None = None
     thread: threading.Thread | None = None
 
@@ -202,9 +201,8 @@ class BackgroundSave:
         self.writer.begin(self.ranks.rank)
         staging.completed.add_done_callback(functools.partial(_announce_copy, staging, self.writer.lifecycle))
         tell_others = None
-        if self.by_process:
-            self._start_process(staging)
-            cancellation.enter("uploading")
+        if self.by_process and not self.no_dist:
+            self.process_group = background_group(self.process_group)  # all ranks are here
         elif self.call is not None:
             self.call.set_on_cancel(cancellation.cancel)
             tell_others = self.call.cancel
@@ -231,31 +229,12 @@ class BackgroundSave:
             raise error
         return handle
 
-    def _start_process(self, staging: Staging | ExternalStaging) -> None:
-        assert isinstance(staging, ExternalStaging)  # noqa: S101  # `begin_staging` has made it
-        self.process = ProcessSave(
-            self.writer,
-            planner=self.planner,
-            ranks=self.ranks,
-            make_group=lambda: self.process_group if self.no_dist else background_group(self.process_group),
-            no_dist=self.no_dist,
-        )
-        try:
-            self.process.start(staging)
-        except CheckpointException as error:
-            if self.call is not None and not isinstance(error, RankLostError):
-                self.call.end(None)  # the others raise it, too
-            self.writer.lifecycle.end(error)
-            raise
-
     def abandon(self, error: BaseException) -> None:
         """End the save whose `begin` raised: nobody has its handle."""
         if self.thread is not None and self.thread.ident is not None and self.handle is not None:
             self.handle.cancel()
             return
         forget(self.handle)
-        if self.process is not None:
-            end_process()
         if self.call is not None:
             self.call.end(error)
 
@@ -269,10 +248,7 @@ class BackgroundSave:
     ) -> None:
         outcome: SavedMetadata | BaseException
         try:
-            if self.process is not None:
-                outcome = self.process.result()
-            else:
-                outcome = self._save(staging, cancellation, is_overlapped=is_overlapped)
+            outcome = self._save(staging, cancellation, is_overlapped=is_overlapped)
         except BaseException as error:  # the handle holds it
             traceback.clear_frames(error.__traceback__)  # the frames hold the copy
             outcome = error
@@ -284,7 +260,7 @@ class BackgroundSave:
         finally:  # whoever waits for the handle waits for this thread
             concurrent.futures.wait([staging.completed])  # the memory is written to until then
             staging.state_dict = {}  # or its tensors would live until the next save
-            self.staging = self.planner = self.process = self.handle = None
+            self.staging = self.planner = self.handle = None
             handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
             forget(handle)
@@ -313,10 +289,22 @@ class BackgroundSave:
             if self.call is not None:
                 self.call.end(error)  # or the others would wait for this rank
             raise
+        state_dict = {} if refusal is not None else staging.state_dict
+        if self.by_process:
+            cancellation.enter("uploading")
+            return save_by_process(
+                state_dict,
+                writer,
+                planner=planner,
+                ranks=self.ranks,
+                process_group=self.process_group,
+                no_dist=self.no_dist,
+                refusal=refusal,
+            )
         writer.follow(cancellation, snapshot)
         try:
             return run_save(
-                {} if refusal is not None else staging.state_dict,
+                state_dict,
                 writer,
                 planner=planner,
                 ranks_context=contextlib.nullcontext(self.ranks) if self.call is None else self.call.ended(),

@@ -1134,7 +1134,7 @@ MUTANTS = {
         file="background/process.py",
         old="    if refusal is not None:\n        raise refusal\n    process = _process()",
         new="    process = _process()",
-        tests=("tests/e2e/test_process.py::test_a_failure_on_one_rank_reaches_all",),
+        tests=("tests/e2e/test_process.py::test_a_save_that_a_process_cannot_make_is_refused",),
     ),
     "snapshot-reused-for-another-layout": Mutant(
         breaks="G4: a snapshot is filled by the copy plan of tensors that have changed since.",

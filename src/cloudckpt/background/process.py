@@ -110,7 +110,7 @@ class _ProcessSave:
         self.has_begun = False
         self.metadata: Metadata | None = None
         self.failure: CheckpointException | None = None
-        """What DCP has raised in the processes of all ranks."""
+        """The failure that DCP has raised in the processes of all ranks."""
 
     def run(
         self,

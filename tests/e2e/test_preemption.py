@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.kit.in_memory import Memory
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 
 import cloudckpt
 from cloudckpt.manager import preemption as module
@@ -92,148 +93,118 @@ def test_the_signal_is_noted_and_passed_on(handler: list[int]) -> None:
     assert signal.getsignal(signal.SIGTERM) is installed
 
 
-FORKING = """
-import multiprocessing, os, signal, subprocess, sys, threading
-import torch
-import cloudckpt
-
-told = []
-held = threading.Event()
-
-def wait(ready):
-    ready.send(None)
-    while not told:
-        signal.pause()
-    os._exit(7)  # the handler that was there before has returned
-
-def wait_in_pool(_):
+def wait_in_pool(_: int) -> None:
     signal.pause()
-
-before = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "handler": lambda *seen: told.append(seen)}[sys.argv[1]]
-signal.signal(signal.SIGTERM, before)
-context = multiprocessing.get_context("fork")
-with cloudckpt.on_sigterm() as outer, cloudckpt.on_sigterm() as preemption:
-    ours, theirs = context.Pipe()
-    child = context.Process(target=wait, args=(theirs,))
-    child.start()
-    ours.recv()
-    child.terminate()
-    if sys.argv[1] == "ignored":
-        child.join(0.2)
-        assert child.exitcode is None
-        child.kill()
-    child.join()
-    assert child.exitcode == {"default": -15, "ignored": -9, "handler": 7}[sys.argv[1]], child.exitcode
-    if sys.argv[1] == "default":
-        with context.Pool(2) as pool:
-            pool.map_async(wait_in_pool, range(2))
-        loader = torch.utils.data.DataLoader(range(8), num_workers=1, multiprocessing_context="fork")
-        batches = iter(loader)
-        next(batches)
-        (worker,) = batches._workers
-        worker.terminate()
-        worker.join()
-        assert worker.exitcode in (0, -15), worker.exitcode
-        batches._shutdown_workers()
-        command = subprocess.Popen(["sleep", "60"])
-        command.terminate()
-        assert command.wait() == -15
-    assert not preemption.requested and not outer.requested
-    assert not told
-    if sys.argv[1] != "default":  # the process itself still notes the signal
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.requested and outer.requested
-        assert len(told) == (sys.argv[1] == "handler")
-assert signal.getsignal(signal.SIGTERM) == before
-"""
 
 
 @pytest.mark.parametrize("before", ["default", "ignored", "handler"])
+@on_ranks(1, process_group=False)
 def test_in_a_forked_child_the_signal_does_what_it_did_before(before: str) -> None:
     """If this fails, `Process.terminate` and the end of a `Pool` no longer end helpers, which outlive the job."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKING, before]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
-    assert found.returncode == 0, found.stderr
+    told: list[object] = []
+    handlers = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "handler": lambda *seen: told.append(seen)}
+    signal.signal(signal.SIGTERM, handlers[before])
+    context = multiprocessing.get_context("fork")
 
+    def wait(ready: Any) -> None:
+        ready.send(None)
+        while not told:
+            signal.pause()
+        os._exit(7)  # the handler that was there before has returned
 
-FORKED_TRAINER = """
-import os
-import signal
-import cloudckpt
-with cloudckpt.on_sigterm() as outer, cloudckpt.on_sigterm():
-    child = os.fork()
-    if child == 0:
-        with cloudckpt.on_sigterm() as preemption:
+    with cloudckpt.on_sigterm() as outer, cloudckpt.on_sigterm() as preemption:
+        ours, theirs = context.Pipe()
+        child = context.Process(target=wait, args=(theirs,))
+        child.start()
+        ours.recv()
+        child.terminate()
+        if before == "ignored":
+            child.join(0.2)
+            assert child.exitcode is None
+            child.kill()
+        child.join()
+        assert child.exitcode == {"default": -15, "ignored": -9, "handler": 7}[before]
+        if before == "default":
+            with context.Pool(2) as pool:
+                pool.map_async(wait_in_pool, range(2))
+            loader: Any = torch.utils.data.DataLoader(range(8), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+            batches: Any = iter(loader)
+            next(batches)
+            (worker,) = batches._workers
+            worker.terminate()
+            worker.join()
+            assert worker.exitcode in (0, -15)
+            batches._shutdown_workers()
+            command = subprocess.Popen(["sleep", "60"])
+            command.terminate()
+            assert command.wait() == -15
+        assert not preemption.requested
+        assert not outer.requested
+        assert not told
+        if before != "default":  # the process itself still notes the signal
             os.kill(os.getpid(), signal.SIGTERM)
-            noted = preemption.requested and not outer.requested
-        os._exit(0 if noted and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
+            assert preemption.requested
+            assert outer.requested
+            assert len(told) == (before == "handler")
+    assert signal.getsignal(signal.SIGTERM) == handlers[before]
 
 
+def code_of(child: int) -> int:
+    """Wait for the child's end."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@on_ranks(1, process_group=False)
 def test_a_forked_trainer_notes_the_signal_in_its_own_context() -> None:
     """If this fails, a launcher with a context of its own forks trainers that SIGTERM ends before they save."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKED_TRAINER]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
-    assert found.returncode == 0, found.stderr
-
-
-KILLED_WHILE_FORKED = """
-import os
-import signal
-import cloudckpt
-with cloudckpt.on_sigterm() as preemption:
-    for _ in range(20):
-        ours, theirs = os.pipe()
+    forget_other_handlers()
+    with cloudckpt.on_sigterm() as outer, cloudckpt.on_sigterm():
         child = os.fork()
         if child == 0:
-            os.close(theirs)
-            os._exit(len(os.read(ours, 1)))  # when its parent has sent the signal and closes the pipe
-        os.kill(child, signal.SIGTERM)
-        os.close(theirs)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code == -signal.SIGTERM, code
-        os.close(ours)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert preemption.requested
-"""
+            with cloudckpt.on_sigterm() as preemption:
+                os.kill(os.getpid(), signal.SIGTERM)
+                noted = preemption.requested and not outer.requested
+            os._exit(0 if noted and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 1)
+        assert code_of(child) == 0
 
 
+@on_ranks(1, process_group=False)
 def test_a_signal_right_after_a_fork_ends_the_child() -> None:
     """If this fails, a `Pool` that is closed soon after its start waits for workers that have lost the signal."""
-    command = [sys.executable, "-W", "ignore", "-c", KILLED_WHILE_FORKED]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
-    assert found.returncode == 0, found.stderr
-
-
-WRAPPED = """
-import os
-import signal
-import sys
-import cloudckpt
-before = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN}[sys.argv[1]]
-signal.signal(signal.SIGTERM, before)
-with cloudckpt.on_sigterm() as preemption:
-    handler = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *seen: handler(*seen))
-    child = os.fork()
-    if child == 0:
+    forget_other_handlers()
+    with cloudckpt.on_sigterm() as preemption:
+        for _ in range(20):
+            ours, theirs = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(theirs)
+                os._exit(len(os.read(ours, 1)))  # when its parent has sent the signal and closes the pipe
+            os.kill(child, signal.SIGTERM)
+            os.close(theirs)
+            assert code_of(child) == -signal.SIGTERM
+            os.close(ours)
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
         os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(7)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == {"default": -signal.SIGTERM, "ignored": 7}[sys.argv[1]], code
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert preemption.requested
-"""
+        assert preemption.requested
 
 
-@pytest.mark.parametrize("before", ["default", "ignored"])
-def test_a_handler_that_calls_that_of_the_context_ends_a_forked_child(before: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "code"), [(signal.SIG_DFL, -signal.SIGTERM), (signal.SIG_IGN, 7)], ids=["default", "ignored"]
+)
+@on_ranks(1, process_group=False)
+def test_a_handler_that_calls_that_of_the_context_ends_a_forked_child(before: signal.Handlers, code: int) -> None:
     """If this fails, a framework that puts its own handler on top makes forked helpers survive SIGTERM."""
-    command = [sys.executable, "-W", "ignore", "-c", WRAPPED, before]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
-    assert found.returncode == 0, found.stderr
+    signal.signal(signal.SIGTERM, before)
+    with cloudckpt.on_sigterm() as preemption:
+        handler: Any = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *seen: handler(*seen))  # noqa: PLW0108  # another handler is the point
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(7)
+        assert code_of(child) == code
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested
 
 
 # --- what is in flight

@@ -239,7 +239,7 @@ def test_overtaken_copy_changes_nothing(root_of: Root) -> None:
     assert step > NUM_OBJECTS
 
 
-def test_what_a_copy_leaves_is_marked(root_of: Root) -> None:
+def test_leftovers_of_a_copy_are_marked(root_of: Root) -> None:
     """If this fails, what was written for another purpose is taken for the same bytes."""
     source, target = f"{root_of('memory')}/a", f"{root_of('memory')}/b"
     saved(source)

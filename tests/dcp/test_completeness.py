@@ -118,7 +118,7 @@ def test_empty_place_that_nobody_fills_is_refused(
         (["t.param_groups.v-0", "t.state.a.exp", "t.x"], [["t.x"]], ["t"], ["t.param_groups.v-0", "t.state.a.exp"]),
     ],
 )
-def test_what_objects_are_given_beside_what_they_ask_for(
+def test_objects_are_given_entries_beside_those_they_ask_for(
     saved: Sequence[str], asked: Sequence[Sequence[str]], keys: Sequence[str], left: Sequence[str]
 ) -> None:
     """If this fails, an object that fills its state lazily gets less than was saved, or another object's state."""

@@ -73,7 +73,7 @@ def test_the_largest_difference_is_that_of_all_blocks(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_whole_numbers_are_compared_as_whole_numbers(dtype: torch.dtype) -> None:
+def test_integers_are_compared_as_integers(dtype: torch.dtype) -> None:
     """If this fails, counters that are one apart pass for equal above 2 ** 53, where floats have gaps."""
     root = f"memory://comparison-{next(_names)}"
     for name, value in (("before", 2**60), ("after", 2**60 + 1)):

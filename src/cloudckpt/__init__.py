@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cloudckpt.api import async_save, load, save
     from cloudckpt.background.handle import AsyncSave
     from cloudckpt.background.in_flight import close
+    from cloudckpt.background.stager import PinnedStager
     from cloudckpt.convert.copying import copy
     from cloudckpt.convert.exports import export_checkpoint
     from cloudckpt.convert.imports import import_checkpoint
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from cloudckpt.manager.preemption import Preemption, on_sigterm
     from cloudckpt.manager.restore import load_latest
     from cloudckpt.tensors.extensions import Zstandard
-    from cloudckpt.tensors.stager import PinnedStager
 
 __all__ = [
     "AdvancedOptions",
@@ -106,7 +106,7 @@ _LAZY = {
     "cloudckpt.manager.checkpoint_manager": "CheckpointManager",
     "cloudckpt.manager.restore": "load_latest",
     "cloudckpt.manager.preemption": "Preemption on_sigterm",
-    "cloudckpt.tensors.stager": "PinnedStager",
+    "cloudckpt.background.stager": "PinnedStager",
     "cloudckpt.tensors.extensions": "Zstandard",
 }
 

@@ -8,13 +8,8 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt._this_process import rare_collections
-from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, turn
 from cloudckpt.background.process import require_process_support
@@ -23,18 +18,16 @@ from cloudckpt.background.runner import (
     ExternalStaging,
     background_ranks,
     begin_staging,
-    require_cpu_backend,
 )
+from cloudckpt.dcp import AsyncCheckpointerType, AsyncStager, LoadPlanner, SavePlanner
+from cloudckpt.dcp.collectives import CollectiveCall, guarded_collectives
 from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, find_parameters
 from cloudckpt.dcp.protocol import (
     RanksContext,
     SavedMetadata,
-    causes_of,
-    end_failed_save,
-    failure_of,
     num_ranks_of,
-    raise_own_interrupt,
+    raising_own_interrupt,
     rank_in,
     run_load,
     run_save,
@@ -43,8 +36,7 @@ from cloudckpt.dcp.protocol import (
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
-from cloudckpt.distributed.collectives import CollectiveCall, begin_call, guarded_collectives, unguarded_ranks
-from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError
+from cloudckpt.errors import InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
 from cloudckpt.uri import parse_location, redacted
@@ -122,18 +114,14 @@ def save(
     if storage_writer is not None:
         await_turn()  # the save in flight may use the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
-    try:
-        with earlier_failure() as earlier:
-            return run_save(
-                state_dict,
-                writer,
-                planner=planner,
-                ranks_context=_guard(writer, process_group, doing="saving", no_dist=no_dist),
-                refusal=earlier,
-            )
-    except CheckpointException as error:
-        raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
-        raise
+    with raising_own_interrupt(rank_in(process_group, no_dist=no_dist)), earlier_failure() as earlier:
+        return run_save(
+            state_dict,
+            writer,
+            planner=planner,
+            ranks_context=_guard(writer, process_group, doing="saving", no_dist=no_dist),
+            refusal=earlier,
+        )
 
 
 @rare_collections()
@@ -217,24 +205,13 @@ def load(
         reader.reset(_location(uri, checkpoint_id))
     names = [key for key, entry in state_dict.items() if isinstance(entry, LiveEntry)]
     doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
-    for is_last in (False, True):
-        try:
-            run_load(
-                state_dict,
-                reader,
-                planner=planner,
-                ranks_context=_guard(reader, process_group, doing=doing, no_dist=no_dist),
-            )
-            break
-        except CheckpointException as error:
-            # All ranks get the same failures, so all of them try again, or none does.
-            if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
-                reader.reset()
-                continue
-            raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
-            raise failure_of(error, what=f"loading {reader.checkpoint_id}") from None
-    assert reader.report is not None  # noqa: S101  # the reader makes one
-    return reader.report
+    return run_load(
+        state_dict,
+        reader,
+        planner=planner,
+        new_ranks_context=functools.partial(_guard, reader, process_group, doing=doing, no_dist=no_dist),
+        rank=rank_in(process_group, no_dist=no_dist),
+    )
 
 
 def async_save(
@@ -312,7 +289,7 @@ def async_save(
         timeout_s=chosen.timeout_s,
     )
     with turn(chosen.async_in_flight, first_with=first_with):
-        ranks: DistWrapper | None = None
+        call: CollectiveCall | None = None
         save: BackgroundSave | None = None
         try:
             await_turn()
@@ -322,15 +299,14 @@ def async_save(
             by_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
             if by_process:
                 require_process_support(writer, no_dist=no_dist)
-            if not no_dist:
-                require_cpu_backend(process_group)
-                ranks = _begun_in_background(writer, process_group) or background_ranks(process_group)
+            ranks = background_ranks(writer, process_group, no_dist=no_dist)
+            call = ranks if isinstance(ranks, CollectiveCall) else None
             with earlier_failure() as earlier:
                 save_of = functools.partial(
                     BackgroundSave,
                     writer=writer,
                     by_process=by_process,
-                    ranks=ranks or unguarded_ranks(process_group, no_dist=True),
+                    ranks=ranks,
                     process_group=process_group,
                     no_dist=no_dist,
                 )
@@ -353,8 +329,8 @@ def async_save(
         except BaseException as error:  # nobody gets the handle, and the others must not wait for this rank
             if save is not None:
                 save.abandon(error)
-            elif isinstance(ranks, CollectiveCall):
-                ranks.end(error)
+            elif call is not None:
+                call.end(error)
             raise
 
 
@@ -370,15 +346,6 @@ def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writ
 
 def _in_flight_here(mine: str | None, **_: object) -> tuple[int, str] | None:
     return None if mine is None else (0, mine)
-
-
-def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> CollectiveCall | None:
-    try:
-        return begin_call(
-            process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.options.timeout_s
-        )
-    except CheckpointException as error:
-        raise end_failed_save(error, writer) from None
 
 
 def entries_of(

@@ -31,8 +31,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import cloudckpt
 from cloudckpt import Options
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.inspect.comparison import _open
-from cloudckpt.tensors.stager import PinnedStager
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 

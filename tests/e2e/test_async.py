@@ -14,7 +14,7 @@ from tests.kit.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt.tensors.stager import PinnedStager
+from cloudckpt.background.stager import PinnedStager
 
 WAIT_S = 120  # another process has to import torch, on a machine that may be busy
 

@@ -15,7 +15,7 @@ from tests.kit.ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt.distributed.collectives import begin_call
+from cloudckpt.dcp.collectives import begin_call
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.manager.restore import load_newest
 from cloudckpt.report import LoadReport

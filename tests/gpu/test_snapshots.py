@@ -10,8 +10,8 @@ from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt import ObjectStoreWriter
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.options import MIB
-from cloudckpt.tensors.stager import PinnedStager
 
 DEVICE = "cuda"
 TIMEOUT_S = 120

@@ -384,7 +384,7 @@ MUTANTS = {
     ),
     "one-rank-needs-its-group": Mutant(
         breaks="G3: a script of one rank that destroys its process group loses the save in flight.",
-        file="distributed/collectives.py",
+        file="dcp/collectives.py",
         old="is_joined and dist.get_world_size(process_group) != 1",
         new="is_joined",
         tests=("tests/e2e/test_leaving.py::test_a_save_outlives_its_process_group[together-1]",),
@@ -1096,21 +1096,21 @@ MUTANTS = {
     ),
     "snapshot-without-hooks": Mutant(
         breaks="G11: rows of a tensor whose hooks say where they lie are stored in each other's places.",
-        file="tensors/stager.py",
+        file="background/stager.py",
         old="            attributes.update(answers.as_hooks())",
         new="            answers.as_hooks()",
         tests=("tests/e2e/test_answers.py::test_a_snapshot_is_saved_as_its_original",),
     ),
     "snapshot-hooks-read-the-original": Mutant(
         breaks="G4: a background save stores rows as training has changed them since.",
-        file="tensors/stager.py",
+        file="background/stager.py",
         old="                self._add(shard.detach(), answers.shards, item.index.offset)",
         new="                answers.shards[item.index.offset] = shard",
         tests=("tests/e2e/test_answers.py::test_a_snapshot_is_saved_as_its_original",),
     ),
     "snapshot-sent-without-attributes": Mutant(
         breaks="G11: a save by process stores a part of a tensor as the whole.",
-        file="tensors/answers.py",
+        file="tensors/snapshot_plan.py",
         old="return with_attributes(self, self.serialized_as, self.__dict__).__reduce_ex__(protocol)",
         new="return with_attributes(self, self.serialized_as, {}).__reduce_ex__(protocol)",
         tests=("tests/e2e/test_answers.py::test_a_snapshot_is_saved_as_its_original",),
@@ -1138,7 +1138,7 @@ MUTANTS = {
     ),
     "snapshot-reused-for-another-layout": Mutant(
         breaks="G4: a snapshot is filled by the copy plan of tensors that have changed since.",
-        file="tensors/stager.py",
+        file="background/stager.py",
         old="if cache.is_valid(tree.tensors):",
         new="if True:",
         tests=("tests/tensors/test_stager.py::test_each_change_alone_is_seen",),
@@ -1969,7 +1969,7 @@ MUTANTS = {
     ),
     "the-first-timeout-of-collectives-is-kept": Mutant(
         breaks="G7: the timeout of the first save or load of a process group holds for all later ones.",
-        file="distributed/collectives.py",
+        file="dcp/collectives.py",
         old="        self.gloo._set_default_timeout(timeout)  # noqa: SLF001  # torch's own way to change it\n",
         new="",
         tests=("tests/e2e/test_reuse.py::test_each_call_has_its_own_timeout",),

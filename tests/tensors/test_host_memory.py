@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.tensors import host_memory
 from cloudckpt.tensors.host_memory import Arena, Block, PinnedBuffers, SnapshotPool
-from cloudckpt.tensors.stager import PinnedStager
 
 MIB = 1024 * 1024
 TIMEOUT_S = WAIT_S = 60

@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from cloudckpt.tensors.stager import PinnedStager
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.tensors.tensor_bytes import as_carrier, bytes_view, is_short, plain_tensor
 
 WAIT_S = 60

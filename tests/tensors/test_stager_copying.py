@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.host_memory import SnapshotPool
 from cloudckpt.tensors.snapshot_plan import CopyTask, SnapshotPlan, add_tasks, lay_out_copies
-from cloudckpt.tensors.stager import PinnedStager
 
 MIB = 1024 * 1024
 WAIT_S = 60

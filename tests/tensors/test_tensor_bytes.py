@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.tensors.stager import PinnedStager
 from cloudckpt.tensors.tensor_bytes import (
     bytes_view,
     extent_bytes,

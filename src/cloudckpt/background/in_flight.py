@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cloudckpt._this_process import is_forked, refuse_in_fork
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.process import end_process
+from cloudckpt.background.stager import PinnedStager
+from cloudckpt.dcp.collectives import begin_call
 from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of, failure_of
-from cloudckpt.distributed.collectives import begin_call
 from cloudckpt.errors import SaveInFlightError, portable
 from cloudckpt.tensors.host_memory import PINNED
-from cloudckpt.tensors.stager import PinnedStager
 from cloudckpt.uri import redacted
 
 

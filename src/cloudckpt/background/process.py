@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt._this_process import is_forked
 from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_checkpoint_process
+from cloudckpt.dcp.collectives import CollectiveCall
 from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, end_save
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.distributed.collectives import CollectiveCall
 from cloudckpt.errors import InvalidOptionError, RankLostError, portable
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Lifecycle

@@ -26,19 +26,19 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
+from cloudckpt.background.answers import refuse_attributes
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import forget, keep, own_stager
 from cloudckpt.background.process import save_by_process
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
-from cloudckpt.dcp.protocol import SavedMetadata, run_save
+from cloudckpt.dcp.collectives import CollectiveCall, begin_call, unguarded_ranks
+from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.distributed.collectives import CollectiveCall, unguarded_ranks
 from cloudckpt.errors import portable
 from cloudckpt.pipeline.context import Lifecycle
-from cloudckpt.tensors.answers import refuse_attributes
 from cloudckpt.tensors.copying import Staging
-from cloudckpt.tensors.stager import PinnedStager
 
 
 class GlooGroupCache:
@@ -86,8 +86,20 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     return None if source is None else _background_groups.group_like(source)
 
 
-def background_ranks(process_group: dist.ProcessGroup | None) -> DistWrapper:
-    """Return the collectives of a save beside training, for ranks that cannot be guarded. Collective at first."""
+def background_ranks(
+    writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None, *, no_dist: bool
+) -> DistWrapper:
+    """Return the collectives of a save beside training: guarded ones, if the ranks can be. Collective at first."""
+    if no_dist:
+        return unguarded_ranks(process_group, no_dist=True)
+    require_cpu_backend(process_group)
+    uri, timeout_s = writer.checkpoint_id, writer.options.timeout_s
+    try:
+        call = begin_call(process_group, "background", doing="saving", uri=uri, timeout_s=timeout_s)
+    except CheckpointException as error:
+        raise end_failed_save(error, writer) from None
+    if call is not None:
+        return call
     ranks = unguarded_ranks(process_group, no_dist=False)
     return DistWrapper(background_group(process_group), use_dist=True, coordinator_rank=0) if ranks.use_dist else ranks
 

@@ -8,17 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
 from cloudckpt.api import load
+from cloudckpt.dcp.load_planner import WholePlanner
 from cloudckpt.dcp.reader import ObjectStoreReader
-from cloudckpt.dcp.torch_metadata import stored_wrappers
-from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError, quote_names
-from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
-from cloudckpt.format.wrapper_metadata import Registry
-from cloudckpt.format.wrappers import collapse
+from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, quote_names
+from cloudckpt.format.nesting import flatten
 from cloudckpt.inspect.description import matches
 from cloudckpt.options import Options
 from cloudckpt.tensors.tensor_bytes import training_mode
@@ -109,7 +103,8 @@ def load_whole(source: Location, options: Options, selection: Selection, *, allo
 
     Raises what `load` raises.
     """
-    planner = _Planner(dataclasses.replace(selection, strip_prefix="", add_prefix=""))
+    included = dataclasses.replace(selection, strip_prefix="", add_prefix="")
+    planner = WholePlanner(included.choose_names, included.takes, uri=selection.uri)
     reader = ObjectStoreReader(source.uri, options=options, allow_pickle=allow_pickle, _is_part=True)
     load({}, storage_reader=reader, planner=planner, no_dist=True)
     return dataclasses.replace(selection, include=(), leaves_out=None).rename_entries(planner.nest())
@@ -121,50 +116,6 @@ def flatten_entries(state_dict: Mapping[str, Any], *, uri: str, takes_apart: boo
         return flatten(state_dict, uri=uri, takes_apart=takes_apart).entries
     except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{uri} holds no state dict that can be saved: {error}", uri=uri) from error
-
-
-class _Planner(DefaultLoadPlanner):
-    """Loads every included entry, and nests the result."""
-
-    def __init__(self, selection: Selection) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._selection = selection
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],  # torch's signature
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # torch's signature
-    ) -> None:
-        assert metadata is not None  # noqa: S101  # torch's loader gives it
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-        self._registry = Registry(uri=self._selection.uri)
-        self.state_dict = {}
-        for name in self._selection.choose_names(metadata.state_dict_metadata):
-            entry = metadata.state_dict_metadata[name]
-            value = None
-            if isinstance(entry, TensorStorageMetadata):
-                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            self.state_dict[name] = value
-        # Before anything is read, find out whether all classes are known.
-        collapse(
-            stored_wrappers(metadata), self.state_dict, {}, lambda name, stored, _: self._registry.find(name, stored)
-        )
-
-    def nest(self) -> dict[str, Any]:
-        """Return what was loaded, nested as it was saved. Keys have the types that the checkpoint recorded."""
-        assert self.metadata is not None  # noqa: S101  # torch sets it before a load ends
-        saved = {} if self.metadata.planner_data is None else self.metadata.planner_data
-        typed, empty, tuples = (saved.typed, saved.empty, saved.tuples) if isinstance(saved, Nesting) else ({}, [], {})
-        included = [path for path in empty if self._selection.takes(name_path(path))]
-        try:
-            entries, paths = collapse(
-                stored_wrappers(self.metadata), self.state_dict, {**saved, **typed}, self._registry.rebuild
-            )
-            return unflatten(entries, paths, included, tuples)
-        except ValueError as error:
-            uri = self._selection.uri
-            raise CorruptCheckpointError(f"{uri} cannot be nested as it was: {error}", uri=uri) from error
 
 
 def read(

@@ -1,6 +1,6 @@
-"""The load planner of `cloudckpt.load`: torch's default, faster, and with errors that say what to do.
+"""The load planners of `cloudckpt.load` and `cloudckpt.read`: torch's default, with errors that say what to do.
 
-It chooses the stored chunks that a rank needs. `tensors.load_targets` finds the byte ranges in them.
+`ExplainingLoadPlanner` chooses the stored chunks that a rank needs. `tensors.load_targets` finds the ranges in them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -27,10 +27,20 @@ from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
 from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
-from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.errors import CorruptCheckpointError, StateDictMismatchError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.nesting import PLAIN_TENSORS, FlatStateDict, answers_planners, assign, flatten, name_path
-from cloudckpt.format.wrappers import describe_difference
+from cloudckpt.format.nesting import (
+    PLAIN_TENSORS,
+    FlatStateDict,
+    Nesting,
+    answers_planners,
+    assign,
+    flatten,
+    name_path,
+    unflatten,
+)
+from cloudckpt.format.wrapper_metadata import Registry
+from cloudckpt.format.wrappers import collapse, describe_difference
 
 _MAX_SHOWN = 10
 _MAX_COMPARED = 5000
@@ -300,3 +310,51 @@ def _wanted_chunks(
             return None
         found.update((tuple(chunk.offsets), chunk) for chunk in held)
     return list(found.values())
+
+
+class WholePlanner(DefaultLoadPlanner):
+    """Loads every chosen entry without a state dict to fill, and nests the result."""
+
+    def __init__(
+        self, choose_names: Callable[[Iterable[str]], Iterable[str]], takes: Callable[[str], bool], *, uri: str
+    ) -> None:
+        """`choose_names` returns those of all names that are loaded, and `takes` tells it of one."""
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._choose_names = choose_names
+        self._takes = takes
+        self._uri = uri
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],  # torch's signature
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # torch's signature
+    ) -> None:
+        assert metadata is not None  # noqa: S101  # torch's loader gives it
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self._registry = Registry(uri=self._uri)
+        self.state_dict = {}
+        for name in self._choose_names(metadata.state_dict_metadata):
+            entry = metadata.state_dict_metadata[name]
+            value = None
+            if isinstance(entry, TensorStorageMetadata):
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            self.state_dict[name] = value
+        # Before anything is read, find out whether all classes are known.
+        collapse(
+            stored_wrappers(metadata), self.state_dict, {}, lambda name, stored, _: self._registry.find(name, stored)
+        )
+
+    def nest(self) -> dict[str, Any]:
+        """Return what was loaded, nested as it was saved. Keys have the types that the checkpoint recorded."""
+        assert self.metadata is not None  # noqa: S101  # torch sets it before a load ends
+        saved = {} if self.metadata.planner_data is None else self.metadata.planner_data
+        typed, empty, tuples = (saved.typed, saved.empty, saved.tuples) if isinstance(saved, Nesting) else ({}, [], {})
+        included = [path for path in empty if self._takes(name_path(path))]
+        try:
+            entries, paths = collapse(
+                stored_wrappers(self.metadata), self.state_dict, {**saved, **typed}, self._registry.rebuild
+            )
+            return unflatten(entries, paths, included, tuples)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{self._uri} cannot be nested as it was: {error}", uri=self._uri) from error

@@ -7,13 +7,14 @@ which takes longer than all else that is done with a small tensor (``docs/design
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,16 +24,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
+from cloudckpt.dcp.collectives import guarded_collectives
 from cloudckpt.dcp.live_entry import LiveEntry, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
 from cloudckpt.dcp.stateful_objects import close, hand_over, leave_open, refuse_left
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
-from cloudckpt.report import SaveReport
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CloudckptError,
+    CommitUnknownError,
+    CorruptCheckpointError,
+    RankLostError,
+    SaveCancelledError,
+    bounded,
+)
+from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.tensors.tensor_bytes import training_mode
 
+_T = TypeVar("_T")
 _MAX_RUNS = 16  # of neighbouring ranks, named in a message
 
 RanksContext: TypeAlias = AbstractContextManager[DistWrapper]
@@ -177,15 +188,42 @@ class _Save:
         return self.metadata
 
 
-@training_mode()
 def run_load(
+    state_dict: dict[str, Any],
+    reader: ObjectStoreReader,
+    *,
+    planner: LoadPlanner | None,
+    new_ranks_context: Callable[[], RanksContext],
+    rank: int,
+) -> LoadReport:
+    """Load into `state_dict` on all ranks, once more if the checkpoint is overwritten meanwhile.
+
+    Raises what `failure_of` returns, or this rank's own Ctrl-C or exit.
+    """
+    for is_last in (False, True):
+        try:
+            _load_once(state_dict, reader, planner=planner, ranks_context=new_ranks_context())
+            break
+        except CheckpointException as error:
+            # All ranks get the same failures, so all of them try again, or none does.
+            if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
+                reader.reset()
+                continue
+            _raise_own_interrupt(error, rank)
+            raise failure_of(error, what=f"loading {reader.checkpoint_id}") from None
+    assert reader.report is not None  # noqa: S101  # the reader makes one
+    return reader.report
+
+
+@training_mode()
+def _load_once(
     state_dict: dict[str, Any],
     reader: ObjectStoreReader,
     *,
     planner: LoadPlanner | None,
     ranks_context: RanksContext,
 ) -> None:
-    """Load into `state_dict` on all ranks.
+    """Make one try of `run_load`.
 
     A ``DefaultLoadPlanner`` that flattens as torch does is replaced by `ExplainingLoadPlanner`; any other planner is
     used. Raises torch's ``CheckpointException``, not yet as `failure_of` returns it.
@@ -292,6 +330,37 @@ def _load(
     return any(ranks.all_gather("read", read))
 
 
+class Coordinator:
+    """Runs functions on rank 0 and gives all ranks the result or the failure."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
+        self.rank = rank_in(process_group, no_dist=no_dist)
+        self._process_group, self._no_dist = process_group, no_dist
+        self._root, self._timeout_s = root, timeout_s
+        self._what = f"loading a checkpoint under {root}"
+
+    def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
+        """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
+        try:
+            with guarded_collectives(
+                self._process_group,
+                doing="finding a checkpoint",
+                uri=self._root,
+                timeout_s=self._timeout_s,
+                no_dist=self._no_dist,
+            ) as ranks:
+                found: _T = ranks.broadcast(step, find)
+        except CheckpointException as error:
+            _raise_own_interrupt(error, self.rank)
+            raise failure_of(error, what=self._what) from None
+        return found
+
+    def make_failure(self, error: CorruptCheckpointError) -> CheckpointException:
+        """Wrap `error`, which all ranks have found, in the exception that a failed load raises."""
+        failures: Any = {self.rank: (error, traceback.StackSummary())}
+        return failure_of(CheckpointException("find", failures), what=self._what)
+
+
 class SaveOrLoadError(CheckpointException):
     """torch's `CheckpointException`, with a readable text.
 
@@ -335,13 +404,22 @@ def failure_of(error: CheckpointException, *, what: str) -> CheckpointException:
     return _rebuild(what, str(error.args[0]), dict(error.failures))
 
 
-def causes_of(error: CheckpointException) -> list[BaseException]:
-    """Return what each failing rank raised."""
-    return [cause for cause, _ in error.failures.values()]
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return what each failing rank raised; nothing for an error that is not torch's of several ranks."""
+    return [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
 
 
-def raise_own_interrupt(error: CheckpointException, rank: int) -> None:
-    """Raise this rank's Ctrl-C or exit, if it is a cause: only for the other ranks it is a failure."""
+@contextlib.contextmanager
+def raising_own_interrupt(rank: int) -> Iterator[None]:
+    """Raise this rank's Ctrl-C or exit in place of the failure that it is for the other ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        _raise_own_interrupt(error, rank)
+        raise
+
+
+def _raise_own_interrupt(error: CheckpointException, rank: int) -> None:
     cause, _ = error.failures.get(rank, (None, None))
     if isinstance(cause, (KeyboardInterrupt, SystemExit)):
         raise cause

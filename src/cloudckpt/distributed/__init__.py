@@ -1,4 +1,1 @@
-"""Collectives that end in bounded time, whatever becomes of a rank.
-
-`cloudckpt.api` and `cloudckpt.manager` call `guarded_collectives`.
-"""
+"""The rendezvous of ranks in bounded time. `cloudckpt.dcp.collectives` makes its collectives behind it."""

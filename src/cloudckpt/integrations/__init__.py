@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from cloudckpt.dcp.protocol import Coordinator
 from cloudckpt.errors import CheckpointExistsError, MissingDependencyError
-from cloudckpt.manager.restore import Coordinator
 from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
 from cloudckpt.uri import parse_location

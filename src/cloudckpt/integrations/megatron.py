@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from cloudckpt.api import async_save, save
+from cloudckpt.background.stager import PinnedStager
 from cloudckpt.dcp.enable import replace_attribute
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
@@ -27,7 +28,6 @@ from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.description import describe
 from cloudckpt.integrations import require
 from cloudckpt.options import Options
-from cloudckpt.tensors.stager import PinnedStager
 from cloudckpt.uri import is_remote_uri, mangled_uri_scheme
 
 with require("megatron-core"):

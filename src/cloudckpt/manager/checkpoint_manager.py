@@ -15,16 +15,15 @@ from types import TracebackType
 from typing import Any, Literal, SupportsFloat, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from typing_extensions import Self
 
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt.api import async_save, entries_of, load, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
+from cloudckpt.dcp import LoadPlanner, SavePlanner
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, warn_of_shared_generator
-from cloudckpt.dcp.protocol import SavedMetadata, causes_of, rank_in
+from cloudckpt.dcp.protocol import Coordinator, SavedMetadata, SaveOrLoadError, causes_of, rank_in
 from cloudckpt.dcp.writer import require_collectives
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -35,7 +34,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event
 from cloudckpt.manager.failures import Failures, OnFailure, SaveFailure
-from cloudckpt.manager.restore import Coordinator, Restored, find_step_uris, load_newest, raise_missing
+from cloudckpt.manager.restore import Restored, find_step_uris, load_newest, raise_missing
 from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
 from cloudckpt.manager.retention_policy import (
     Mode,
@@ -312,7 +311,7 @@ class CheckpointManager(OfThisProcess):
             self._steps.read_times()
         try:
             result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
-        except (CheckpointException, SaveInFlightError) as error:
+        except (SaveOrLoadError, SaveInFlightError) as error:
             with self._note_lock:
                 failure = self._unmade = self._failures.take(step, uri, error)
             if failure is None:
@@ -475,7 +474,7 @@ class CheckpointManager(OfThisProcess):
         """
         try:
             self.wait(timeout)
-        except CheckpointException:
+        except SaveOrLoadError:
             self._retention.wait(timeout)
             raise
         failure, self._unmade = self._unmade, None
@@ -493,7 +492,7 @@ class CheckpointManager(OfThisProcess):
             return
         try:
             self.close()
-        except (CheckpointException, Exception) as failure:  # noqa: BLE001  # the error that left the context is raised
+        except (SaveOrLoadError, Exception) as failure:  # noqa: BLE001  # the error that left the context is raised
             kind = type(failure)
             _log.warning("the last save failed, too: %s.%s: %s", kind.__module__, kind.__qualname__, failure)
 
@@ -581,7 +580,7 @@ class CheckpointManager(OfThisProcess):
                 strict=strict,
                 options=self._options,
             )
-        except CheckpointException as error:
+        except SaveOrLoadError as error:
             # All ranks get the same failures, so all of them take the same branch.
             causes = causes_of(error)
             if causes and all(isinstance(cause, CheckpointNotFoundError) for cause in causes):

@@ -6,9 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from torch.distributed.checkpoint.api import CheckpointException
-
-from cloudckpt.dcp.protocol import causes_of
+from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -59,10 +57,10 @@ class Failures:
         """Take note of a failed save. Returns None if its error is to be raised."""
         # Without a URI, threads of this rank alone were in each other's way.
         is_refused = isinstance(error, SaveInFlightError) and error.uri != ""
-        causes = causes_of(error) if isinstance(error, CheckpointException) else []
-        # A cause that is a CheckpointException is the failure of another save.
+        causes = causes_of(error)
+        # A cause that is a SaveOrLoadError is the failure of another save.
         is_trouble = [
-            isinstance(each, _TROUBLE) and not isinstance(each, (CheckpointException, CheckpointExistsError))
+            isinstance(each, _TROUBLE) and not isinstance(each, (SaveOrLoadError, CheckpointExistsError))
             for each in causes
         ]
         if not is_refused and not (is_trouble and all(is_trouble)):

@@ -6,22 +6,19 @@ import dataclasses
 import functools
 import logging
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner
 
 from cloudckpt.api import entries_of, load
 from cloudckpt.commit.manifest_log import MOST_LOOKS, read_log
+from cloudckpt.dcp import LoadPlanner
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.protocol import causes_of, failure_of, raise_own_interrupt, rank_in
+from cloudckpt.dcp.protocol import Coordinator, SaveOrLoadError, causes_of
 from cloudckpt.dcp.reader import ObjectStoreReader
-from cloudckpt.distributed.collectives import guarded_collectives
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError, InvalidURIError
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
@@ -36,7 +33,6 @@ from cloudckpt.uri import redacted
 
 _log = logging.getLogger("cloudckpt")
 
-_T = TypeVar("_T")
 _SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
 _MAX_SHOWN = 20
 
@@ -172,7 +168,7 @@ def load_newest(
                     strict=strict,
                     options=options if storage_reader is None else None,
                 )
-            except CheckpointException as error:
+            except SaveOrLoadError as error:
                 # All ranks get the same failures, so all of them skip, or none.
                 causes = list(causes_of(error))
                 if not causes or not all(isinstance(cause, _SKIPPED) for cause in causes):
@@ -205,37 +201,6 @@ def load_newest(
             problems=problems,
         )
     )
-
-
-class Coordinator:
-    """Runs functions on rank 0 and gives all ranks the result or the failure."""
-
-    def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
-        self.rank = rank_in(process_group, no_dist=no_dist)
-        self._process_group, self._no_dist = process_group, no_dist
-        self._root, self._timeout_s = root, timeout_s
-        self._what = f"loading a checkpoint under {root}"
-
-    def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
-        """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
-        try:
-            with guarded_collectives(
-                self._process_group,
-                doing="finding a checkpoint",
-                uri=self._root,
-                timeout_s=self._timeout_s,
-                no_dist=self._no_dist,
-            ) as ranks:
-                found: _T = ranks.broadcast(step, find)
-        except CheckpointException as error:
-            raise_own_interrupt(error, self.rank)
-            raise failure_of(error, what=self._what) from None
-        return found
-
-    def make_failure(self, error: CorruptCheckpointError) -> CheckpointException:
-        """Wrap `error`, which all ranks have found, in the exception that a failed load raises."""
-        failures: Any = {self.rank: (error, traceback.StackSummary())}
-        return failure_of(CheckpointException("find", failures), what=self._what)
 
 
 def _find_candidates(root: str | os.PathLike[str], options: Options | None) -> list[str]:

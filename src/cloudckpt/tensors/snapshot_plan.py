@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -14,7 +15,6 @@ from cloudckpt._torch_compat import copy_each, negated_view
 from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
 from cloudckpt.io.boxes import compute_strides
 from cloudckpt.options import KIB, MIB
-from cloudckpt.tensors.answers import AnsweringTensor, with_attributes
 from cloudckpt.tensors.host_memory import Block, SnapshotPool, empty_tensor
 from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes, layout_of
 
@@ -30,6 +30,31 @@ _ORDINARY = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
+
+
+class AnsweringTensor(torch.Tensor):
+    """A plain tensor with attributes, which go along to another process; those of a plain tensor would not.
+
+    There it is a plain tensor again.
+    """
+
+    serialized_as: ClassVar[type[torch.Tensor]] = torch.Tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return with_attributes(self, self.serialized_as, self.__dict__).__reduce_ex__(protocol)
+
+
+class AnsweringParameter(AnsweringTensor):
+    """The same for a parameter."""
+
+    serialized_as = torch.nn.Parameter
+
+
+def with_attributes(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]) -> torch.Tensor:
+    """Return `tensor` as a `kind` with `attributes`. It shares the memory."""
+    made = tensor.detach().as_subclass(kind).requires_grad_(tensor.requires_grad)
+    made.__dict__.update(attributes)
+    return made
 
 
 class CopyTask(msgspec.Struct):

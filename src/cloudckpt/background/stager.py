@@ -20,14 +20,20 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._this_process import OfThisProcess, rare_collections
 from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor, StateDictStager, local_tensor_of
+from cloudckpt.background.answers import HookAnswers, has_hooks
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS
 from cloudckpt.format.wrapper_metadata import put_together
 from cloudckpt.format.wrappers import is_wrapper
-from cloudckpt.tensors.answers import AnsweringParameter, AnsweringTensor, HookAnswers, has_hooks, with_attributes
 from cloudckpt.tensors.copying import Staging, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
-from cloudckpt.tensors.snapshot_plan import SnapshotPlan, plan_snapshot
+from cloudckpt.tensors.snapshot_plan import (
+    AnsweringParameter,
+    AnsweringTensor,
+    SnapshotPlan,
+    plan_snapshot,
+    with_attributes,
+)
 from cloudckpt.tensors.tensor_bytes import describe_shortage, extent_bytes, is_short, layout_of, memory_address
 from cloudckpt.tensors.values import describe_unsaved_part
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -20,31 +20,6 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import chunks_wanted_by, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PLAIN_TENSORS, PLANNER_HOOKS, answers_planners, flatten
-
-
-class AnsweringTensor(torch.Tensor):
-    """A plain tensor with attributes, which go along to another process; those of a plain tensor would not.
-
-    There it is a plain tensor again.
-    """
-
-    serialized_as: ClassVar[type[torch.Tensor]] = torch.Tensor
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return with_attributes(self, self.serialized_as, self.__dict__).__reduce_ex__(protocol)
-
-
-class AnsweringParameter(AnsweringTensor):
-    """The same for a parameter."""
-
-    serialized_as = torch.nn.Parameter
-
-
-def with_attributes(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]) -> torch.Tensor:
-    """Return `tensor` as a `kind` with `attributes`. It shares the memory."""
-    made = tensor.detach().as_subclass(kind).requires_grad_(tensor.requires_grad)
-    made.__dict__.update(attributes)
-    return made
 
 
 class HookAnswers:

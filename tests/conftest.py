@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tests.kit import secrets_watch
+from tests.kit.clock import skip_waits
 from tests.kit.in_memory import Memory
 from tests.kit.leftovers import Leftovers
 from tests.kit.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
@@ -57,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of cases are about damage, and each would wait before the damage is believed."""
-    monkeypatch.setattr("cloudckpt.io.retry._FIRST_LOOK_DELAY_S", 0.0)
+    monkeypatch.setattr("cloudckpt.io.client.FIRST_LOOK_DELAY_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def _signals() -> Iterator[None]:
 @pytest.fixture
 def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries do not wait."""
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+    skip_waits(monkeypatch)
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
 
 from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, walk
-from cloudckpt.commit.manifest_log import manifest_key, manifest_number, read_log, resolve
+from cloudckpt.commit.entries import manifest_key, manifest_number
+from cloudckpt.commit.log import read_log
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -25,7 +27,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Manifest, StoredObject
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.base import ForwardingStore
 
 
@@ -66,15 +68,15 @@ def saver(attempt: str, *, overwrite: bool = False, writes: bool = False) -> Act
     Without `writes` its data lies there already. That is as good while nobody else can name it; gc can.
     """
 
-    def act(store: Replayed, retrier: Retrier) -> str:
-        log = read_log(store, retrier)
-        if log.counting is not None and not overwrite:
+    def act(store: Replayed, client: StoreClient) -> str:
+        log = read_log(client)
+        if log.current is not None and not overwrite:
             if not writes:
                 store.delete([data_key_of(attempt)])
             return f"{attempt} refused"
         if writes:
             store.put(data_key_of(attempt), [], crc32c=0)
-        return zombie(attempt, number=log.top + 1)(store, retrier)
+        return zombie(attempt, number=log.highest_number + 1)(store, client)
 
     return act
 
@@ -82,10 +84,10 @@ def saver(attempt: str, *, overwrite: bool = False, writes: bool = False) -> Act
 def zombie(attempt: str, *, number: int) -> Actor:
     """A save that fixed its number and wrote its data long ago, and goes on now."""
 
-    def act(store: Replayed, retrier: Retrier) -> str:
+    def act(store: Replayed, client: StoreClient) -> str:
         manifest = manifest_for(attempt)
         try:
-            publish(store, manifest, number=number, conditional=True, retrier=retrier)
+            publish(client, manifest, number=number, conditional=True)
         except OvertakenError:
             return f"{attempt} overtaken"
         except CommitUnknownError:
@@ -98,7 +100,7 @@ def zombie(attempt: str, *, number: int) -> Actor:
             return f"{attempt} failed"
         store.milestones.append(f"{attempt} committed as {number}")
         if number:
-            remove_superseded(store, manifest, number=number, retrier=retrier, on_removing=lambda key: None)
+            remove_superseded(client, manifest, number=number, on_removing=lambda key: None)
         return f"{attempt} committed"
 
     return act
@@ -107,10 +109,10 @@ def zombie(attempt: str, *, number: int) -> Actor:
 def reader() -> Actor:
     """A load, as `cloudckpt.load` does it: what vanishes is looked for once more."""
 
-    def act(store: Replayed, retrier: Retrier) -> str:
+    def act(store: Replayed, client: StoreClient) -> str:
         for _ in range(2):
             try:
-                manifest = resolve(store, retrier).manifest
+                manifest = resolve(client).manifest
             except CheckpointNotFoundError:
                 return "found nothing"
             except CheckpointChangedError:
@@ -119,7 +121,7 @@ def reader() -> Actor:
                 for stored in manifest.objects:
                     store.head(stored.key)
             except ObjectNotFoundError:
-                if not _has_changed(store, retrier, manifest.attempt):
+                if not _has_changed(client, manifest.attempt):
                     return f"{manifest.attempt} corrupt"
                 continue
             return f"read {manifest.attempt}"
@@ -128,9 +130,9 @@ def reader() -> Actor:
     return act
 
 
-def _has_changed(store: Replayed, retrier: Retrier, attempt: str) -> bool:
+def _has_changed(client: StoreClient, attempt: str) -> bool:
     try:
-        return resolve(store, retrier).manifest.attempt != attempt
+        return resolve(client).manifest.attempt != attempt
     except (CheckpointNotFoundError, CheckpointChangedError):
         return True
 
@@ -152,12 +154,12 @@ class _Refusing(ForwardingStore):
 def deleter(*, refused: str = "") -> Actor:
     """`cloudckpt.delete`, whose credentials may not remove keys that have the text `refused` in them."""
 
-    def act(store: Replayed, retrier: Retrier) -> str:
-        place = _place(store, retrier)
+    def act(store: Replayed, client: StoreClient) -> str:
+        place = _place(client)
         if refused:
-            place = dataclasses.replace(place, root=_Refusing(store, refused))
+            place = dataclasses.replace(place, root=client.at(_Refusing(store, refused)))
         try:
-            was_there = delete_checkpoint(place, retrier, conditional=True)
+            was_there = delete_checkpoint(place, conditional=True)
         except AccessDeniedError as error:
             return "refused, put back" if "as before" in str(error) else "refused, hidden"
         except CheckpointChangedError:
@@ -174,9 +176,9 @@ def deleter(*, refused: str = "") -> Actor:
 def collector() -> Actor:
     """`cloudckpt.gc`, to which all that lies there is old enough."""
 
-    def act(store: Replayed, retrier: Retrier) -> str:
+    def act(store: Replayed, client: StoreClient) -> str:
         try:
-            left = collect(_place(store, retrier), retrier, before=LATER, conditional=True).left
+            left = collect(_place(client), before=LATER, conditional=True).left
         except (CheckpointChangedError, CommitUnknownError, StoreError):
             return "gave up"
         return "left something" if left else "collected"
@@ -184,9 +186,9 @@ def collector() -> Actor:
     return act
 
 
-def _place(store: Replayed, retrier: Retrier) -> WalkedLocation:
-    inventory = walk(store, retrier, has_hidden_uploads=False, on_unlisted=None)
-    return WalkedLocation(store=store, root=store, prefix="", found=inventory.at(""))
+def _place(client: StoreClient) -> WalkedLocation:
+    inventory = walk(client, has_hidden_uploads=False)
+    return WalkedLocation(client=client, root=client, prefix="", found=inventory.at(""))
 
 
 def fence(*, keeps: int | None) -> bytes:

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from cloudckpt.errors import AccessDeniedError, ObjectExistsError, ObjectNotFoundError, TransientStoreError
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.base import ObjectInfo, Views
 from cloudckpt.stores.memory import MemoryStore
 
@@ -112,7 +112,7 @@ class _Ids:
 
 IDS = _Ids()
 
-Actor = Callable[[Replayed, Retrier], str]
+Actor = Callable[[Replayed, StoreClient], str]
 """What an actor does; it returns what came of it."""
 
 
@@ -229,7 +229,7 @@ class Check:
         store = Replayed(history)
         IDS.begin(index)
         try:
-            outcome = self._actors[index](store, Retrier(retries=2, timeout_s=math.inf))
+            outcome = self._actors[index](store, StoreClient(store, retries=2, timeout_s=math.inf))
         except _NextCall as paused:
             return Progress(paused.call, None, tuple(store.milestones))
         return Progress(None, outcome, tuple(store.milestones))

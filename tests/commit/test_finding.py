@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
-from cloudckpt.commit import manifest_log as finding
-from cloudckpt.commit.manifest_log import list_entries, manifest_key, read_log, resolve
+from cloudckpt.commit import entries
+from cloudckpt.commit.entries import FREE_BYTES, manifest_key
+from cloudckpt.commit.log import list_entries, read_log
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -35,7 +37,7 @@ from cloudckpt.errors import (
     UnsupportedValueError,
 )
 from cloudckpt.format.codec import encode
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 from cloudckpt.manager.steps import Steps
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.local import LocalStore, files
@@ -46,8 +48,8 @@ from cloudckpt.uri import parse_location
 examples = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def retrier() -> Retrier:
-    return Retrier(retries=0, timeout_s=100)
+def client_of(store: Store) -> StoreClient:
+    return StoreClient(store, retries=0, timeout_s=100)
 
 
 def put(store: Store, key: str, body: bytes) -> None:
@@ -115,9 +117,9 @@ def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
     @given(st.frozensets(st.integers(1, 8), max_size=6))
     def find(at: frozenset[int]) -> None:
         looks: list[Callable[[], object]] = [
-            lambda: resolve(store, retrier()).manifest,
-            lambda: read_log(store, retrier()).counting is not None,
-            lambda: list_entries(store, retrier()),
+            lambda: resolve(client_of(store)).manifest,
+            lambda: read_log(client_of(store)).current is not None,
+            lambda: list_entries(client_of(store)),
             lambda: cloudckpt.latest(tmp_path),
             lambda: steps.find_committed(with_metrics=True),
             lambda: [one for one in cloudckpt.list_checkpoints(tmp_path, all=True) if one.state == "committed"],
@@ -137,11 +139,11 @@ def test_a_checkpoint_that_is_there_costs_one_listing_and_absence_two() -> None:
     """If this fails, each load pays for looks that it does not need, or absence is believed from one look."""
     store = FaultyStore(MemoryStore(f"costs-{os.urandom(8).hex()}"))
     with pytest.raises(CheckpointNotFoundError):
-        resolve(store, retrier())
+        resolve(client_of(store))
     assert [call.key for call in store.calls if call.operation == "list"][:2] == ["manifest", "manifest"]
     put(store.inner, "manifest.json", encode(manifest_for("a")))
     store.calls.clear()
-    resolve(store, retrier())
+    resolve(client_of(store))
     assert [call.operation for call in store.calls] == ["list", "read"]
 
 
@@ -151,7 +153,7 @@ def test_listed_manifest_that_reads_as_missing_raises() -> None:
     put(store.inner, "manifest.json", encode(manifest_for("a")))
     store.fail("read", error=lambda: ObjectNotFoundError("no", key="manifest.json", operation="read"), times=99)
     with pytest.raises(CheckpointChangedError, match="lists an entry that it does not find"):
-        resolve(store, retrier())
+        resolve(client_of(store))
 
 
 class Forgetful(WrappedStore):
@@ -240,13 +242,13 @@ def test_a_wrong_size_in_a_listing_changes_nothing(name: str, size_bytes: int) -
 
     def found(at: Store) -> object:
         try:
-            return resolve(at, retrier())
+            return resolve(client_of(at))
         except CheckpointNotFoundError as error:
             return type(error), str(error)
 
     assert found(Lying(store, size_bytes)) == found(store)
     if size_bytes <= 128:
-        assert read_log(Lying(store, size_bytes), retrier()).counting == read_log(store, retrier()).counting
+        assert read_log(client_of(Lying(store, size_bytes))).current == read_log(client_of(store)).current
 
 
 def flip(body: bytes, at: int) -> bytes:
@@ -284,7 +286,7 @@ def test_a_step_whose_fence_cannot_be_found_hides_no_other(memory: Memory) -> No
     put(memory.at("step-2").inner, manifest_key(1), fence(keeps=0))
     lost = FaultyStore(memory.at("step-2").inner)
     lost.fail("read", error=lambda: ObjectNotFoundError("no", key="manifest.1.json", operation="read"), times=99)
-    assert read_log(lost, retrier(), is_lenient=True).counting == 0
+    assert read_log(client_of(lost), is_lenient=True).current == 0
 
 
 # Manifests that no reader takes memory for.
@@ -300,7 +302,7 @@ def test_oversized_manifest_is_skipped_unread(tmp_path: Path, monkeypatch: pytes
     read = LocalStore.read
 
     def bounded(store: LocalStore, key: str, *, max_bytes: int) -> bytes:
-        assert max_bytes <= finding._FREE_BYTES, "memory is taken for it"
+        assert max_bytes <= FREE_BYTES, "memory is taken for it"
         return read(store, key, max_bytes=max_bytes)
 
     monkeypatch.setattr(LocalStore, "read", bounded)
@@ -327,17 +329,17 @@ def test_a_manifest_is_as_large_as_its_data_objects_justify(monkeypatch: pytest.
     store = FaultyStore(MemoryStore(f"bounds-{os.urandom(8).hex()}"))
     document = encode(manifest_for("a"))
     put(store.inner, "manifest.json", document)
-    monkeypatch.setattr(finding, "_FREE_BYTES", len(document) // 2)
+    monkeypatch.setattr(entries, "FREE_BYTES", len(document) // 2)
     with pytest.raises(InvalidManifestError, match=r"of the 0 data objects beside it has at most"):
-        resolve(store, retrier())
+        resolve(client_of(store))
     put(store.inner, data_key_of("a"), bytes(len(document)))
-    assert resolve(store, retrier()).manifest.attempt == "a"
+    assert resolve(client_of(store)).manifest.attempt == "a"
 
 
 def test_no_manifest_is_committed_that_readers_refuse(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a save succeeds that nobody can load."""
-    monkeypatch.setattr(finding, "_FREE_BYTES", 100)
-    monkeypatch.setattr(finding, "_BYTES_PER_BYTE", 0)
+    monkeypatch.setattr(entries, "FREE_BYTES", 100)
+    monkeypatch.setattr(entries, "BYTES_PER_BYTE", 0)
     with pytest.raises(UnsupportedValueError, match="Nothing was committed"):
         cloudckpt.save(state_of(1.0), memory.uri())
     assert memory.all_keys() == []

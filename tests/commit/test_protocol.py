@@ -19,6 +19,7 @@ from tests.commit.actors import (
     zombie,
 )
 from tests.commit.model import IDS, Actor, Check, Progress, Result, World
+from tests.kit.clock import skip_waits
 
 takes_minutes = pytest.mark.skipif(
     "CLOUDCKPT_EXHAUSTIVE" not in os.environ, reason="takes long; `make exhaustive` runs it"
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(autouse=True)
 def nothing_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time has no part in the protocol, nor have the ids that are drawn."""
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+    skip_waits(monkeypatch)
     monkeypatch.setattr("cloudckpt.commit.fences._new_id", IDS.draw)
 
 

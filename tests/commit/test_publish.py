@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from awscrt.checksums import crc32c
 from tests.commit.actors import data_key_of, manifest_for
+from tests.kit.clock import skip_waits
 from tests.kit.wrapped import FaultyStore, permanent
 
 from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_key, data_prefix, new_attempt_id, parse_number
-from cloudckpt.commit.manifest_log import (
-    list_entries,
-    manifest_key,
-    resolve,
-)
+from cloudckpt.commit.entries import manifest_key
+from cloudckpt.commit.log import list_entries
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -29,14 +28,15 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.format.codec import encode
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
+from cloudckpt.stores.base import Store
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faults import Faults, FlippedBits, Rule
 
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+    skip_waits(monkeypatch)
     return FaultyStore(MemoryStore(f"publish-{request.node.name}"))
 
 
@@ -50,19 +50,19 @@ def put_commit(store: FaultyStore, number: int, attempt: str) -> None:
 
 
 def commit(store: FaultyStore, attempt: str = "ours", *, number: int = 0, conditional: bool = True) -> None:
-    publish(store, manifest_for(attempt), number=number, conditional=conditional, retrier=retrier())
+    publish(client_of(store), manifest_for(attempt), number=number, conditional=conditional)
 
 
-def retrier(retries: int = 2) -> Retrier:
-    return Retrier(retries=retries, timeout_s=100)
+def client_of(store: Store) -> StoreClient:
+    return StoreClient(store, retries=2, timeout_s=100)
 
 
 def numbers_in(store: FaultyStore) -> list[int]:
-    return [entry.number for entry in list_entries(store.inner, retrier())]
+    return [entry.number for entry in list_entries(client_of(store.inner))]
 
 
 def what_counts(store: FaultyStore) -> tuple[int, str]:
-    found = resolve(store.inner, retrier())
+    found = resolve(client_of(store.inner))
     return found.number, found.manifest.attempt
 
 
@@ -84,8 +84,8 @@ def test_a_manifest_that_is_damaged_on_its_way_is_read_again() -> None:
     """If this fails, one flipped bit makes a good checkpoint look damaged, and a job go back to an older one."""
     faults = Faults(Rule(fault=FlippedBits(), operations={"read"}))
     inner = MemoryStore("damaged-on-its-way")
-    publish(inner, manifest_for("ours"), number=0, conditional=True, retrier=retrier())
-    assert resolve(faults(inner), retrier()).manifest.attempt == "ours"
+    publish(client_of(inner), manifest_for("ours"), number=0, conditional=True)
+    assert resolve(client_of(faults(inner))).manifest.attempt == "ours"
     assert faults.num_injected["FlippedBits"] == 1
 
 
@@ -196,7 +196,7 @@ def test_replaced_entries_are_removed_lowest_first(store: FaultyStore) -> None:
     for number, attempt in enumerate(["a", "b", "c"]):
         put_commit(store, number, attempt)
     put(store, "data/unrelated/0-0.safetensors", b"another save, under way")
-    assert remove_superseded(store, manifest_for("c"), number=2, retrier=retrier(), on_removing=lambda key: None) == 4
+    assert remove_superseded(client_of(store), manifest_for("c"), number=2, on_removing=lambda key: None) == 4
     deleted = [call.key for call in store.calls if call.operation == "delete"]
     assert deleted == ["manifest.json", "manifest.1.json", data_key_of("a"), data_key_of("b")]
     left = {info.key for info in store.inner.list()}
@@ -207,7 +207,7 @@ def test_shared_data_is_kept(store: FaultyStore) -> None:
     """If this fails, a save that reuses objects of the one before loses them in its clean-up."""
     put_commit(store, 0, "a")
     put(store, manifest_key(1), encode(manifest_for("a")))
-    remove_superseded(store, manifest_for("a"), number=1, retrier=retrier(), on_removing=lambda key: None)
+    remove_superseded(client_of(store), manifest_for("a"), number=1, on_removing=lambda key: None)
     assert {info.key for info in store.inner.list()} == {"manifest.1.json", data_key_of("a")}
 
 
@@ -219,7 +219,7 @@ def test_a_broken_older_manifest_does_not_stop_the_clean_up(
     put_commit(store, 1, "b")
     put_commit(store, 2, "c")
     with caplog.at_level(logging.WARNING, "cloudckpt"):
-        remove_superseded(store, manifest_for("c"), number=2, retrier=retrier(), on_removing=lambda key: None)
+        remove_superseded(client_of(store), manifest_for("c"), number=2, on_removing=lambda key: None)
     assert {info.key for info in store.inner.list()} == {"manifest.2.json", data_key_of("c")}
     assert "cannot tell which data belongs to" in caplog.text
 
@@ -233,9 +233,7 @@ def test_a_clean_up_that_fails_is_logged_and_no_more(
     put_commit(store, 1, "b")
     store.fail(operation, error=lambda: permanent(operation))
     with caplog.at_level(logging.WARNING, "cloudckpt"):
-        assert (
-            remove_superseded(store, manifest_for("b"), number=1, retrier=retrier(), on_removing=lambda key: None) == 0
-        )
+        assert remove_superseded(client_of(store), manifest_for("b"), number=1, on_removing=lambda key: None) == 0
     assert "Run `cloudckpt gc " in caplog.text
     assert what_counts(store) == (1, "b")
 
@@ -245,7 +243,7 @@ def test_a_clean_up_that_comes_too_late_does_nothing(store: FaultyStore, numbers
     """If this fails, a slow overwriter removes what was saved after its own checkpoint was overwritten or deleted."""
     for number in numbers:
         put_commit(store, number, f"later{number}")
-    assert remove_superseded(store, manifest_for("b"), number=1, retrier=retrier(), on_removing=lambda key: None) == 0
+    assert remove_superseded(client_of(store), manifest_for("b"), number=1, on_removing=lambda key: None) == 0
     assert numbers_in(store) == numbers
 
 
@@ -265,7 +263,7 @@ def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
     put_commit(store, 0, "a")
     put(store, "manifest.1.json", encode(manifest_for("b"))[:-5])
     with pytest.raises(InvalidManifestError, match=r"manifest\.1\.json is truncated"):
-        resolve(store, retrier())
+        resolve(client_of(store))
 
 
 @pytest.mark.parametrize("number", [None, 0, 7, 10**18 - 1])

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
 from cloudckpt import ObjectStoreReader
-from cloudckpt.commit.manifest_log import resolve
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
 from cloudckpt.stores.base import crc32c_of
@@ -98,7 +98,7 @@ class Tiny:
         (plan,) = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
         self._plan = self._planner.finish_plan(plan)
         context = Context(parse_location(self.uri), OPTIONS, rank=0)
-        self._verify = VerifyJob, context, resolve(context.store, context.retrier).manifest
+        self._verify = VerifyJob, context, resolve(context.client).manifest
 
     def put(self, key: str, data: bytes) -> None:
         self.store.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))

@@ -12,8 +12,8 @@ from tests.kit.wrapped import FaultyStore, permanent, transient
 
 from cloudckpt.errors import ObjectNotFoundError, StoreError
 from cloudckpt.format.model import ObjectRef
+from cloudckpt.io.client import StoreClient
 from cloudckpt.io.resume import find_leftovers
-from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.base import Part, UploadedPart, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
@@ -46,7 +46,7 @@ def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple
     Whatever became of it, what the receipt names is there, and is `data`.
     """
     store.calls.clear()
-    leftovers = find_leftovers(store, Retrier(retries=3, timeout_s=100), [OLD])
+    leftovers = find_leftovers(StoreClient(store, retries=3, timeout_s=100), [OLD])
     with session_of(store, connections=2, resumable=True) as session:
         session.submit(NEW + name, KnownBytes(data), leftovers.get(name, []))
         session.tasks.join()

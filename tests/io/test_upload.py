@@ -25,8 +25,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
+from cloudckpt.io.client import StoreClient
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
-from cloudckpt.io.retry import Retrier
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.stores.base import Limits, Store, Views, crc32c_of, num_bytes
 from cloudckpt.stores.memory import MemoryStore
@@ -80,10 +80,7 @@ def session_of(
     on_part: Callable[[str, int], None] = lambda key, num_bytes: None,
 ) -> UploadSession:
     return UploadSession(
-        store,
-        Retrier(retries=retries, timeout_s=100),
-        cleaner=Retrier(retries=retries, timeout_s=100),
-        hedger=hedger_of(connections),
+        StoreClient(store, retries=retries, timeout_s=100, hedger=hedger_of(connections)),
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         resumable=resumable,

@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from tests.kit.clock import skip_waits
 from tests.simulated.scheduler import Fate
 from tests.simulated.world import KINDS, World
 
@@ -31,7 +32,7 @@ FATES: tuple[Fate, ...] = ("done",) * 8 + ("lost", "unanswered", "late", "dies",
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time has no part in it, nor have torch's logs, which would take most of it."""
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
-    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+    skip_waits(monkeypatch)
 
 
 class Schedules(RuleBasedStateMachine):

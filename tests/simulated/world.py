@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -14,6 +16,7 @@ from tests.simulated.oracle import Operation, can_have_happened
 from tests.simulated.scheduler import Actor, Fate
 
 import cloudckpt
+from cloudckpt.commit.fences import MAX_FENCE_BYTES
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -21,8 +24,9 @@ from cloudckpt.errors import (
     CommitUnknownError,
     CorruptCheckpointError,
 )
-from cloudckpt.stores.base import Store
+from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.memory import _BUCKETS, MemoryStore
+from cloudckpt.testing.faults import WrappedStore
 
 Kind: TypeAlias = Literal["save", "overwrite", "load", "delete", "gc"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -41,6 +45,15 @@ def options_for(wrap_store: Wrap) -> cloudckpt.Options:
 
 def state_of(value: int, num_elements: int) -> dict[str, Any]:
     return {"a": torch.full((num_elements,), value), "b": torch.full((2,), float(value))}
+
+
+class _YoungFences(WrappedStore):
+    """Lists fences as younger than anything that gc removes, which `older_than` promises while a save runs."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for info in self.inner.list(prefix):
+            is_fence = info.key.rpartition("/")[2].startswith("manifest") and info.size_bytes <= MAX_FENCE_BYTES
+            yield replace(info, modified_at=info.modified_at + timedelta(days=1)) if is_fence else info
 
 
 class World:
@@ -102,12 +115,13 @@ class World:
         return self._begin("delete", None, lambda wrap: cloudckpt.delete(self.uri, options=options_for(wrap)))
 
     def collect(self) -> Actor:
-        """gc without mercy: whatever is not committed is old enough."""
-        return self._begin(
-            "gc",
-            None,
-            lambda wrap: cloudckpt.gc(self.root, older_than=0.0, dry_run=False, options=options_for(wrap)) and None,
-        )
+        """gc without mercy: whatever is not committed is old enough, but for the fence of a deletion."""
+
+        def run(wrap: Wrap) -> None:
+            options = options_for(lambda store: _YoungFences(wrap(store)))
+            cloudckpt.gc(self.root, older_than=0.0, dry_run=False, options=options)
+
+        return self._begin("gc", None, run)
 
     def step(self, actor: Actor, fate: Fate = "done") -> None:
         self.counts["steps"] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -192,18 +191,16 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], columns:
 
 def _tell_nothing(console: Console, root: str, options: Options) -> None:
     """Say what is there instead of checkpoints. Raises `CheckpointNotFoundError` if that is nothing."""
-    from cloudckpt.commit.manifest_log import describe_folders, list_kept_folders
+    from cloudckpt.commit.resolution import describe_folders, list_kept_folders
     from cloudckpt.errors import CheckpointNotFoundError
-    from cloudckpt.io.retry import Retrier
-    from cloudckpt.stores.open import open_store
+    from cloudckpt.io.client import open_client
     from cloudckpt.uri import parse_location
 
     location = parse_location(root)
-    store = open_store(location, options)
-    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    folders = list_kept_folders(store, retrier)
+    client = open_client(location, options)
+    folders = list_kept_folders(client)
     is_folder = location.scheme == "file" and os.path.isdir(location.path)  # noqa: PTH112  # as URIs have it
-    if not folders and not is_folder and not retrier.collect(lambda: itertools.islice(store.list(), 1)):
+    if not folders and not is_folder and not client.list(most=1):
         raise CheckpointNotFoundError(f"There is nothing at {location.uri}.", uri=location.uri)
     text = f"No checkpoint lies directly in {location.uri}, and nothing that a save has left."
     if folders:

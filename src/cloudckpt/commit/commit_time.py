@@ -9,29 +9,17 @@ import math
 import re
 import threading
 import time
-from collections import Counter
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING
 
-from cloudckpt.commit.fences import MAX_FENCE_BYTES, is_fence
-from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
 from cloudckpt.stores.clock import warn_of_clock
 
-if TYPE_CHECKING:
-    from cloudckpt.commit.manifest_log import Entry  # which imports this module
-    from cloudckpt.io.retry import Retrier
-    from cloudckpt.stores.base import Store
-
-_HEAD_BYTES = 256
 _HEAD = re.compile(
     rb'\{"format":"cloudckpt","version":\[1,[0-9]+\],"attempt":"[^"\\]*","created_at":"[^"\\]*",'
     rb'"committed_at_ns":([0-9]{1,19}),'
 )
-_BEGINNING = b'{"format":"cloudckpt",'
 _TICK_NS = 1000  # of a `datetime`, which shows the order to users
 _LATEST_NS = (2**63 - 1) // _TICK_NS * _TICK_NS
 """The latest time that a manifest can hold, in the year 2262. After it, the names of checkpoints decide."""
-_MOST_VANISHED = 2
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
 """A store that knows no times gives objects earlier ones."""
@@ -86,6 +74,12 @@ def _now_ns() -> int:
     return time.time_ns()
 
 
+def parse_commit_time_ns(head: bytes) -> int | None:
+    """Return the time in the first bytes of a manifest; None if it has none there, or none that a manifest can hold."""
+    match = _HEAD.match(head)
+    return int(match[1]) if match is not None and int(match[1]) <= _LATEST_NS else None
+
+
 def datetime_of(committed_at_ns: int) -> datetime:
     """Return the time as a `datetime` in UTC, cut to microseconds."""
     return _EPOCH + timedelta(microseconds=committed_at_ns // 1000)
@@ -100,73 +94,3 @@ def commit_order(committed_at: datetime, name: str) -> tuple[datetime, list[tupl
     """Return the sort key of a checkpoint, the oldest first. Equal times are ordered by name, numbers by value."""
     texts = _DIGITS.split(name)
     return committed_at, [(int(text), "") if _DIGITS.fullmatch(text) else (-1, text) for text in texts]
-
-
-class CommitTimes:
-    """Reads the times of commits, and remembers them. For several threads."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, datetime, int], datetime] = {}
-        self._num_vanished: Counter[str] = Counter()
-
-    def read(self, store: Store, key: str, entry: Entry, retrier: Retrier) -> datetime | None:
-        """Return when the manifest at `key` was committed; None where it has vanished, so that the caller looks again.
-
-        One small read. The store's own time stands in for a manifest without a time, for one whose head is damaged, and
-        for one that is listed twice and not found. A fence that a listing gave a wrong size is no manifest: None.
-        Raises `StoreError` where the store refuses the read.
-        """
-        url = store.url(key)
-        place = (url, entry.modified_at, entry.size_bytes)
-        committed_at = self._known.get(place)
-        if committed_at is not None:
-            return committed_at
-        try:
-            head = retrier.confirm(
-                lambda: _read_head(store, key, entry.size_bytes, retrier), (ObjectNotFoundError, _NoHeadError)
-            )
-        except _NoHeadError:
-            # An entry of a fence's size was opened already: if it counts, it cannot be read.
-            if not entry.is_fence and _is_fence(store, key, retrier):
-                return None
-            head = None
-        except ObjectNotFoundError:
-            self._num_vanished[url] += 1  # a count that another thread loses costs one more look
-            if self._num_vanished[url] < _MOST_VANISHED:
-                return None
-            head = None
-        match = None if head is None else _HEAD.match(head)
-        committed_at = entry.modified_at
-        if match is not None and int(match[1]) <= _LATEST_NS:
-            committed_at = datetime_of(int(match[1]))
-        note_commit_time_ns(ns_of(committed_at), url=url)
-        if head is not None:
-            self._known[place] = committed_at
-        return committed_at
-
-
-class _NoHeadError(Exception):
-    """The object does not begin as a manifest does, or ends too early."""
-
-
-def _read_head(store: Store, key: str, size_bytes: int, retrier: Retrier) -> bytearray:
-    """Return the beginning of a manifest. Raises `_NoHeadError`, and `StoreError`: a denial places no checkpoint."""
-    head = bytearray(min(size_bytes, _HEAD_BYTES))
-    try:
-        retrier.call(store.read_into, key, 0, [memoryview(head)])
-    except ShortObjectError as error:
-        raise _NoHeadError from error
-    if not head.startswith(_BEGINNING):
-        raise _NoHeadError
-    return head
-
-
-def _is_fence(store: Store, key: str, retrier: Retrier) -> bool:
-    try:
-        return is_fence(retrier.call(store.read, key, max_bytes=MAX_FENCE_BYTES))
-    except ObjectNotFoundError:
-        return False
-    except StoreError as error:
-        if type(error) is not StoreError:  # stores have no class of their own for what is too large
-            raise
-        return False

@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 from typing import Literal, NamedTuple
 
 from cloudckpt.commit.attempts import ATTEMPT, parse_number
-from cloudckpt.commit.manifest_log import Entry, parse_entry
+from cloudckpt.commit.entries import Entry, parse_entry
+from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
 Kind = Literal["data", "upload", "probe"]
@@ -64,6 +65,8 @@ class Inventory:
     def __init__(self, *, has_hidden_uploads: bool) -> None:
         self._has_hidden_uploads = has_hidden_uploads
         self._found: dict[str, list[FoundItem]] = {}
+        self.unlisted: StoreError | None = None
+        """The reason why unfinished uploads are not listed; None if they are."""
 
     def add_object(self, info: ObjectInfo) -> None:
         """An object of a listing; only names that cloudckpt gives are kept."""
@@ -110,19 +113,19 @@ def plan_removal(
     entries: Sequence[Entry],
     *,
     location: str,
-    counting: int | None,
+    current: int | None,
     references: Mapping[int, Collection[str]],
     before: datetime,
     is_fenced: bool,
 ) -> RemovalPlan:
     """Plan what may be removed at `location`, of the items `found` there and of its log.
 
-    Nothing that the manifest `counting` references goes, nor what shows a sign of life that is not older than
+    Nothing that the manifest `current` references is removed, nor what shows a sign of life that is not older than
     `before`. `references` are the keys, relative to the location, that each manifest that can be read names. With
     `is_fenced`, the log has grown since all that was found, so that whoever wrote it cannot commit any more.
     """
     lives = _lives(found, entries, references=references)
-    named = {location + key for key in references.get(counting, ())} if counting is not None else set()
+    named = {location + key for key in references.get(current, ())} if current is not None else set()
 
     def is_dead(item: FoundItem) -> bool:
         return lives.get(item.attempt, item.moment) < before
@@ -134,7 +137,7 @@ def plan_removal(
     needs_fence = not is_fenced and any(item.kind == "data" for item in objects)
 
     def is_spent(entry: Entry) -> bool:
-        if entry.number == counting or entry.modified_at >= before:
+        if entry.number == current or entry.modified_at >= before:
             return False
         if entry == entries[-1]:  # a fence: else it would count
             return needs_fence
@@ -145,7 +148,7 @@ def plan_removal(
     is_lone = (
         top is not None
         and top.modified_at < before
-        and counting is None
+        and current is None
         and not any(item.kind == "data" for item in objects)
         and len(uploads) + len(objects) == len(found)
         and len(spent) + 1 == len(entries)
@@ -156,7 +159,7 @@ def plan_removal(
         entries=spent,
         objects=objects,
         lone_fence=top if is_lone else None,
-        young=tuple(item for item in found if item.kind != "probe" and counting is None and not is_dead(item)),
+        young=tuple(item for item in found if item.kind != "probe" and current is None and not is_dead(item)),
     )
 
 

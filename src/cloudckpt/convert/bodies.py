@@ -54,8 +54,7 @@ class CopiedBody:
             view = bytes_view(buffer)
             try:
                 fetch_and_verify(
-                    self._source.store,
-                    self._source.retrier,
+                    self._source.client,
                     key=self._stored.key,
                     begin=begin,
                     views=[view],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -221,7 +222,6 @@ def upload(
     with (
         contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
         target.new_uploads(
-            target.retrier,
             part_bytes=choose_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes),
             tile_bytes=tile_bytes,
             resumable=leftovers is not None,
@@ -286,14 +286,14 @@ class TargetJob(SaveJob):
             return {}
         mark = copy_mark(self._number, self._copy_of)
         try:
-            keys = {info.key for info in context.retrier.collect(context.store.list, "data/")}
-            keys |= {upload.key for upload in context.retrier.collect(context.store.list_uploads, "data/")}
+            keys = {info.key for info in context.client.list("data/")}
+            keys |= {upload.key for upload in context.client.list_uploads("data/")}
         except StoreError as error:
             _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", context.uri, error)
             return {}
         names = {key.split("/")[1] for key in keys if key.count("/") > 1} - {self.attempt}
         earlier = sorted((name for name in names if name.endswith(mark) and ATTEMPT.fullmatch(name)), reverse=True)
-        found = find_leftovers(context.store, context.retrier, [data_prefix(name, _RANK) for name in earlier])
+        found = find_leftovers(context.client, [data_prefix(name, _RANK) for name in earlier])
         return {data_prefix(self.attempt, _RANK) + rest: leftovers for rest, leftovers in found.items()}
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -318,15 +318,18 @@ def naming_missing_file() -> Iterator[None]:
 def head_file(context: Context, key: str) -> ObjectInfo:
     """Look at a file of the source. Raises `CheckpointNotFoundError` if it does not exist."""
     with naming_missing_file():
-        return context.retrier.call(context.store.head, key)
+        return context.client.require(key)
 
 
 def check_unchanged(context: Context, files: Iterable[ObjectInfo]) -> None:
     """Raise `CheckpointChangedError` if a file of the source was replaced since `head_file` looked at it."""
     for file in files:
-        # One HEAD may be wrong, so two have to agree.
-        if not any(head_file(context, file.key).is_same_write(file) for _ in range(2)):
-            raise replaced_error(context.store.url(file.key))
+        if context.client.observe(functools.partial(_was_replaced, context, file), doubt=bool):
+            raise replaced_error(context.client.url(file.key))
+
+
+def _was_replaced(context: Context, file: ObjectInfo) -> bool:
+    return not head_file(context, file.key).is_same_write(file)
 
 
 def replaced_error(uri: str) -> CheckpointChangedError:

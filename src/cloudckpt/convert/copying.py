@@ -13,7 +13,9 @@ import msgspec
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.commit_time import ns_of
-from cloudckpt.commit.manifest_log import manifest_key, read_log, read_manifest, resolve
+from cloudckpt.commit.entries import manifest_key, read_manifest
+from cloudckpt.commit.log import read_log
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.convert.bodies import CopiedBody
 from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, TargetJob, choose_part_bytes, upload
 from cloudckpt.errors import (
@@ -94,7 +96,7 @@ def copy(
     )
     job = CopyJob(conversion, _read_manifest(conversion.source))
     copied = job.find_earlier() or job.run()
-    retriers = conversion.source.retrier, conversion.target.retrier
+    clients = conversion.source.client, conversion.target.client
     report = CopyReport(
         source=conversion.source.uri,
         target=conversion.target.uri,
@@ -105,8 +107,8 @@ def copy(
         num_read_back_bytes=job.num_read_back_bytes,
         num_reused_bytes=job.num_reused_bytes,
         was_there=job.was_there,
-        num_requests=sum(retrier.num_requests for retrier in retriers),
-        num_retries=sum(retrier.num_retries for retrier in retriers),
+        num_requests=sum(client.num_requests for client in clients),
+        num_retries=sum(client.num_retries for client in clients),
         copy_s=conversion.seconds,
     )
     _log.info("copied %s", report)
@@ -116,20 +118,19 @@ def copy(
 def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
     """Return True if a checkpoint is committed at `target`. Lists it, and reads no manifest."""
     there = Context(parse_location(target), options, rank=0)
-    return read_log(there.store, there.retrier).counting is not None
+    return read_log(there.client).current is not None
 
 
 def _read_manifest(source: Context) -> Manifest:
     """Read the manifest to copy. One without a commit time (format 1.0) gets the store's time."""
-    found = resolve(source.store, source.retrier)
+    found = resolve(source.client)
     if found.manifest.committed_at_ns is not None:
         return found.manifest
-    try:
-        info = source.retrier.call(source.store.head, manifest_key(found.number))
-    except ObjectNotFoundError as error:
+    info = source.client.head(manifest_key(found.number))
+    if info is None:
         raise CheckpointChangedError(
             f"{source.uri} was overwritten or removed while it was being looked at. Copy again", uri=source.uri
-        ) from error
+        )
     version = max(found.manifest.version, (FORMAT_MAJOR, FORMAT_MINOR))
     return msgspec.structs.replace(found.manifest, version=version, committed_at_ns=ns_of(info.modified_at))
 
@@ -137,8 +138,8 @@ def _read_manifest(source: Context) -> Manifest:
 def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
     """Return the manifest at the target if it is an earlier copy of exactly this one."""
     try:
-        number = read_log(target.store, target.retrier).counting
-        there = None if number is None else read_manifest(target.store, number, target.retrier)
+        number = read_log(target.client).current
+        there = None if number is None else read_manifest(target.client, number)
     except CheckpointError:
         return None  # an unreadable manifest is no such copy
     if there is None:
@@ -263,7 +264,7 @@ class CopyJob:
         def ask(number: int) -> None:
             stored = objects[number]
             try:
-                said = target.store.copy_from(source.store.url(stored.key), keys[number], run=target.retrier.call)
+                said = target.store.copy_from(source.store.url(stored.key), keys[number], run=target.client.call)
             # Copies need a permission of their own. A missing object is the source, or an aborted upload: reading the
             # source tells which.
             except (UnsupportedOperationError, AccessDeniedError, ObjectNotFoundError) as error:
@@ -284,7 +285,7 @@ class CopyJob:
             num_threads=target.connections,
             name="cloudckpt-copy",
             # One copy can take thousands of requests. The rest of them must not begin.
-            on_failure=lambda: target.retrier.stop(CloudckptError("the copy of another object failed")),
+            on_failure=lambda: target.stop(CloudckptError("the copy of another object failed")),
         ):
             if number in copied:
                 self._keys[number] = keys[number]
@@ -302,7 +303,8 @@ class CopyJob:
         copied = StoredObject(key=key, size=stored.size, crc32c=stored.crc32c)
         body = CopiedBody(target, copied, self._contents[number], self._manifest.tile_bytes, arena)
         try:
-            if target.retrier.call(target.store.head, key).size_bytes != stored.size:
+            info = target.client.head(key)
+            if info is None or info.size_bytes != stored.size:
                 return False
             part_bytes = choose_part_bytes(
                 target, budget_bytes=self._budget_bytes, tile_bytes=self._manifest.tile_bytes
@@ -332,7 +334,7 @@ class CopyJob:
             progress=self._progress,
             budget_bytes=self._budget_bytes,
             tile_bytes=tile_bytes,
-            stop_reading=source.retrier.stop,
+            stop_reading=source.stop,
         )
         for number, receipt in zip(bodies, receipts, strict=True):
             stored = self._manifest.objects[number]

@@ -11,13 +11,13 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from cloudckpt.commit.manifest_log import look_until_stable, resolve
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.convert.bodies import TensorFile, plan_files
 from cloudckpt.convert.conversion import (
     BodyIn,
@@ -35,7 +35,6 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     Hint,
     InvalidOptionError,
-    ObjectNotFoundError,
     UnsupportedValueError,
     quote_names,
 )
@@ -175,7 +174,7 @@ def _export_safetensors(
         target = Context(folder, target.options, rank=0)
         # Beside the index of an earlier export, readers would take the shards that it names.
         patterns = (glob.escape(single_name),) if single_name != _SINGLE_NAME else _SAFETENSORS_PATTERNS
-    manifest = resolve(source.store, source.retrier).manifest
+    manifest = resolve(source.client).manifest
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
     reader = CheckpointReader(_limited(source, budget_bytes // target.connections), manifest)
@@ -371,7 +370,7 @@ class Files:
         # Two calls, since a store removes many siblings in any order.
         for doomed in (first, [name for name in found if name not in first]):
             if doomed:
-                target.retrier.call(target.store.delete, doomed)
+                target.client.delete(doomed)
 
     def _find_names(self) -> list[str]:
         """Find the files of an earlier export. Two listings must agree, because one may lack a file."""
@@ -382,20 +381,15 @@ class Files:
                 uri=self._target.uri,
             )
 
-        return look_until_stable(self._list_names, changing=changing)
+        return self._target.client.observe(self._list_names, doubt=lambda names: ("names", *names), changing=changing)
 
     def _is_there(self, name: str) -> bool:
-        try:
-            self._target.retrier.call(self._target.store.head, name)
-        except ObjectNotFoundError:
-            return False
-        return True
+        return self._target.client.head(name) is not None
 
-    def _list_names(self) -> tuple[list[str], Hashable]:
+    def _list_names(self) -> list[str]:
         target = self._target
         # A folder can hold very many other files, so only these prefixes are listed.
         prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
-        infos = target.retrier.call(lambda: [info for prefix in prefixes for info in target.store.list(prefix)])
+        infos = [info for prefix in prefixes for info in target.client.list(prefix)]
         keys = {info.key for info in infos if "/" not in info.key}
-        names = sorted(key for key in keys if any(fnmatch.fnmatchcase(key, each) for each in self._patterns))
-        return names, ("found", *names)
+        return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, each) for each in self._patterns))

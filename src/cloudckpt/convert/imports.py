@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cloudckpt.api import save
-from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, holds_torch_checkpoint
+from cloudckpt.commit.resolution import TORCH_METADATA_KEY, has_torch_checkpoint
 from cloudckpt.convert.bodies import plan_files
 from cloudckpt.convert.conversion import (
     Conversion,
@@ -206,7 +206,7 @@ def _import_dcp(conversion: Conversion) -> ConversionReport:
     source = conversion.source
 
     def files() -> list[ObjectInfo]:
-        found = source.retrier.collect(source.store.list)
+        found = source.client.list()
         return sorted((info for info in found if info.key.endswith(_DCP_SUFFIXES)), key=lambda info: info.key)
 
     def check_unchanged() -> None:
@@ -216,7 +216,7 @@ def _import_dcp(conversion: Conversion) -> ConversionReport:
         ):
             raise replaced_error(source.uri)
 
-    if not holds_torch_checkpoint(source.store, source.retrier):
+    if not has_torch_checkpoint(source.client):
         raise CheckpointNotFoundError(
             f"no DCP checkpoint lies at {source.uri}, which has no {TORCH_METADATA_KEY}. Check the URI and the format",
             uri=source.uri,
@@ -270,7 +270,7 @@ def _read(conversion: Conversion) -> Iterator[tuple[dict[str, Any], Callable[[],
 
         # No checksum covers the file, so an answer that is wrong once must not count.
         doubted = (CheckpointNotFoundError, CheckpointChangedError, CorruptCheckpointError, ShortObjectError)
-        state_dict, info = context.retrier.confirm(look, doubted)
+        state_dict, info = context.client.observe(look, doubted=doubted)
         yield state_dict, lambda: check_unchanged(context, [info] if is_local else [])
 
 
@@ -278,7 +278,7 @@ def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
     with Path(path).open("wb") as file:
         for begin in range(0, info.size_bytes, _PIECE_BYTES):
             piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
-            fetch(context.store, context.retrier, key=name, begin=begin, views=[memoryview(piece)])
+            fetch(context.client, key=name, begin=begin, views=[memoryview(piece)])
             file.write(piece)
 
 

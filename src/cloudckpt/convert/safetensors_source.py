@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, look_until_stable, manifest_number
+from cloudckpt.commit.entries import manifest_number
+from cloudckpt.commit.resolution import TORCH_METADATA_KEY
 from cloudckpt.convert.conversion import check_unchanged, folder_and_name, head_file, naming_missing_file
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -124,7 +125,7 @@ class SafetensorsSource:
         """Tensors by their names, in the order of the files and of the bytes in them."""
         self._metadata: dict[str, str] = {}
         # No checksum covers these files, so an answer that is wrong once must not count.
-        self._context.retrier.confirm(self._look, (CheckpointNotFoundError, CorruptCheckpointError))
+        self._context.client.observe(self._look, doubted=(CheckpointNotFoundError, CorruptCheckpointError))
 
     def _look(self) -> None:
         """Find the tensors."""
@@ -150,7 +151,7 @@ class SafetensorsSource:
 
     def stop(self) -> None:
         """Stop retries."""
-        self._context.retrier.stop()
+        self._context.stop()
 
     def read(self, wanted: Sequence[TensorBytes]) -> None:
         """Fill all buffers. Tensors that are neighbours in a file are read by one request."""
@@ -182,7 +183,11 @@ class SafetensorsSource:
                 f"{self._uri} lists other files each time, and no index says which there are. Import again",
                 uri=self._uri,
             )
-            keys, here = look_until_stable(self._listed, changing=lambda: changing)
+            keys, here = self._context.client.observe(
+                self._listed,
+                doubt=lambda found: None if INDEX_NAME in found[1] else ("no index", *found[1]),
+                changing=lambda: changing,
+            )
             indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
             if not indices:
                 names = [key for key in here if key.endswith(_SUFFIX)]
@@ -200,17 +205,18 @@ class SafetensorsSource:
         weight_map = self._index(index_name)
         return [head_file(self._context, key) for key in sorted(set(weight_map.values()))], weight_map
 
-    def _listed(self) -> tuple[tuple[list[str], list[str]], Hashable]:
+    def _listed(self) -> tuple[list[str], list[str]]:
         """List all keys, and the files of the folder. Without an index, two listings must agree on the files."""
         context = self._context
-        keys = sorted(info.key for info in context.retrier.collect(context.store.list))
+        keys = sorted(info.key for info in context.client.list())
         here = sorted({key for key in keys if "/" not in key} | _list_links(context.location))
-        return (keys, here), None if INDEX_NAME in here else ("no index", *here)
+        return keys, here
 
     def _index(self, name: str) -> dict[str, str]:
-        context, url = self._context, self._context.store.url(name)
-        with naming_missing_file():
-            document = context.retrier.call(context.store.read, name, max_bytes=_MAX_INDEX_BYTES)
+        context, url = self._context, self._context.client.url(name)
+        document = context.client.read(name, max_bytes=_MAX_INDEX_BYTES)
+        if document is None:
+            raise CheckpointNotFoundError(f"{url} does not exist. Check the URI", uri=url)
         try:
             weight_map = json.loads(document)["weight_map"]
             names = {str(tensor): str(file) for tensor, file in weight_map.items()}
@@ -222,7 +228,7 @@ class SafetensorsSource:
         return names
 
     def _add(self, file: ObjectInfo, weight_map: dict[str, str] | None) -> None:
-        url = self._context.store.url(file.key)
+        url = self._context.client.url(file.key)
         try:
             end = find_header_end(self._beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes)
             tensors, metadata = _parse_header(self._beginning(file, end), file)
@@ -239,7 +245,7 @@ class SafetensorsSource:
             if weight_map is not None and weight_map.get(tensor.name) != file.key:
                 continue
             if tensor.name in self.tensors:
-                other = self._context.store.url(self.tensors[tensor.name].file.key)
+                other = self._context.client.url(self.tensors[tensor.name].file.key)
                 raise UnsupportedValueError(
                     f"{tensor.name!r} lies in {other} and in {url}, and no index says which counts",
                     uri=self._uri,
@@ -254,7 +260,7 @@ class SafetensorsSource:
 
     def _fetch(self, key: str, begin: int, views: Sequence[memoryview]) -> None:
         with naming_missing_file():
-            fetch(self._context.store, self._context.retrier, key=key, begin=begin, views=views)
+            fetch(self._context.client, key=key, begin=begin, views=views)
 
 
 def _list_links(folder: Location) -> set[str]:

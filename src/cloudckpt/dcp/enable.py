@@ -13,15 +13,14 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from cloudckpt import _torch_compat
-from cloudckpt.commit.manifest_log import list_entries
+from cloudckpt.commit.log import list_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import CloudckptError
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
-from cloudckpt.stores.open import open_store
 from cloudckpt.uri import is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location
 
 _undo = contextlib.ExitStack()
@@ -177,5 +176,4 @@ def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
 
 
 def _holds_manifest(path: str | os.PathLike[str], options: Options) -> bool:
-    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    return bool(list_entries(open_store(parse_location(path).uri, options), retrier))
+    return bool(list_entries(open_client(parse_location(path), options)))

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
-from cloudckpt.commit.manifest_log import holds_torch_checkpoint, resolve
+from cloudckpt.commit.resolution import has_torch_checkpoint, resolve
 from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
 from cloudckpt.dcp.load_items import consumers_of
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
@@ -342,9 +342,9 @@ class ObjectStoreReader(StorageReader):
         context = Context(self._location, self._options, rank=0, recorder=self._recorder)
         try:
             try:
-                manifest = resolve(context.store, context.retrier).manifest
+                manifest = resolve(context.client).manifest
             except CheckpointNotFoundError as error:
-                is_torchs = holds_torch_checkpoint(context.store, context.retrier)
+                is_torchs = has_torch_checkpoint(context.client)
                 return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs)
         except Exception as error:  # each rank raises it
             return ManifestLookup(uri=uri, error=portable(error))
@@ -358,7 +358,7 @@ class ObjectStoreReader(StorageReader):
         context = Context(self._location, self._options, rank=0, recorder=self._recorder)
         if lookup.is_torchs:
             self._torch_reader, metadata = read_torch_metadata(
-                context.store, context.retrier, self._registry, allow_pickle=self._allow_pickle
+                context.client, self._registry, allow_pickle=self._allow_pickle
             )
             self._context = context
             return metadata

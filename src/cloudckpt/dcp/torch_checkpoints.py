@@ -27,11 +27,10 @@ from cloudckpt.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
 )
+from cloudckpt.io.client import StoreClient
 from cloudckpt.io.download import fetch
-from cloudckpt.io.retry import Retrier
 from cloudckpt.options import MIB
 from cloudckpt.report import LoadReport
-from cloudckpt.stores.base import Store
 from cloudckpt.tensors.casts import log_precision, new_cast
 from cloudckpt.tensors.tensor_bytes import writable
 
@@ -44,10 +43,10 @@ _END = pickle.STOP
 class TorchCheckpointReader(FileSystemReader):
     """torch's reader, over one of our stores."""
 
-    def __init__(self, store: Store, retrier: Retrier, registry: ExtensionRegistry | None) -> None:
+    def __init__(self, client: StoreClient, registry: ExtensionRegistry | None) -> None:
         super().__init__("", registry)
-        self._uri, self._retrier = store.uri, retrier
-        self._files = _StoreFiles(store, retrier)
+        self._uri, self._client = client.uri, client
+        self._files = _StoreFiles(client)
         self.fs = self._files  # type: ignore[assignment]  # torch's own subclasses do the same
         self.path = ""
 
@@ -66,21 +65,21 @@ class TorchCheckpointReader(FileSystemReader):
             rank=rank,
             num_bytes_wanted=self._files.num_bytes_read,
             num_bytes_read=self._files.num_bytes_read,
-            num_requests=self._retrier.num_requests,
-            num_retries=self._retrier.num_retries,
+            num_requests=self._client.num_requests,
+            num_retries=self._client.num_retries,
             plan_s=0.0,
             read_s=time.monotonic() - begun_s,
         )
 
 
 def read_torch_metadata(
-    store: Store, retrier: Retrier, registry: ExtensionRegistry | None, *, allow_pickle: bool
+    client: StoreClient, registry: ExtensionRegistry | None, *, allow_pickle: bool
 ) -> tuple[TorchCheckpointReader, Metadata]:
     """Return the reader of the checkpoint in `store`, and its metadata.
 
     Raises `UnsafePickleError` without `allow_pickle`.
     """
-    uri = store.uri
+    uri = client.uri
     if not allow_pickle:
         raise UnsafePickleError(
             f"{uri} holds a checkpoint of torch's own writer, whose .metadata is a pickle: reading it could run "
@@ -88,7 +87,7 @@ def read_torch_metadata(
             uri=uri,
             hint=ALLOW_PICKLE_HINT,
         )
-    reader = TorchCheckpointReader(store, retrier, registry)
+    reader = TorchCheckpointReader(client, registry)
 
     def look() -> Metadata:
         try:
@@ -96,7 +95,7 @@ def read_torch_metadata(
         except CloudckptError:
             raise
         except Exception as error:  # a pickle can raise anything, also where it is whole
-            if _is_cut(store, retrier):
+            if _is_cut(client):
                 raise CorruptCheckpointError(f"the .metadata of {uri} is damaged: {error}", uri=uri) from error
             # Not reported as damage, for which a checkpoint is skipped or replaced: it may be intact.
             raise UnsupportedFormatError(
@@ -105,11 +104,11 @@ def read_torch_metadata(
                 uri=uri,
             ) from error
 
-    return reader, retrier.confirm(look, (CorruptCheckpointError, UnsupportedFormatError))
+    return reader, client.observe(look, doubted=(CorruptCheckpointError, UnsupportedFormatError))
 
 
-def _is_cut(store: Store, retrier: Retrier) -> bool:
-    with _ObjectFile(store, retrier, _METADATA_KEY) as file:
+def _is_cut(client: StoreClient) -> bool:
+    with _ObjectFile(client, _METADATA_KEY) as file:
         size_bytes = file.seek(0, io.SEEK_END)
         file.seek(max(size_bytes - len(_END), 0))
         return file.read(len(_END)) != _END
@@ -150,14 +149,13 @@ class _CheckingPlanner(DefaultLoadPlanner):
 class _StoreFiles:
     """The part of a `FileSystemBase` that a `FileSystemReader` reads by, over the objects of a store."""
 
-    def __init__(self, store: Store, retrier: Retrier) -> None:
+    def __init__(self, client: StoreClient) -> None:
         self.num_bytes_read = 0
-        self._store = store
-        self._retrier = retrier
+        self._client = client
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        file = _ObjectFile(self._store, self._retrier, str(path))
+        file = _ObjectFile(self._client, str(path))
         with io.BufferedReader(file, _BUFFER_BYTES) as stream:
             yield stream
         self.num_bytes_read += file.num_bytes_read
@@ -169,13 +167,12 @@ class _StoreFiles:
 class _ObjectFile(io.RawIOBase):
     """An object as a seekable file."""
 
-    def __init__(self, store: Store, retrier: Retrier, key: str) -> None:
+    def __init__(self, client: StoreClient, key: str) -> None:
         super().__init__()
-        self._store = store
-        self._retrier = retrier
+        self._client = client
         self._key = key
         self.num_bytes_read = 0
-        self._size_bytes = retrier.call(store.head, key).size_bytes
+        self._size_bytes = client.require(key).size_bytes
         self._position = 0
 
     def readable(self) -> bool:
@@ -196,7 +193,7 @@ class _ObjectFile(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         num_bytes = max(min(len(view), self._size_bytes - self._position), 0)
         if num_bytes:
-            fetch(self._store, self._retrier, key=self._key, begin=self._position, views=[view[:num_bytes]])
+            fetch(self._client, key=self._key, begin=self._position, views=[view[:num_bytes]])
             self._position += num_bytes
             self.num_bytes_read += num_bytes
         return num_bytes

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cloudckpt.errors import StoreError, UnsupportedOperationError
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import open_client
 from cloudckpt.options import GIB, MIB
-from cloudckpt.stores.open import open_store
 from cloudckpt.stores.probe import CheckFailed
 from cloudckpt.uri import parse_location
 
@@ -74,16 +73,15 @@ def scratch_location(uri: str, options: Options, *, name: str, warn: Callable[[s
 
 
 def _remove_all(location: Location, options: Options) -> None:
-    store = open_store(location, options)
-    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    client = open_client(location, options)
     for _ in range(_NUM_REMOVALS):  # requests of an interrupted save may still arrive
         if location.scheme == "file":  # the stores below have left their empty folders
             shutil.rmtree(location.path, ignore_errors=True)
         with contextlib.suppress(UnsupportedOperationError):
-            for upload in retrier.call(lambda: list(store.list_uploads())):
-                retrier.call(store.abort_multipart, upload.key, upload.upload_id)
-        keys = retrier.call(lambda: [info.key for info in store.list()])
-        retrier.call(store.delete, keys or ["nothing"])
+            for upload in client.list_uploads():
+                client.abort_multipart(upload.key, upload.upload_id)
+        keys = [info.key for info in client.list()]
+        client.delete(keys or ["nothing"])
         if not keys:
             return
     raise StoreError(

@@ -52,7 +52,7 @@ class CheckpointReader:
 
     def stop(self) -> None:
         """Stop retries."""
-        self.context.retrier.stop()
+        self.context.stop()
 
     def read(self, wanted: Sequence[TensorBytes], values: Mapping[str, io.BytesIO] | None = None) -> None:
         """Fill all buffers, and the files of `values` by name. Raises what a load raises."""

@@ -11,16 +11,11 @@ from typing import Any, Literal, TypeVar
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.collect import group_uploads
-from cloudckpt.commit.commit_time import CommitTimes, commit_order, datetime_of
+from cloudckpt.commit.commit_time import commit_order, datetime_of
+from cloudckpt.commit.entries import CommitTimes, SummaryReader, manifest_key
 from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
-from cloudckpt.commit.manifest_log import (
-    TORCH_METADATA_KEY,
-    SummaryReader,
-    list_entries,
-    look_until_stable,
-    manifest_key,
-    read_log,
-)
+from cloudckpt.commit.log import list_entries, read_log_once
+from cloudckpt.commit.resolution import TORCH_METADATA_KEY
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -28,9 +23,9 @@ from cloudckpt.errors import (
     InvalidURIError,
     UnsupportedFormatError,
 )
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
-from cloudckpt.stores.base import Store, UploadInfo
+from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
 
@@ -132,19 +127,19 @@ def list_checkpoints(
     """
     options = options or Options()
     location = parse_location(root)
-    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    client = open_client(location, options)
     listing = _Listing(
         location,
         options,
-        retrier,
+        client,
         alive_since=datetime.now(timezone.utc) - alive_within,
-        summaries=SummaryReader(retrier, check=check),
+        summaries=SummaryReader(check=check),
     )
     found = look_at_folders(
         listing.list_places if all else listing.list_names,
         listing.read_states if all else listing.find_commit,
         options=options,
-        retrier=retrier,
+        client=client,
         changing=lambda: CheckpointChangedError(
             f"the checkpoints at {location.uri} change all the time, so that no two looks found the same. List them "
             "again",
@@ -184,7 +179,7 @@ def look_at_folders(
     look: Callable[[str], tuple[_T, Hashable]],
     *,
     options: Options,
-    retrier: Retrier,
+    client: StoreClient,
     changing: Callable[[], CheckpointChangedError],
 ) -> dict[str, _T]:
     """Return what `look` finds in each folder, by name, once two looks in a row miss the same.
@@ -198,18 +193,19 @@ def look_at_folders(
     def look_at(name: str) -> None:
         found[name] = look(name)
 
-    def look_at_all() -> tuple[dict[str, _T], Hashable]:
-        names = list_names()
+    def look_at_all() -> tuple[Sequence[str], Hashable]:
+        names = sorted(list_names())
         for name in [name for name, (_, missing) in found.items() if missing]:
             del found[name]
         num_threads = options.connections or DEFAULT_CONNECTIONS
         new = [name for name in names if name not in found]
-        for _ in each_done(new, look_at, num_threads=num_threads, name="cloudckpt-list", on_failure=retrier.stop):
+        for _ in each_done(new, look_at, num_threads=num_threads, name="cloudckpt-list", on_failure=client.stop):
             pass
         missed = tuple((name, missing) for name, (_, missing) in sorted(found.items()) if missing)
-        return {name: one for name, (one, _) in sorted(found.items())}, (tuple(sorted(names)), missed)
+        return names, missed
 
-    return look_until_stable(look_at_all, changing=changing)
+    client.observe(look_at_all, doubt=lambda seen: (*seen[0], seen[1]), changing=changing)
+    return {name: one for name, (one, _) in sorted(found.items())}
 
 
 def _is_openable(location: Location, name: str) -> bool:
@@ -225,10 +221,9 @@ class _Listing:
     """Looks at the folders under one root. Several threads use it."""
 
     def __init__(
-        self, root: Location, options: Options, retrier: Retrier, *, alive_since: datetime, summaries: SummaryReader
+        self, root: Location, options: Options, client: StoreClient, *, alive_since: datetime, summaries: SummaryReader
     ) -> None:
-        self._root, self._options, self._retrier = root, options, retrier
-        self._store = open_store(root.uri, options)
+        self._root, self._options, self._client = root, options, client
         self._alive_since, self._summaries = alive_since, summaries
         self._times = CommitTimes()
         self._uploads: Mapping[str, Sequence[UploadInfo]] = {}
@@ -236,22 +231,21 @@ class _Listing:
 
     def list_names(self) -> list[str]:
         """List the folders under the root."""
-        return [name for name in self._retrier.collect(self._store.list_directories) if _is_openable(self._root, name)]
+        return [name for name in self._client.list_directories() if _is_openable(self._root, name)]
 
     def list_places(self) -> list[str]:
         """List the root itself as ``""`` and the folders under it, and group the unfinished uploads by folder."""
         if self._root.scheme != "file":  # there, each folder is listed by itself: some may be closed
-            self._uploads = group_uploads(self._store, self._retrier)
+            self._uploads = group_uploads(self._client)
         of_uploads = (name for name in self._uploads if name and _is_openable(self._root, name))
         return sorted({"", *of_uploads, *self.list_names()})
 
     def find_commit(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
         """Return the checkpoint in a folder, or the log in which none counts."""
-        store, retrier = self._store, self._retrier
-        log = read_log(store, retrier, prefix=f"{name}/", is_confirmed=False, is_lenient=True)
-        entry, time = log.counting_entry, None
+        log = read_log_once(self._client, prefix=f"{name}/", is_lenient=True)
+        entry, time = log.current_entry, None
         if entry is not None:
-            time = self._times.read(store, f"{name}/{manifest_key(entry.number)}", entry, retrier)
+            time = self._times.read(self._client, f"{name}/{manifest_key(entry.number)}", entry)
         if time is None:
             return [], log
         return [CheckpointInfo(uri=self._root.child(name).uri, name=name, committed_at=time)], None
@@ -260,20 +254,20 @@ class _Listing:
         """Return the states of all that lies in a folder, and what misses where no checkpoint is whole."""
         location = self._root.child(name) if name else self._root
         try:
-            store = open_store(location, self._options)
+            client = self._client.at(open_store(location, self._options))
             inventory = Inventory(has_hidden_uploads=location.scheme == "file")
-            for info in self._retrier.collect(store.list, "data/"):
+            for info in client.list("data/"):
                 inventory.add_object(info)
             uploads = self._uploads.get(name, ())
             if location.scheme == "file":
-                uploads = self._retrier.collect(store.list_uploads, "" if name else "data/")
+                uploads = client.list_uploads("" if name else "data/")
             for upload in uploads:
                 inventory.add_upload(upload)
-            checkpoint, rest, vanished, fenced_at = self._read_checkpoint(location, store, inventory.at(""))
+            checkpoint, rest, vanished, fenced_at = self._read_checkpoint(location, client, inventory.at(""))
             alive_since = max(self._alive_since, fenced_at or self._alive_since)
             uncommitted = self._describe_attempts(location, rest, checkpoint, alive_since=alive_since)
             infos = [*([checkpoint] if checkpoint else []), *uncommitted]
-            infos = infos or self._read_torch_checkpoint(location, store)
+            infos = infos or self._read_torch_checkpoint(location, client)
         except AccessDeniedError as error:
             self.denials.append(error)
             now = datetime.now(timezone.utc)
@@ -284,7 +278,7 @@ class _Listing:
         return infos, vanished or {info.state for info in infos}.issubset(_UNCOMMITTED_STATES)
 
     def _read_checkpoint(
-        self, location: Location, store: Store, found: Sequence[FoundItem]
+        self, location: Location, client: StoreClient, found: Sequence[FoundItem]
     ) -> tuple[CheckpointInfo | None, Sequence[FoundItem], Hashable, datetime | None]:
         """Return the checkpoint, if any, the data beside it, and the log if the manifest has vanished since.
 
@@ -294,11 +288,11 @@ class _Listing:
         log = summary = vanished = None
         problem, state = "", _DAMAGED
         try:
-            log = read_log(store, self._retrier, is_confirmed=False)
-            entry = log.counting_entry
-            summary = self._summaries.read(store, entry) if entry is not None else None
-            if log.counting is not None and summary is None:
-                vanished, problem = log, f"{manifest_key(log.counting)} was removed by other means than cloudckpt's"
+            log = read_log_once(client)
+            entry = log.current_entry
+            summary = self._summaries.read(client, entry) if entry is not None else None
+            if log.current is not None and summary is None:
+                vanished, problem = log, f"{manifest_key(log.current)} was removed by other means than cloudckpt's"
         except CheckpointChangedError:
             raise
         except UnsupportedFormatError as error:
@@ -323,7 +317,7 @@ class _Listing:
             return checkpoint, [item for item in found if item.key not in named], None, None
         if not problem:
             return None, found, None, max((entry.modified_at for entry in log.entries), default=None) if log else None
-        entries = log.entries if log is not None else list_entries(store, self._retrier)
+        entries = log.entries if log is not None else list_entries(client)
         times = [entry.modified_at for entry in entries] or [item.moment for item in found]
         unreadable = CheckpointInfo(
             uri=location.uri,
@@ -375,9 +369,9 @@ class _Listing:
                 ),
             )
 
-    def _read_torch_checkpoint(self, location: Location, store: Store) -> list[CheckpointInfo]:
+    def _read_torch_checkpoint(self, location: Location, client: StoreClient) -> list[CheckpointInfo]:
         return [
             CheckpointInfo(uri=location.uri, name=location.name, committed_at=info.modified_at, state="torch")
-            for info in self._retrier.collect(store.list, TORCH_METADATA_KEY)
+            for info in client.list(TORCH_METADATA_KEY)
             if info.key == TORCH_METADATA_KEY
         ]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cloudckpt.commit.manifest_log import resolve
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
@@ -137,7 +137,7 @@ def compare(
 
 def _open(uri: str | os.PathLike[str], options: Options) -> CheckpointReader:
     context = Context(parse_location(uri), options, rank=0)
-    return CheckpointReader(context, resolve(context.store, context.retrier).manifest)
+    return CheckpointReader(context, resolve(context.client).manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

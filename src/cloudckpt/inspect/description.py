@@ -9,12 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt.commit.manifest_log import resolve
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.format.model import Chunk, StoredTensor
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
-from cloudckpt.stores.open import open_store
-from cloudckpt.uri import parse_location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +145,11 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
 
     """
     options = options or Options()
-    store = open_store(parse_location(uri), options)
-    found = resolve(store, Retrier(retries=options.retries, timeout_s=options.timeout_s))
+    client = open_client(uri, options)
+    found = resolve(client)
     manifest = found.manifest
     return CheckpointDescription(
-        uri=store.uri,
+        uri=client.uri,
         attempt=manifest.attempt,
         created_at=manifest.created_at,
         world_size=manifest.world_size,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import Buffer
 
-from cloudckpt.commit.manifest_log import list_folders, read_counting
+from cloudckpt.commit.log import list_folders, read_current
 from cloudckpt.errors import CloudckptError
 from cloudckpt.format.model import Manifest
 from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
@@ -87,14 +87,14 @@ class FileTree:
 
     def _open(self, folder: str) -> CommittedFiles | None:
         context = self.context(folder)
-        _, manifest = read_counting(context.store, context.retrier)
+        _, manifest = read_current(context.client)
         self._last = CommittedFiles(folder=folder, context=context, manifest=manifest) if manifest else None
         return self._last
 
     def _list_folder(self, path: str) -> list[str]:
         context = self.context(path)
         committed = {info.name for info in list_checkpoints(context.uri, options=self._options)}
-        others = set(list_folders(context.store, context.retrier)) - committed - {"data"}
+        others = set(list_folders(context.client)) - committed - {"data"}
         return sorted(committed | {name for name in others if self._list_folder(f"{path}/{name}".strip("/"))})
 
 

@@ -15,8 +15,8 @@ from cloudckpt.commit.collect import (
     judge,
     walk,
 )
+from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.garbage import Inventory, RemovalPlan
-from cloudckpt.commit.manifest_log import manifest_key
 from cloudckpt.commit.publish import check_conditional_create
 from cloudckpt.errors import (
     CheckpointError,
@@ -30,11 +30,10 @@ from cloudckpt.errors import (
     printable,
 )
 from cloudckpt.events import Event, EventName
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.options import GIB, KIB, MIB, Options
 from cloudckpt.pipeline.context import tell
 from cloudckpt.stores import clock
-from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
 
@@ -138,26 +137,23 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
     _emit("delete.done", location.uri, options)
 
 
-def walk_checkpoint(location: Location, options: Options) -> tuple[WalkedLocation, Retrier]:
+def walk_checkpoint(location: Location, options: Options) -> WalkedLocation:
     """List what cloudckpt wrote at `location`, a checkpoint's.
 
     Raises `NoConditionalCommitError` if the store cannot keep saves away from what is deleted.
     """
-    store, retrier = open_store(location, options), _retrier(location.uri, options)
+    client = _open_client(location, options)
     if options.commit == "conditional":
-        check_conditional_create(store, retrier)
-    for _ in range(2):  # absence is believed only from two walks
-        inventory = walk(
-            store, retrier, prefixes=_PARTS, has_hidden_uploads=location.scheme == "file", on_unlisted=None
-        )
-        if inventory.locations:
-            break
-    return _walked_location(location, store, inventory, "", options), retrier
+        check_conditional_create(client)
+    inventory = walk(client, prefixes=_PARTS, has_hidden_uploads=location.scheme == "file")
+    if inventory.unlisted is not None:
+        raise inventory.unlisted
+    return _walked_location(location, client, inventory, "", options)
 
 
 def _delete(location: Location, options: Options) -> None:
-    walked, retrier = walk_checkpoint(location, options)
-    if not delete_checkpoint(walked, retrier, conditional=options.commit == "conditional"):
+    walked = walk_checkpoint(location, options)
+    if not delete_checkpoint(walked, conditional=options.commit == "conditional"):
         advice = f"Saves left data there. {gc_advice(location.uri)}" if walked.found else "Check the URI"
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {location.uri}, so there is nothing to delete. {advice}", uri=location.uri
@@ -173,7 +169,7 @@ class _Collection:
         self._older_than = older_than
         self._dry_run = dry_run
         self._is_conditional = options.commit == "conditional"
-        self._store, self._retrier = open_store(location, options), _retrier(location.uri, options)
+        self._client = _open_client(location, options)
         self._found: list[Garbage] = []
         self._skipped: list[KeptObject] = []
         self._failed: list[KeptObject] = []
@@ -181,17 +177,10 @@ class _Collection:
     def report(self) -> GarbageReport:
         """Collect the garbage at every location, and report it."""
         if not self._dry_run and self._is_conditional:
-            check_conditional_create(self._store, self._retrier)
-        for _ in range(2):  # absence is believed only from two walks
-            self._failed.clear()
-            inventory = walk(
-                self._store,
-                self._retrier,
-                has_hidden_uploads=self._location.scheme == "file",
-                on_unlisted=lambda error: self._fail(self._location.uri, error, "unfinished uploads: "),
-            )
-            if inventory.locations:
-                break
+            check_conditional_create(self._client)
+        inventory = walk(self._client, has_hidden_uploads=self._location.scheme == "file")
+        if inventory.unlisted is not None:
+            self._fail(self._location.uri, inventory.unlisted, "unfinished uploads: ")
         self._before = _parse_older_than(self._older_than)  # by now the store has shown its clock
         for prefix in inventory.locations:
             self._collect(prefix, inventory)
@@ -209,12 +198,12 @@ class _Collection:
         left: dict[str, StoreError] = {}
         num_untried = 0
         try:
-            walked = _walked_location(self._location, self._store, inventory, prefix, self._options)
+            walked = _walked_location(self._location, self._client, inventory, prefix, self._options)
             if self._dry_run:
-                _, plan = judge(walked, self._retrier, before=self._before)
+                _, plan = judge(walked, before=self._before)
                 young = plan.young
             else:
-                done = collect(walked, self._retrier, before=self._before, conditional=self._is_conditional)
+                done = collect(walked, before=self._before, conditional=self._is_conditional)
                 plan, left, young, num_untried = done.removed, done.left, done.young, done.num_untried
         except (StoreError, CommitUnknownError) as error:
             self._fail(uri, error)
@@ -225,7 +214,7 @@ class _Collection:
                 self._skipped.append(KeptObject(uri=uri, reason=str(error)))
             return
         for key, failure in left.items():
-            self._fail(self._store.url(key), failure)
+            self._fail(self._client.url(key), failure)
         if num_untried:
             reason = f"{_count(num_untried, 'more object')} not tried after these failures"
             self._failed.append(KeptObject(uri=uri, reason=reason))
@@ -260,11 +249,11 @@ def _parse_older_than(older_than: timedelta | float) -> datetime:
         raise InvalidOptionError(f"older_than must be a time since there are calendars, not {older_than!r}") from None
 
 
-def _retrier(uri: str, options: Options) -> Retrier:
+def _open_client(location: Location, options: Options) -> StoreClient:
     def on_retry(error: StoreError) -> None:
-        _emit("retry", uri, options, key=error.key, error=error)
+        _emit("retry", location.uri, options, key=error.key, error=error)
 
-    return Retrier(retries=options.retries, timeout_s=options.timeout_s, on_retry=on_retry)
+    return open_client(location, options, on_retry=on_retry)
 
 
 def _emit(
@@ -289,13 +278,13 @@ def _uri_of(location: Location, prefix: str) -> str:
 
 
 def _walked_location(
-    location: Location, store: Store, inventory: Inventory, prefix: str, options: Options
+    location: Location, client: StoreClient, inventory: Inventory, prefix: str, options: Options
 ) -> WalkedLocation:
-    own = store
+    own = client
     if prefix:
         # Raises `InvalidURIError` for a folder that no checkpoint can have.
-        own = open_store(parse_location(location.child(prefix.rstrip("/")).uri), options)
-    return WalkedLocation(store=own, root=store, prefix=prefix, found=inventory.at(prefix))
+        own = client.at(open_store(parse_location(location.child(prefix.rstrip("/")).uri), options))
+    return WalkedLocation(client=own, root=client, prefix=prefix, found=inventory.at(prefix))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from cloudckpt.commit.manifest_log import resolve
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.format.model import Manifest
 from cloudckpt.options import Options
@@ -59,7 +59,7 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
 def _verify_once(location: Location, options: Options) -> VerifyReport:
     begun_s = time.monotonic()
     context = Context(location, options, rank=0)
-    manifest = resolve(context.store, context.retrier).manifest
+    manifest = resolve(context.client).manifest
     problems = VerifyJob(context, manifest).run()
     if problems and has_changed(context, manifest):
         raise CheckpointChangedError(
@@ -79,8 +79,8 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
         num_tensors=len(manifest.tensors),
         num_values=len(manifest.values),
         num_bytes=sum(stored.size for stored in manifest.objects),
-        num_requests=context.retrier.num_requests,
-        num_retries=context.retrier.num_retries,
+        num_requests=context.client.num_requests,
+        num_retries=context.client.num_retries,
         verify_s=time.monotonic() - begun_s,
     )
     _log.info("verified %s", report)
@@ -90,6 +90,6 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
 def has_changed(context: Context, manifest: Manifest) -> bool:
     """Return True if the checkpoint was removed or replaced."""
     try:
-        return resolve(context.store, context.new_retrier()).manifest.attempt != manifest.attempt
+        return resolve(context.client.restarted()).manifest.attempt != manifest.attempt
     except (CheckpointNotFoundError, CheckpointChangedError):
         return True

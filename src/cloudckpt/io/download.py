@@ -9,7 +9,6 @@ said so, and in each look a read and the object's HEAD agree. A store that contr
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, TypeAlias
@@ -22,8 +21,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.io.checksum import compute_tile_crc32cs
-from cloudckpt.io.hedging import Hedger
-from cloudckpt.io.retry import NUM_LOOKS, Attempts, Confirmation, Retrier
+from cloudckpt.io.client import Attempts, Doubts, StoreClient
 from cloudckpt.stores.base import Store, Views, batches, num_bytes, without_first
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
@@ -31,33 +29,31 @@ _Answer: TypeAlias = Literal["absent", "short", "there"]
 """The store's answer about the bytes before an offset: no object, one that ends earlier, or all there."""
 
 
+class _OtherSizeError(Exception):
+    """The object has another size than was expected, or is missing."""
+
+    def __init__(self, size_bytes: int | None) -> None:
+        super().__init__("it is missing" if size_bytes is None else f"it has {size_bytes} bytes")
+        self.size_bytes = size_bytes
+
+
 class _WrongBytesError(Exception):
     """Some tiles do not have the checksums that were saved."""
 
 
-class _OtherSizeError(Exception):
-    """The object has another size than was expected."""
-
-    def __init__(self, size_bytes: int) -> None:
-        super().__init__(f"it has {size_bytes} bytes")
-        self.size_bytes = size_bytes
-
-
-def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views, hedger: Hedger | None = None) -> None:
+def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
     """Fill `views` with the object's bytes from `begin` on. A body that breaks off is resumed at the byte reached.
-
-    A `hedger` may make each request a second time.
 
     Raises `ObjectNotFoundError` and `ShortObjectError` only once they are believed.
     """
     remaining, position, end = list(views), begin, begin + num_bytes(views)
-    read_into = store.read_into if hedger is None else functools.partial(hedger.read_into, store)
-    confirmation = Confirmation(retrier)
-    with Attempts(retrier) as attempts:
+    store = client.store
+    doubts = Doubts(client)
+    with Attempts(client) as attempts:
         while True:
             attempts.begin()
             try:
-                read_into(key, position, remaining)
+                client.hedger.read_into(store, key, position, remaining)
             except (ObjectNotFoundError, ShortObjectError) as error:
                 try:
                     _compare(store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short")
@@ -65,7 +61,7 @@ def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views,
                     if not attempts.wait_after(contradiction):
                         raise
                 else:
-                    if not confirmation.wait_after(error):
+                    if doubts.are_settled_by(type(error).__name__, error):
                         raise
                     attempts.renew()
             except Exception as error:
@@ -78,31 +74,32 @@ def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views,
                 return
 
 
-def measure(store: Store, retrier: Retrier, *, key: str, size_bytes: int) -> int:
-    """Return the size of the object at `key`. Absence, or another size than `size_bytes`, is confirmed first.
+def measure(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
+    """Return the size of the object at `key`, or None. Absence, or another size than `size_bytes`, is confirmed first.
 
     If all is as expected, this takes one HEAD.
     """
+    store = client.store
 
-    def attempt() -> int:
+    def attempt() -> int | None:
         try:
             found_bytes = store.head(key).size_bytes
         except ObjectNotFoundError:
             _compare(store, key, max(size_bytes, 1), by_head="absent")
-            raise
+            return None
         if found_bytes != size_bytes:
             is_short = found_bytes < size_bytes
             _compare(store, key, size_bytes + (not is_short), by_head="short" if is_short else "there")
         return found_bytes
 
     def look() -> int:
-        found_bytes = retrier.call(attempt)
+        found_bytes = client.call(attempt)
         if found_bytes != size_bytes:
             raise _OtherSizeError(found_bytes)
         return found_bytes
 
     try:
-        return retrier.confirm(look, (ObjectNotFoundError, _OtherSizeError))
+        return client.observe(look, doubted=_OtherSizeError)
     except _OtherSizeError as error:
         return error.size_bytes
 
@@ -147,8 +144,7 @@ def _head_answer(store: Store, key: str, end: int) -> _Answer:
 
 
 def fetch_and_verify(
-    store: Store,
-    retrier: Retrier,
+    client: StoreClient,
     *,
     key: str,
     begin: int,
@@ -156,7 +152,6 @@ def fetch_and_verify(
     tile_bytes: int,
     expected_crc32cs: Sequence[int],
     holding: Callable[[int, int], str],
-    hedger: Hedger | None = None,
 ) -> None:
     """Fetch whole tiles, whose checksums must be `expected_crc32cs`.
 
@@ -164,10 +159,9 @@ def fetch_and_verify(
     that `find_wrong_tiles` finds, and for an object that is too short.
     """
     try:
-        fetch(store, retrier, key=key, begin=begin, views=views, hedger=hedger)
+        fetch(client, key=key, begin=begin, views=views)
         wrong = find_wrong_tiles(
-            store,
-            retrier,
+            client,
             key=key,
             begin=begin,
             views=views,
@@ -176,24 +170,23 @@ def fetch_and_verify(
         )
     except ShortObjectError as error:
         raise CorruptCheckpointError(
-            f"{store.url(key)} is shorter than when it was saved, so "
+            f"{client.url(key)} is shorter than when it was saved, so "
             f"{holding(begin, begin + num_bytes(views))} cannot be loaded: {error}",
-            uri=store.uri,
+            uri=client.uri,
         ) from error
     if wrong:
         index, actual = next(iter(wrong.items()))
         low = begin + index * tile_bytes
         high = min(low + tile_bytes, begin + num_bytes(views))
         raise CorruptCheckpointError(
-            f"{store.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
+            f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
             f"{expected_crc32cs[index]:08x} was saved. They hold {holding(low, high)}. Load an older checkpoint",
-            uri=store.uri,
+            uri=client.uri,
         )
 
 
 def find_wrong_tiles(
-    store: Store,
-    retrier: Retrier,
+    client: StoreClient,
     *,
     key: str,
     begin: int,
@@ -207,24 +200,23 @@ def find_wrong_tiles(
     """
     begun_ns = now_ns()
     values = compute_tile_crc32cs(views, tile_bytes)
-    retrier.recorder.span("checksum", begun_ns, key=key)
-    retrier.recorder.spent("stage", begun_ns)
+    client.recorder.span("checksum", begun_ns, key=key)
+    client.recorder.spent("stage", begun_ns)
     wrong = {index: values[index] for index in _differing(values, expected_crc32cs)}
-    confirmation = Confirmation(retrier, num_looks=NUM_LOOKS - 1)
+    doubts = Doubts(client)
     while wrong:
+        client.call(_compare, client.store, key, begin + num_bytes(views), by_read="there")
+        error = _WrongBytesError(f"{client.url(key)}: {len(wrong)} tiles have other checksums than were saved")
+        if doubts.are_settled_by("wrong", error):
+            break
         still_wrong: dict[int, int] = {}
         for first, last in _runs(list(wrong)):
             low, high = first * tile_bytes, last * tile_bytes
             again = next(batches(without_first(views, low), max_bytes=high - low, max_views=len(views)))
-            fetch(store, retrier, key=key, begin=begin + low, views=again)
+            fetch(client, key=key, begin=begin + low, views=again)
             actual = compute_tile_crc32cs(again, tile_bytes)
             still_wrong |= {first + index: actual[index] for index in _differing(actual, expected_crc32cs[first:last])}
         wrong = still_wrong
-        if wrong:
-            retrier.call(_compare, store, key, begin + num_bytes(views), by_read="there")
-            error = _WrongBytesError(f"{store.url(key)}: {len(wrong)} tiles have other checksums than were saved")
-            if not confirmation.wait_after(error):
-                break
     return wrong
 
 

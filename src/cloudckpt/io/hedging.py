@@ -143,6 +143,8 @@ class Hedger:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit = limit
+        self.most_connections = limit.current
+        """The most requests that may ever be in flight."""
         self._on_hedge = on_hedge
         self._budget_bytes = budget_bytes
         self._clock = clock
@@ -172,7 +174,7 @@ class Hedger:
 
         `second` makes it once more, in another thread, and holds `held_bytes`; it must not return None. If it succeeds
         and the first request does not, the context suppresses the error, and `HedgedRequest.result` is its result.
-        `name` is the same however often the retrier tries the request.
+        `name` is the same however often the client repeats the request.
         """
         with self._lock:
             request = HedgedRequest(

@@ -18,10 +18,10 @@ from cloudckpt._workers import each_done
 from cloudckpt.errors import StoreError
 from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
+from cloudckpt.io.client import StoreClient
 from cloudckpt.io.download import fetch
-from cloudckpt.io.retry import Retrier
 from cloudckpt.options import MIB
-from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views
+from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
@@ -81,20 +81,20 @@ class _DifferentBytesError(Exception):
     """The store holds other bytes."""
 
 
-def find_leftovers(store: Store, retrier: Retrier, prefixes: Iterable[str]) -> dict[str, list[Leftover]]:
+def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, list[Leftover]]:
     """Return the leftovers under `prefixes` by the rest of the key, those under an earlier prefix first."""
     found: defaultdict[str, list[Leftover]] = defaultdict(list)
     try:
         for prefix in prefixes:
             here: dict[str, Leftover] = {}
-            for info in retrier.collect(store.list, prefix):
+            for info in client.list(prefix):
                 here.setdefault(info.key, Leftover(key=info.key)).size_bytes = info.size_bytes
-            for upload in retrier.collect(store.list_uploads, prefix):
+            for upload in client.list_uploads(prefix):
                 here.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
             for key, leftover in here.items():
                 found[key[len(prefix) :]].append(leftover)
     except StoreError as error:
-        _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", store.uri, error)
+        _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", client.uri, error)
         return {}
     return dict(found)
 
@@ -102,9 +102,8 @@ def find_leftovers(store: Store, retrier: Retrier, prefixes: Iterable[str]) -> d
 class Resumption:
     """Tells, for one session's objects, what of them is on the store."""
 
-    def __init__(self, store: Store, retrier: Retrier, *, tile_bytes: int, connections: int) -> None:
-        self._store = store
-        self._retrier = retrier
+    def __init__(self, client: StoreClient, *, tile_bytes: int, connections: int) -> None:
+        self._client = client
         self._tile_bytes = tile_bytes
         self._connections = connections
 
@@ -116,7 +115,7 @@ class Resumption:
         def check(begin: int) -> None:
             end = min(begin + step_bytes, body.size_bytes)
             stored = bytearray(end - begin)
-            fetch(self._store, self._retrier, key=key, begin=begin, views=[memoryview(stored)])
+            fetch(self._client, key=key, begin=begin, views=[memoryview(stored)])
             if compute_tile_crc32cs([memoryview(stored)], self._tile_bytes) != self._known(body, begin, end):
                 raise _DifferentBytesError
 
@@ -127,7 +126,7 @@ class Resumption:
         except _DifferentBytesError:
             return False
         except StoreError as error:
-            _log.info("%s cannot be used: %s", self._store.url(key), error)
+            _log.info("%s cannot be used: %s", self._client.url(key), error)
             return False
         return True
 
@@ -143,7 +142,7 @@ class Resumption:
 
     def unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
         """Return the parts that the first useful upload holds, or all hold if parts can change uploads."""
-        kind, best = self._store.capabilities.listed_parts, None
+        kind, best = self._client.store.capabilities.listed_parts, None
         if kind == "none":
             return None
         for leftover in leftovers:
@@ -165,10 +164,10 @@ class Resumption:
         held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
         listed: defaultdict[int, list[FoundPart]] = defaultdict(list)
         try:
-            for found in self._retrier.collect(self._store.list_parts, key, upload_id):
+            for found in self._client.list_parts(key, upload_id):
                 listed[found.number].append(found)
         except StoreError as error:
-            _log.info("the upload to %s cannot be used: %s", self._store.url(key), error)
+            _log.info("the upload to %s cannot be used: %s", self._client.url(key), error)
             return held
 
         def check(part: Part) -> None:

@@ -16,12 +16,11 @@ from cloudckpt._workers import WorkQueue
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
 from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
+from cloudckpt.io.client import Attempts, StoreClient
 from cloudckpt.io.download import measure
-from cloudckpt.io.hedging import Hedger
 from cloudckpt.io.reads import spread_over_connections
 from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
-from cloudckpt.io.retry import Attempts, Retrier
-from cloudckpt.stores.base import Limits, Part, Store, UploadedPart, Views
+from cloudckpt.stores.base import Limits, Part, UploadedPart, Views
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _log = logging.getLogger("cloudckpt")
@@ -60,11 +59,8 @@ class UploadSession:
 
     def __init__(
         self,
-        store: Store,
-        retrier: Retrier,
+        client: StoreClient,
         *,
-        cleaner: Retrier,
-        hedger: Hedger,
         part_bytes: int,
         tile_bytes: int,
         resumable: bool,
@@ -73,14 +69,13 @@ class UploadSession:
         on_completing: Callable[[str], None],
         on_object: Callable[[str, int], None],
     ) -> None:
-        self._store = store
-        self._retrier = retrier
-        self._cleaner = cleaner
+        self._client, self._store = client, client.store
+        self._cleaner = client.restarted()
         self._part_bytes = part_bytes
         self._tile_bytes = tile_bytes
-        self._hedger = hedger
+        self._hedger = hedger = client.hedger
         self._resumable = resumable
-        self._resumption = Resumption(store, retrier, tile_bytes=tile_bytes, connections=hedger.connections())
+        self._resumption = Resumption(client, tile_bytes=tile_bytes, connections=hedger.connections())
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
@@ -156,7 +151,7 @@ class UploadSession:
         """Upload a part of a multipart object that others follow. Raises the session's first failure."""
         if target.upload_id is None:
             try:
-                target.upload_id = self._retrier.call(self._store.create_multipart, target.key)
+                target.upload_id = self._client.create_multipart(target.key)
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -188,14 +183,14 @@ class UploadSession:
         if parts is None:
             parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
         else:
-            upload_id = self._retrier.call(self._store.create_multipart, key)
+            upload_id = self._client.create_multipart(key)
         return ObjectUpload(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
 
     def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> ObjectUpload:
         """With the upload of an earlier attempt; or with its parts, where parts can complete any upload."""
         target_key, upload_id = held.key, held.upload_id
         if self._store.capabilities.listed_parts == "any_upload":
-            target_key, upload_id = key, self._retrier.call(self._store.create_multipart, key)
+            target_key, upload_id = key, self._client.create_multipart(key)
         return ObjectUpload(
             key=key,
             target_key=target_key,
@@ -215,16 +210,16 @@ class UploadSession:
 
     def _send_part(self, target: ObjectUpload, part: Part | None) -> None:
         """Send a part, and complete the object after its last one. Without a part, complete the object."""
-        store, retrier, upload_id = self._store, self._retrier, target.upload_id
+        store, client, upload_id = self._store, self._client, target.upload_id
         if self._failure is not None or target.is_given_up:
             return
         try:
             if part is not None:
                 with (
                     open_part(
-                        target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=retrier.recorder
+                        target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
                     ) as (views, values, whole),
-                    Attempts(retrier) as attempts,
+                    Attempts(client) as attempts,
                 ):
                     while True:
                         attempts.begin()
@@ -272,7 +267,7 @@ class UploadSession:
         size_bytes = target.body.size_bytes
         if target.upload_id is not None:
             self._on_completing(target.target_key)
-            self._retrier.call(self._complete_once, target, target.upload_id)
+            self._client.call(self._complete_once, target, target.upload_id)
             self._check_stored(target)
         values = tuple(value for part in target.parts for value in target.crc32cs[part.number])
         receipt = ObjectRef(
@@ -298,7 +293,9 @@ class UploadSession:
 
     def _check_stored(self, target: ObjectUpload) -> None:
         store, key, size_bytes = self._store, target.target_key, target.body.size_bytes
-        stored_bytes = measure(store, self._retrier, key=key, size_bytes=size_bytes)
+        stored_bytes = measure(self._client, key=key, size_bytes=size_bytes)
+        if stored_bytes is None:
+            raise store.error(ObjectNotFoundError, "complete_multipart", key, "no object is there after its upload.")
         if stored_bytes != size_bytes:
             problem = (
                 f"the object has {stored_bytes} bytes after {size_bytes} were uploaded and confirmed: the store is not "
@@ -312,16 +309,16 @@ class UploadSession:
         with self._lock:
             if self._failure is None:
                 self._failure = error
-        self._retrier.stop()
+        self._client.stop()
 
     def _remove_everything(self) -> None:
         """After a failure, with no call in flight. What cannot be removed is left to gc, and said."""
         for target in self._open.values():
             if target.upload_id is not None:
                 with _logged("abort an upload", uri=self._store.uri):
-                    self._cleaner.call(self._store.abort_multipart, target.key, target.upload_id)
+                    self._cleaner.abort_multipart(target.key, target.upload_id)
         with _logged("remove what a failed save wrote", uri=self._store.uri):
-            self._cleaner.call(self._store.delete, self._started_keys)
+            self._cleaner.delete(self._started_keys)
 
 
 def _explain(error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cloudckpt.api import entries_of, load
-from cloudckpt.commit.manifest_log import MOST_LOOKS, read_log
+from cloudckpt.commit.log import read_log
 from cloudckpt.dcp import LoadPlanner
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
@@ -23,12 +23,11 @@ from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptChe
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.verification import verify
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import MOST_LOOKS, open_client
 from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
 from cloudckpt.report import LoadReport, SkippedCheckpoint
-from cloudckpt.stores.open import open_store
 from cloudckpt.uri import redacted
 
 _log = logging.getLogger("cloudckpt")
@@ -219,8 +218,7 @@ def _find_candidates(root: str | os.PathLike[str], options: Options | None) -> l
 def is_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool:
     """Return True if a checkpoint is committed at `root` itself. Raises `StoreError`, also for denied access."""
     options = options or Options()
-    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    return read_log(open_store(root, options), retrier, is_lenient=True).counting is not None
+    return read_log(open_client(root, options), is_lenient=True).current is not None
 
 
 def _find_damage(uri: str, options: Options | None) -> SkippedCheckpoint | None:

@@ -10,11 +10,10 @@ from datetime import datetime, timedelta
 
 from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
-from cloudckpt.commit.manifest_log import resolve
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject, gc, walk_checkpoint
-from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
@@ -238,19 +237,19 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
     Returns the reason, and removes nothing, if another save has written there since `alive_since`: it overwrites the
     step. A save that begins later fails, because the fence takes its number. Raises as `cloudckpt.delete` does.
     """
-    walked, retrier = walk_checkpoint(parse_location(uri), options)
-    if _has_other_writer(walked, retrier, alive_since=alive_since):
+    walked = walk_checkpoint(parse_location(uri), options)
+    if _has_other_writer(walked, alive_since=alive_since):
         return "another save is writing there"
-    delete_checkpoint(walked, retrier, conditional=options.commit == "conditional")
+    delete_checkpoint(walked, conditional=options.commit == "conditional")
     return None
 
 
-def _has_other_writer(walked: WalkedLocation, retrier: Retrier, *, alive_since: datetime) -> bool:
+def _has_other_writer(walked: WalkedLocation, *, alive_since: datetime) -> bool:
     attempts = {item.attempt for item in walked.found if item.attempt}
     if len(attempts) <= 1:
         return False  # the only attempt is the committed one; the manifest, which may be large, need not be read
     try:
-        manifest = resolve(walked.store, retrier).manifest
+        manifest = resolve(walked.client).manifest
     except CheckpointError:
         own: set[str] = set()
     else:

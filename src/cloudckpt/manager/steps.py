@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -11,16 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, SupportsFloat, TypeVar
 
-from cloudckpt.commit.commit_time import CommitTimes
-from cloudckpt.commit.manifest_log import (
-    MOST_LOOKS,
-    Entry,
-    SummaryReader,
-    holds_rank_checkpoints,
-    holds_torch_checkpoint,
-    manifest_key,
-    read_log,
-)
+from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
+from cloudckpt.commit.log import read_log_once
+from cloudckpt.commit.resolution import lists_rank_checkpoints, lists_torch_checkpoint
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -29,10 +21,9 @@ from cloudckpt.errors import (
     InvalidOptionError,
 )
 from cloudckpt.inspect.catalog import look_at_folders
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import MOST_LOOKS, StoreClient, open_client
 from cloudckpt.manager.retention_policy import StepInfo, sort_newest_first
 from cloudckpt.options import Options
-from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location
 
@@ -184,14 +175,14 @@ class Steps:
 
     def find_torch_steps(self) -> list[int]:
         """Return the steps that torch's own writer has saved, lowest first. Raises as `find_committed` does."""
-        return self._find_foreign(functools.partial(holds_torch_checkpoint, is_confirmed=False))
+        return self._find_foreign(lists_torch_checkpoint)
 
     def find_steps_of_ranks(self) -> list[int]:
         """Return the steps in whose folders rank 0 has a checkpoint of its own, lowest first. Raises as `list_folders`.
 
         Earlier versions saved them so with ``use_collectives=False``.
         """
-        return self._find_foreign(holds_rank_checkpoints)
+        return self._find_foreign(lists_rank_checkpoints)
 
     def list_folders(
         self, *, step: int | None = None, excluded_uris: Collection[str] = (), with_metrics: bool = False
@@ -204,24 +195,24 @@ class Steps:
         With metrics, each manifest is read once and remembered. The metrics of a damaged manifest stay unknown, and
         `StepFolder.problem` says why.
         """
-        retrier = self._make_retrier()
-        summaries = SummaryReader(retrier) if with_metrics else None
+        client = self._open_client()
+        summaries = SummaryReader() if with_metrics else None
 
         def list_names() -> list[str]:
             return [
                 name
-                for name in self._list_names(retrier)
+                for name in _list_names(client)
                 if self._uri_of_folder(name) not in excluded_uris and step in (None, parse_folder(name))
             ]
 
         def look(name: str) -> tuple[StepFolder, Hashable]:
             try:
-                folder = self._look_at(name, retrier, summaries)
+                folder = self._look_at(name, client, summaries)
             except AccessDeniedError as error:
                 folder = StepFolder(uri=self._uri_of_folder(name), denied=error)
             return folder, folder if folder.is_missing else None
 
-        found = list(self._look_at_folders(list_names, look, retrier).values())
+        found = list(self._look_at_folders(list_names, look, client).values())
         self._have_times |= step is None
         return found
 
@@ -239,53 +230,49 @@ class Steps:
                 error,
             )
 
-    def _find_foreign(self, is_foreign: Callable[[Store, Retrier], bool]) -> list[int]:
+    def _find_foreign(self, is_foreign: Callable[[StoreClient], bool]) -> list[int]:
         """Return the steps whose folders are foreign, lowest first, once two looks at all folders agree."""
-        retrier = self._make_retrier()
+        client = self._open_client()
 
         def look_at(name: str) -> tuple[bool, Hashable]:
-            answer = is_foreign(open_store(self.root.child(name), self._options), retrier)
+            answer = is_foreign(self._at(client, name))
             return answer, ("twice", answer)
 
-        found = self._look_at_folders(lambda: self._list_names(retrier), look_at, retrier)
+        found = self._look_at_folders(lambda: _list_names(client), look_at, client)
         return sorted(parse_step_uri(name) for name, answer in found.items() if answer)
 
     def _look_at_folders(
-        self, list_names: Callable[[], list[str]], look: Callable[[str], tuple[_T, Hashable]], retrier: Retrier
+        self, list_names: Callable[[], list[str]], look: Callable[[str], tuple[_T, Hashable]], client: StoreClient
     ) -> dict[str, _T]:
         return look_at_folders(
-            list_names, look, options=self._options, retrier=retrier, changing=self._make_changed_error
+            list_names, look, options=self._options, client=client, changing=self._make_changed_error
         )
 
-    def _list_names(self, retrier: Retrier) -> list[str]:
-        store = open_store(self.root, self._options)
-        return [name for name in retrier.collect(store.list_directories) if parse_folder(name) is not None]
-
-    def _look_at(self, name: str, retrier: Retrier, summaries: SummaryReader | None) -> StepFolder:
+    def _look_at(self, name: str, client: StoreClient, summaries: SummaryReader | None) -> StepFolder:
         for _ in range(MOST_LOOKS):
-            folder = self._try_to_look_at(name, retrier, summaries)
+            folder = self._try_to_look_at(name, client, summaries)
             if folder is not None:
                 return folder
         raise self._make_changed_error()
 
-    def _try_to_look_at(self, name: str, retrier: Retrier, summaries: SummaryReader | None) -> StepFolder | None:
+    def _try_to_look_at(self, name: str, client: StoreClient, summaries: SummaryReader | None) -> StepFolder | None:
         """Look at the log of a step. None if a manifest was replaced or removed meanwhile."""
-        log = read_log(self._open(name), retrier, is_confirmed=False, is_lenient=True)
-        if log.counting_entry is not None:
-            return self._build_committed(name, log.counting_entry, log.top, retrier, summaries)
+        client = self._at(client, name)
+        log = read_log_once(client, is_lenient=True)
+        if log.current_entry is not None:
+            return self._build_committed(name, log.current_entry, log.highest_number, client, summaries)
         return StepFolder(
             uri=self._uri_of_folder(name),
-            top=log.top,
-            fenced_at=log.entries[-1].modified_at if log.entries and log.counting is None else None,
-            is_half_deleted=log.counting is None and not all(one.is_fence for one in log.entries),
+            top=log.highest_number,
+            fenced_at=log.entries[-1].modified_at if log.entries and log.current is None else None,
+            is_half_deleted=log.current is None and not all(one.is_fence for one in log.entries),
         )
 
     def _build_committed(
-        self, name: str, entry: Entry, top: int, retrier: Retrier, summaries: SummaryReader | None
+        self, name: str, entry: Entry, top: int, client: StoreClient, summaries: SummaryReader | None
     ) -> StepFolder | None:
         uri = self._uri_of_folder(name)
-        store = self._open(name)
-        moment = self._times.read(store, manifest_key(entry.number), entry, retrier)
+        moment = self._times.read(client, manifest_key(entry.number), entry)
         if moment is None:
             return None
         metrics: dict[str, float] = {}
@@ -294,7 +281,7 @@ class Steps:
             if summaries is not None:
                 key = uri, entry.number, moment
                 if key not in self._metrics:
-                    if (summary := summaries.read(store, entry)) is None:
+                    if (summary := summaries.read(client, entry)) is None:
                         return None
                     self._metrics[key] = parse_metrics(summary.metadata)
                 metrics = self._metrics[key]
@@ -306,17 +293,21 @@ class Steps:
     def _uri_of_folder(self, name: str) -> str:
         return self.root.child(name).uri
 
-    def _open(self, name: str) -> Store:
-        return open_store(self.root.child(name), self._options)
+    def _open_client(self) -> StoreClient:
+        return open_client(self.root, self._options)
 
-    def _make_retrier(self) -> Retrier:
-        return Retrier(retries=self._options.retries, timeout_s=self._options.timeout_s)
+    def _at(self, client: StoreClient, name: str) -> StoreClient:
+        return client.at(open_store(self.root.child(name), self._options))
 
     def _make_changed_error(self) -> CheckpointChangedError:
         return CheckpointChangedError(
             f"the steps under {self.root.uri} keep changing, so the committed ones are unknown. Try again",
             uri=self.root.uri,
         )
+
+
+def _list_names(client: StoreClient) -> list[str]:
+    return [name for name in client.list_directories() if parse_folder(name) is not None]
 
 
 def _raise_if_denied(folders: Sequence[StepFolder]) -> None:

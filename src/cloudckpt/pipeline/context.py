@@ -3,86 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from cloudckpt import _this_process, telemetry
-from cloudckpt._workers import logging_failures, num_cores_of_rank, ranks_of_host
-from cloudckpt.errors import InterruptedReadError, SaveCancelledError
+from cloudckpt._workers import logging_failures
+from cloudckpt.errors import SaveCancelledError
 from cloudckpt.events import LEVELS, Event, EventName
-from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SaveReport
-from cloudckpt.stores.base import Call, ForwardingStore, Store
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores.base import Store
 from cloudckpt.telemetry import fields
-from cloudckpt.telemetry.timeline import Recorder, now_ns
+from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.uri import Location
 
-_T = TypeVar("_T")
-_WITH_BODY = ("put", "upload_part", "read_into")
-
-
-class TracedStore(ForwardingStore):
-    """Passes every call on to `inner`, and records a span for it, with key, bytes, try and error."""
-
-    def __init__(self, inner: Store, recorder: Recorder) -> None:
-        super().__init__(inner)
-        self._recorder = recorder
-        self._last = threading.local()
-
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
-        recorder, moved_bytes = self._recorder, 0
-        # What is tried again is tried in the same thread, with no other call in between.
-        failed, num_failures = getattr(self._last, "failed", (None, 0))
-        num_tries = num_failures + 1 if failed == call else 1
-        details: dict[str, object] = {"try": num_tries}
-        if call.part_number is not None:
-            details["part"] = call.part_number
-        if call.offset_bytes is not None:
-            details["offset"] = call.offset_bytes
-        begun_ns = now_ns()
-        has_body = call.operation in _WITH_BODY
-        if has_body:
-            recorder.count(call.num_bytes)
-        try:
-            result = action()
-            moved_bytes = call.num_bytes
-            num_failures = 0
-        except BaseException as error:
-            num_failures = num_tries
-            details["error"] = type(error).__name__
-            if isinstance(error, InterruptedReadError):
-                moved_bytes = error.received_bytes
-            raise
-        else:
-            return result
-        finally:
-            self._last.failed = (call, num_failures)
-            if has_body:
-                recorder.count(-call.num_bytes, moved_bytes=moved_bytes)
-                details["bytes"] = moved_bytes
-            recorder.span(call.operation, begun_ns, key=call.key, **details)
-
-    def around_listing(self, call: Call, action: Callable[[], Iterator[_T]]) -> Iterator[_T]:
-        """The first page is a span; what asks for later ones works on the earlier ones in between."""
-        entries = action()
-        yield from self.around(call, lambda: list(itertools.islice(entries, 1)))
-        yield from entries
-
-
 _log = logging.getLogger("cloudckpt")
-
-_MIN_FILE_THREADS = 2  # while one waits for its device, another can copy
-_MAX_FILE_THREADS = 8
 
 
 class Context:
@@ -94,41 +36,48 @@ class Context:
         self.options = options
         self.rank = rank
         self.recorder = recorder if recorder is not None else Recorder()
-        self.retrier = self.new_retrier()
-        connections = options.connections
-        if connections is None and location.scheme == "file":
-            connections = _num_file_threads()
-        self.connections = choose_connections(connections, ranks_of_host=ranks_of_host())
-        """The most requests in flight at once."""
-        # If only few requests fit into the memory of a load, none of it is left for hedged ones.
-        self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.advanced.request_bytes else 0
-        self.hedger = Hedger(
-            ConcurrencyLimit(self.connections),
-            budget_bytes=self.hedge_bytes,
-            on_hedge=lambda: self.announce("hedge"),
-        )
+        self._lock = threading.Lock()
+        self._client: StoreClient | None = None
+        self._stopped_by: list[BaseException | None] = []
+        """The arguments of `stop` before the client was opened."""
         self.on_sent: Callable[[int], None] = _ignore
         """Called with the size of each part that the store has."""
-        self._store: Store | None = None
 
-    def new_retrier(self) -> Retrier:
-        """Return a retrier for calls that are made even if the others were stopped."""
-        return Retrier(
-            retries=self.options.retries,
-            timeout_s=self.options.timeout_s,
-            on_retry=lambda error: self.emit("retry", key=error.key, error=error),
-            recorder=self.recorder,
-        )
+    @property
+    def client(self) -> StoreClient:
+        """The client of the location's store, opened on first use."""
+        with self._lock:
+            if self._client is None:
+                self._client = open_client(
+                    self.location,
+                    self.options,
+                    on_retry=lambda error: self.emit("retry", key=error.key, error=error),
+                    on_hedge=lambda: self.announce("hedge"),
+                    recorder=self.recorder,
+                )
+                for refusal in self._stopped_by:
+                    self._client.stop(refusal)
+            return self._client
+
+    def stop(self, refusal: BaseException | None = None) -> None:
+        """Stop the client, as `StoreClient.stop` does. For any thread, and before the client is opened."""
+        with self._lock:
+            self._stopped_by.append(refusal)
+            if self._client is not None:
+                self._client.stop(refusal)
 
     def new_uploads(
-        self, retrier: Retrier, *, part_bytes: int, tile_bytes: int, resumable: bool = False, daemon: bool = False
+        self,
+        *,
+        part_bytes: int,
+        tile_bytes: int,
+        client: StoreClient | None = None,
+        resumable: bool = False,
+        daemon: bool = False,
     ) -> UploadSession:
-        """Return a session that tells of its progress."""
+        """Return a session that emits events about its progress, of `client` if that is another than the context's."""
         return UploadSession(
-            self.store,
-            retrier,
-            cleaner=self.new_retrier(),
-            hedger=self.hedger,
+            client or self.client,
             part_bytes=part_bytes,
             tile_bytes=tile_bytes,
             resumable=resumable,
@@ -144,10 +93,12 @@ class Context:
 
     @property
     def store(self) -> Store:
-        if self._store is None:
-            store = open_store(self.location, self.options)
-            self._store = store if self.recorder.timeline is None else TracedStore(store, self.recorder)
-        return self._store
+        return self.client.store
+
+    @property
+    def connections(self) -> int:
+        """The most requests in flight at once."""
+        return self.client.hedger.most_connections
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:
         """Hand an event to all listeners. Raises what the user's `Options.on_event` raises."""
@@ -278,8 +229,3 @@ def _cause_of(error: BaseException) -> BaseException:
 
 def _ignore(_num_bytes: int) -> None:
     """Stands for a listener that does not exist."""
-
-
-def _num_file_threads() -> int:
-    """Return the number of this rank's cores, within bounds: the CPU copies a file's bytes."""
-    return min(max(num_cores_of_rank(), _MIN_FILE_THREADS), _MAX_FILE_THREADS)

@@ -16,7 +16,7 @@ import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -26,7 +26,7 @@ from typing_extensions import Buffer
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import RECEIPT_SUFFIX, data_key, new_attempt_id, receipt_key
-from cloudckpt.commit.manifest_log import look_until_stable, read_log
+from cloudckpt.commit.log import read_log
 from cloudckpt.errors import (
     OVERWRITE_HINT,
     CheckpointChangedError,
@@ -110,7 +110,7 @@ def has_receipts(context: Context, me: Membership) -> bool:
 
 
 def _list_receipts(context: Context, attempt: str) -> list[str]:
-    infos = context.retrier.collect(context.store.list, f"data/{attempt}/")
+    infos = context.client.list(f"data/{attempt}/")
     return [info.key for info in infos if info.key.endswith(RECEIPT_SUFFIX)]
 
 
@@ -143,12 +143,12 @@ class FilesJob(SaveJob):
         if context.rank == 0:
             self.check(overwrite=False)
             return
-        log = read_log(context.store, context.retrier)
-        if log.counting is not None:
+        log = read_log(context.client)
+        if log.current is not None:
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {context.uri}: nothing was written", uri=context.uri, hint=OVERWRITE_HINT
             )
-        self._number = log.top + 1
+        self._number = log.highest_number + 1
 
     def open(self, path: str) -> FileWriter:
         """Begin a file."""
@@ -175,7 +175,7 @@ class FilesJob(SaveJob):
         document = msgspec.json.encode(receipt)
         views = [memoryview(b"%08x" % crc32c_of([memoryview(document)]) + document)]
         key = receipt_key(self.attempt, context.rank, number)
-        context.retrier.call(context.store.put, key, views, crc32c=crc32c_of(views))
+        context.client.call(context.store.put, key, views, crc32c=crc32c_of(views))
 
     def commit_files(self, planned: Collection[str] = ()) -> None:
         """Commit the files of all ranks, which must have written all of theirs.
@@ -185,13 +185,14 @@ class FilesJob(SaveJob):
         context = self._context
         known: dict[str, FileReceipt] = {}
 
-        def look() -> tuple[list[str], Hashable]:
+        def look() -> list[str]:
             self._read_receipts(known)
-            found = self._find_problems(known.values(), planned)
-            return found, tuple(found)
+            return self._find_problems(known.values(), planned)
 
-        problems = look_until_stable(
-            look, changing=lambda: CheckpointChangedError(f"{context.uri} changes all the time", uri=context.uri)
+        problems = context.client.observe(
+            look,
+            doubt=tuple,
+            changing=lambda: CheckpointChangedError(f"{context.uri} changes all the time", uri=context.uri),
         )
         if problems:
             raise IncompleteSaveError(
@@ -208,7 +209,7 @@ class FilesJob(SaveJob):
             )
         finally:  # whatever happened to the commit, no other one can use them
             try:
-                context.new_retrier().call(context.store.delete, sorted(known))
+                context.client.restarted().delete(sorted(known))
             except StoreError as error:
                 _log.warning("could not remove receipts: %s. %s", error, gc_advice(context.uri))
 
@@ -218,16 +219,16 @@ class FilesJob(SaveJob):
         keys = [key for key in _list_receipts(context, self.attempt) if key not in known]
 
         def read(key: str) -> None:
-            data = memoryview(context.retrier.call(context.store.read, key, max_bytes=_MAX_RECEIPT_BYTES))
+            data = memoryview(context.client.read(key, max_bytes=_MAX_RECEIPT_BYTES) or b"")
             document = data[_CRC_DIGITS:]
             if bytes(data[:_CRC_DIGITS]) != b"%08x" % crc32c_of([document]):
                 raise IncompleteSaveError(
-                    f"{context.store.url(key)} is damaged, so nothing was committed. Save again", uri=context.uri
+                    f"{context.client.url(key)} is damaged, so nothing was committed. Save again", uri=context.uri
                 )
             known[key] = _DECODER.decode(document)
 
         for _ in each_done(
-            keys, read, num_threads=context.connections, name="cloudckpt-receipts", on_failure=context.retrier.stop
+            keys, read, num_threads=context.connections, name="cloudckpt-receipts", on_failure=context.stop
         ):
             pass
 
@@ -338,7 +339,7 @@ class FileWriter(io.RawIOBase):
         self._max_parts = len(parts) if store.capabilities.multipart else 1
         self._free: list[bytearray] = []
         self._session = context.new_uploads(
-            context.new_retrier(),
+            client=context.client.restarted(),
             part_bytes=self._part_bytes,
             tile_bytes=advanced.tile_bytes,
             daemon=True,  # the file may never be closed

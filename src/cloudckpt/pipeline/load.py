@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._workers import each_done
-from cloudckpt.commit.manifest_log import resolve
+from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -23,6 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ItemLocation, Manifest
+from cloudckpt.io.client import choose_hedge_bytes
 from cloudckpt.io.download import fetch, fetch_and_verify, measure, stage_targets
 from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
 from cloudckpt.options import MIB
@@ -88,9 +89,9 @@ class LoadJob:
             rank=context.rank,
             num_bytes_wanted=consumers.num_bytes,
             num_bytes_read=sum(request.num_bytes for request in requests),
-            num_requests=context.retrier.num_requests + context.hedger.num_hedges,
-            num_retries=context.retrier.num_retries,
-            num_hedges=context.hedger.num_hedges,
+            num_requests=context.client.num_requests,
+            num_retries=context.client.num_retries,
+            num_hedges=context.client.hedger.num_hedges,
             plan_s=0.0,
             read_s=time.monotonic() - begun_s,
             transfer_s=recorder.seconds("transfer") - transferred_s,
@@ -128,26 +129,25 @@ class LoadJob:
 
     def _check_size(self, object_index: int, claimed_bytes: int, names: str) -> None:
         context, stored = self._context, self._manifest.objects[object_index]
-        try:
-            size_bytes = measure(context.store, context.retrier, key=stored.key, size_bytes=stored.size)
-        except ObjectNotFoundError as error:
-            raise self._explain_missing(error, names) from error
+        size_bytes = measure(context.client, key=stored.key, size_bytes=stored.size)
+        if size_bytes is None:
+            raise self._explain_missing(stored.key, names)
         if max(stored.size, claimed_bytes) > size_bytes:
             raise CorruptCheckpointError(
-                f"{context.store.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of which "
+                f"{context.client.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of which "
                 f"{claimed_bytes} are asked for. They hold {names}. Load an older checkpoint",
                 uri=context.uri,
             )
 
     def _execute(self, requests: Sequence[RangeRead], consumers: Consumers) -> None:
-        context, hedger = self._context, self._context.hedger
-        arena = new_arena(budget_bytes=context.options.read_bytes - context.hedge_bytes)
+        context, hedger = self._context, self._context.client.hedger
+        arena = new_arena(budget_bytes=context.options.read_bytes - choose_hedge_bytes(context.options))
         reads = each_done(
             requests,
             functools.partial(self._fetch, consumers=consumers, arena=arena),
             num_threads=hedger.connections,
             name="cloudckpt-read",
-            on_failure=context.retrier.stop,
+            on_failure=context.stop,
         )
         with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
             self._finisher.finish_all(consumers, requests, done)
@@ -161,35 +161,31 @@ class LoadJob:
             try:
                 if context.options.verify:
                     fetch_and_verify(
-                        context.store,
-                        context.retrier,
+                        context.client,
                         key=key,
                         begin=request.begin,
                         views=views,
                         tile_bytes=manifest.tile_bytes,
                         expected_crc32cs=self._tiles_of(request),
                         holding=lambda begin, end: consumers.names_in(request, begin, end),
-                        hedger=context.hedger,
                     )
                 else:
                     fetch(
-                        context.store,
-                        context.retrier,
+                        context.client,
                         key=key,
                         begin=request.begin,
                         views=views,
-                        hedger=context.hedger,
                     )
             except ObjectNotFoundError as error:
                 names = consumers.names_in(request, request.begin, request.end)
-                raise self._explain_missing(error, names) from error
+                raise self._explain_missing(key, names) from error
         context.emit("load.range_read", key=key, num_bytes=request.end - request.begin)
 
-    def _explain_missing(self, error: ObjectNotFoundError, names: str) -> CloudckptError:
+    def _explain_missing(self, key: str, names: str) -> CloudckptError:
         """Return the reason why an object of the manifest is missing."""
         context = self._context
         try:
-            has_changed = resolve(context.store, context.retrier).manifest.attempt != self._manifest.attempt
+            has_changed = resolve(context.client).manifest.attempt != self._manifest.attempt
         except CheckpointNotFoundError:
             has_changed = True
         if has_changed:
@@ -199,7 +195,7 @@ class LoadJob:
                 uri=context.uri,
             )
         return CorruptCheckpointError(
-            f"{error.key} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
+            f"{context.client.url(key)} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
         )
 
     def _tiles_of(self, request: RangeRead) -> array[int]:
@@ -222,7 +218,7 @@ def choose_request_bytes(context: Context, wants: Sequence[WantedRange], copied:
         copied_bytes += num_bytes * copied[want.consumer]
     most_bytes = options.advanced.request_bytes
     if 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
-        most_bytes = min(most_bytes, (options.read_bytes - context.hedge_bytes) // context.connections)
+        most_bytes = min(most_bytes, (options.read_bytes - choose_hedge_bytes(options)) // context.connections)
     return spread_over_connections(
         wanted_bytes,
         connections=context.connections,

@@ -17,17 +17,9 @@ import torch
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import data_key, new_attempt_id
-from cloudckpt.commit.commit_time import CommitTimes, draw_commit_time_ns
-from cloudckpt.commit.manifest_log import (
-    Entry,
-    check_ours,
-    holds_torch_checkpoint,
-    list_entries,
-    manifest_key,
-    manifest_number,
-    read_entry,
-    read_log,
-)
+from cloudckpt.commit.commit_time import draw_commit_time_ns
+from cloudckpt.commit.entries import CommitTimes, Entry, check_ours, manifest_key, manifest_number, read_entry
+from cloudckpt.commit.log import list_entries, read_log, read_log_once
 from cloudckpt.commit.publish import (
     check_conditional_create,
     check_objects_present,
@@ -35,6 +27,7 @@ from cloudckpt.commit.publish import (
     publish,
     remove_superseded,
 )
+from cloudckpt.commit.resolution import lists_torch_checkpoint
 from cloudckpt.errors import (
     OVERWRITE_HINT,
     CheckpointExistsError,
@@ -52,7 +45,6 @@ from cloudckpt.io.upload import choose_part_bytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import SaveReport
-from cloudckpt.stores.base import Store
 from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
 from cloudckpt.tensors.copying import Staging
@@ -116,7 +108,7 @@ class SaveJob:
 
     def stop(self, error: BaseException) -> None:
         """Make `check` and `write` raise `error` instead of calling the store; clean-up goes on. For any thread."""
-        self._context.retrier.stop(error)
+        self._context.stop(error)
 
     @property
     def recorder(self) -> Recorder:
@@ -128,7 +120,7 @@ class SaveJob:
         entries = self._entries_to_replace() if overwrite else self._entries_beside_no_checkpoint()
         self._number = entries[-1].number + 1 if entries else 0
         if manifest_number(manifest_key(self._number)) is None:
-            key = context.store.url(manifest_key(entries[-1].number))
+            key = context.client.url(manifest_key(entries[-1].number))
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {uri}, and no number comes after {key}, which no cloudckpt wrote. "
                 "Remove that object, or choose another URI",
@@ -136,29 +128,29 @@ class SaveJob:
             )
         if context.options.commit != "unconditional":
             # The answer is kept for the process, so the report does not count the requests.
-            check_conditional_create(context.store, context.new_retrier())
+            check_conditional_create(context.client.restarted())
 
     def _entries_to_replace(self) -> Sequence[Entry]:
-        store, retrier = self._context.store, self._context.retrier
-        entries = list_entries(store, retrier)  # damaged ones too
-        if entries and not retrier.call(_has_data, store):
-            check_ours(store, entries, retrier)
+        client = self._context.client
+        entries = list_entries(client)  # damaged ones too
+        if entries and not client.list("data/", most=1):
+            check_ours(client, entries)
         for entry in [entry for entry in entries if not entry.is_fence][-1:]:
             # This commit has to be later.
-            CommitTimes().read(store, manifest_key(entry.number), entry, retrier)
+            CommitTimes().read(client, manifest_key(entry.number), entry)
         return entries
 
     def _entries_beside_no_checkpoint(self) -> Sequence[Entry]:
         """Raises `CheckpointExistsError` if a checkpoint of any kind exists."""
-        context, store, retrier = self._context, self._context.store, self._context.retrier
+        context, client = self._context, self._context.client
         log, *others = _call_together(
             # A conditional commit creates only what is absent, so one look is enough.
-            functools.partial(read_log, store, retrier, is_confirmed=context.options.commit != "conditional"),
-            # Two looks, at the same time.
-            *[functools.partial(holds_torch_checkpoint, store, retrier, is_confirmed=False)] * 2,
+            functools.partial(read_log_once if context.options.commit == "conditional" else read_log, client),
+            # Two looks, as `observe` takes them, at the same time: a small save has few round trips.
+            *[functools.partial(lists_torch_checkpoint, client)] * 2,
             num_threads=1 if context.location.scheme in _NEAR else context.connections,
         )
-        if log.counting is not None or any(others):
+        if log.current is not None or any(others):
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {context.uri}: nothing was written",
                 uri=context.uri,
@@ -198,7 +190,7 @@ class SaveJob:
         with (
             contextlib.closing(new_arena(budget_bytes=options.staging_bytes)) as arena,
             context.new_uploads(
-                context.retrier, part_bytes=options.advanced.part_bytes, tile_bytes=options.advanced.tile_bytes
+                part_bytes=options.advanced.part_bytes, tile_bytes=options.advanced.tile_bytes
             ) as session,
         ):
             groups = _group_items(context, sizes_bytes, aliases, are_transformed=are_transformed)
@@ -224,9 +216,9 @@ class SaveJob:
             rank=context.rank,
             num_bytes=sum(receipt.size_bytes for receipt in objects),
             num_objects=len(objects),
-            num_requests=context.retrier.num_requests + context.hedger.num_hedges,
-            num_retries=context.retrier.num_retries,
-            num_hedges=context.hedger.num_hedges,
+            num_requests=context.client.num_requests,
+            num_retries=context.client.num_retries,
+            num_hedges=context.client.hedger.num_hedges,
             plan_s=begun_s - self._started_s,
             write_s=time.monotonic() - begun_s,
             stage_s=recorder.seconds("stage") - staged_s,
@@ -257,8 +249,8 @@ class SaveJob:
         if self.report is not None:
             self.report = dataclasses.replace(
                 self.report,
-                num_requests=context.retrier.num_requests + context.hedger.num_hedges,
-                num_retries=context.retrier.num_retries,
+                num_requests=context.client.num_requests,
+                num_retries=context.client.num_retries,
                 commit_s=time.monotonic() - begun_s,
             )
 
@@ -269,13 +261,13 @@ class SaveJob:
         """
         context = self._context
         with self.removing_on_error(keys):
-            written_at = check_objects_present(context.store, manifest, context.retrier)
+            written_at = check_objects_present(context.client, manifest)
             if manifest.committed_at_ns is None:
                 duration_s = time.monotonic() - self._started_s
                 committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=duration_s)
                 manifest = msgspec.structs.replace(manifest, committed_at_ns=committed_at_ns)
             context.emit("save.committing", key=manifest_key(self._number))
-            check_still_next(context.store, self._number, context.retrier)
+            check_still_next(context.client, self._number)
         self._publish(manifest, keys)
         self._written_keys = []  # they belong to the checkpoint now
         self._tidy_up(manifest)
@@ -289,10 +281,10 @@ class SaveJob:
     def _may_be_committed(self, keys: Iterable[str]) -> bool:
         # torch also reports a failure that came after the commit.
         context = self._context
-        retrier = context.new_retrier()
+        client = context.client.restarted()
         try:
-            for entry in list_entries(context.store, retrier):
-                found = read_entry(context.store, entry.number, retrier)
+            for entry in list_entries(context.client):
+                found = read_entry(client, entry.number)
                 if found is None:
                     return True  # it was listed, and cannot be ruled out unread
                 if isinstance(found, Manifest) and not {stored.key for stored in found.objects}.isdisjoint(keys):
@@ -306,11 +298,10 @@ class SaveJob:
         context = self._context
         try:
             publish(
-                context.store,
+                context.client,
                 manifest,
                 number=self._number,
                 conditional=context.options.commit == "conditional",
-                retrier=context.retrier,
             )
         except CommitUnknownError:
             raise  # the manifest may exist, so its data must stay
@@ -327,10 +318,9 @@ class SaveJob:
             context.emit("save.committed", key=manifest_key(self._number))
             if self._number:
                 remove_superseded(
-                    context.store,
+                    context.client,
                     manifest,
                     number=self._number,
-                    retrier=context.retrier,
                     on_removing=lambda key: context.emit("save.removing", key=key),
                 )
                 context.emit("save.cleaned_up")
@@ -359,11 +349,10 @@ class SaveJob:
     def _remove(self, keys: Iterable[str]) -> None:
         doomed = sorted(keys)
         if doomed:
-            store = self._context.store
             try:
-                self._context.new_retrier().call(store.delete, doomed)
+                self._context.client.restarted().delete(doomed)
             except StoreError as error:
-                _log.warning("could not remove what a failed save left: %s. %s", error, gc_advice(store.uri))
+                _log.warning("could not remove what a failed save left: %s. %s", error, gc_advice(self._context.uri))
 
 
 def _group_items(
@@ -430,10 +419,6 @@ def _lay_out_object(
         transforms=[item.transforms for item in in_object],
     )
     return PieceBody(pieces, arena, pending, new_side_streams(item.content for item in stored)), make_receipts
-
-
-def _has_data(store: Store) -> bool:
-    return next(iter(store.list("data/")), None) is not None
 
 
 def _call_together(*calls: Callable[[], Any], num_threads: int) -> list[Any]:

@@ -80,17 +80,18 @@ class VerifyJob:
             work,
             num_threads=context.connections,
             name="cloudckpt-verify",
-            on_failure=context.retrier.stop,
+            on_failure=context.stop,
         )
         for _ in done:
             pass
 
     def _look(self, index: int) -> None:
         context, stored = self._context, self._manifest.objects[index]
-        try:
-            self._sizes_bytes[index] = measure(context.store, context.retrier, key=stored.key, size_bytes=stored.size)
-        except ObjectNotFoundError:
+        size_bytes = measure(context.client, key=stored.key, size_bytes=stored.size)
+        if size_bytes is None:
             self._missing.add(index)
+        else:
+            self._sizes_bytes[index] = size_bytes
         if not self._manifest.objects[index].size:
             self._judge_header(index, memoryview(b""))
 
@@ -129,10 +130,9 @@ class VerifyJob:
         with self._arena.lend(unit.end - unit.begin) as buffer:
             view = bytes_view(buffer)
             key = self._manifest.objects[unit.object_index].key
-            fetch(context.store, context.retrier, key=key, begin=unit.begin, views=[view])
+            fetch(context.client, key=key, begin=unit.begin, views=[view])
             bad = find_wrong_tiles(
-                context.store,
-                context.retrier,
+                context.client,
                 key=key,
                 begin=unit.begin,
                 views=[view],
@@ -151,7 +151,7 @@ class VerifyJob:
                 raise _DamagedUnitError("the tile has another checksum than was saved")
 
         try:
-            self._context.retrier.confirm(look, _DamagedUnitError)
+            self._context.client.observe(look, doubted=_DamagedUnitError)
         except _DamagedUnitError:
             return [0]
         if unit.begin == 0:
@@ -183,7 +183,7 @@ class VerifyJob:
                 raise _DamagedUnitError(*problems)
 
         try:  # what is read here is not covered by a checksum, and may have been damaged on its way
-            self._context.retrier.confirm(look, _DamagedUnitError)
+            self._context.client.observe(look, doubted=_DamagedUnitError)
         except _DamagedUnitError as error:
             self._header_problems[index] = list(error.args)
 
@@ -196,11 +196,11 @@ class VerifyJob:
 
     def _fetch(self, index: int, begin: int, view: memoryview) -> None:
         context = self._context
-        fetch(context.store, context.retrier, key=self._manifest.objects[index].key, begin=begin, views=[view])
+        fetch(context.client, key=self._manifest.objects[index].key, begin=begin, views=[view])
 
     def _problems_of(self, index: int) -> Iterator[str]:
         stored, contents = self._manifest.objects[index], self._contents[index]
-        where = self._context.store.url(stored.key)
+        where = self._context.client.url(stored.key)
         if index in self._missing:
             yield f"{where} is missing, and with it {contents.names(0, stored.size)}"
             return

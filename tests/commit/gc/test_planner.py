@@ -7,8 +7,8 @@ from datetime import datetime, timedelta, timezone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloudckpt.commit.entries import Entry
 from cloudckpt.commit.garbage import Inventory, plan_removal
-from cloudckpt.commit.manifest_log import Entry
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
 DAY = timedelta(days=1)
@@ -62,7 +62,7 @@ def test_plan_of_gc_follows_the_rules(  # noqa: C901  # the rules are many
         inventory.at(location),
         entries,
         location=location,
-        counting=counting,
+        current=counting,
         references=references,
         before=BEFORE,
         is_fenced=is_fenced,

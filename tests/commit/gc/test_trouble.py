@@ -15,7 +15,7 @@ from tests.kit.wrapped import permanent
 import cloudckpt
 from cloudckpt.commit.collect import _remove
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError, UnsupportedOperationError
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_a_removal_ends_after_ten_refusals_in_a_row(memory: Memory, refused: Seq
     store.fail("delete", error=denied, key_part=keys[0])  # the request for all of them
     for number in refused:
         store.fail("delete", error=denied, key_part=keys[number])
-    left, gone = _remove(store, keys, Retrier(retries=0, timeout_s=10.0))
+    left, gone = _remove(StoreClient(store, retries=0, timeout_s=10.0), keys)
     assert list(left) == [keys[number] for number in refused if number < num_tried]
     assert gone == [keys[number] for number in range(num_tried) if number not in refused]
     assert store.count("delete") == 1 + num_tried

@@ -13,11 +13,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth.credentials import AnonymousCredentials
 from google.oauth2.credentials import Credentials
+from tests.kit.clock import skip_waits
 from tests.stores.shared_clients import ClientTests
 
 from cloudckpt import errors
 from cloudckpt.errors import InvalidOptionError, UnsupportedOperationError
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
 from cloudckpt.stores.gcs.client import is_googles, parse_storage_options
@@ -388,7 +389,7 @@ def metadata(scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr("google.auth.compute_engine._metadata._NO_GCE_CHECK", False)
     monkeypatch.setattr("google.auth.compute_engine._metadata.detect_gce_residency_linux", lambda: False)
     monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _s: None)
-    monkeypatch.setattr("cloudckpt.io.retry._FIRST_DELAY_S", 0.001)
+    skip_waits(monkeypatch)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     return serve
 
@@ -410,7 +411,7 @@ def test_a_metadata_server_that_is_late_is_waited_for(
     answers = {"busy": scripted.reply(503), "not ready": scripted.reply(404, "identity not ready")}
     service = metadata(*[answers.get(way, scripted.hang_up)] * num_answers)
     server = scripted.serve(scripted.any_gcs())
-    Retrier(retries=0, timeout_s=60).call(open_store(endpoint_url=server.endpoint_url).head, "k")
+    StoreClient(open_store(endpoint_url=server.endpoint_url), retries=0, timeout_s=60).head("k")
     assert server.requests[-1].headers["authorization"] == "Bearer OF-THE-POD"
     assert len(service.requests) > num_answers
 
@@ -420,4 +421,4 @@ def test_a_metadata_server_that_stays_late_is_named(scripted: Any, metadata: Cal
     service = metadata(scripted.reply(200, "", {"Metadata-Flavor": "Google"}), *[scripted.reply(404)] * 10_000)
     host = service.endpoint_url.removeprefix("http://")
     with pytest.raises(errors.TransientStoreError, match=f"metadata server at {host} answered with status 404"):
-        Retrier(retries=0, timeout_s=0.5).call(open_store(endpoint_url="http://127.0.0.1:1").head, "k")
+        StoreClient(open_store(endpoint_url="http://127.0.0.1:1"), retries=0, timeout_s=0.5).head("k")

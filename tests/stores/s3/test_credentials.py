@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import boto3.session
 import pytest
+from tests.kit.clock import skip_waits
 
 from cloudckpt import errors
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3 import S3Store
 
@@ -149,7 +150,7 @@ def test_the_same_credentials_are_an_error_at_once_that_names_their_source(scrip
     store = open_store(server.endpoint_url, **({} if way == "the shared credentials file" else keys))
     for num_calls in (1, 2):
         with pytest.raises(errors.CredentialsError, match=f"credentials from {way} have expired"):
-            Retrier(retries=9, timeout_s=60).call(store.read, "k", max_bytes=10)
+            StoreClient(store, retries=9, timeout_s=60).read("k", max_bytes=10)
         assert len(server.requests) == num_calls
 
 
@@ -217,12 +218,12 @@ def test_a_metadata_service_that_is_busy_is_waited_for(
     scripted: Any, monkeypatch: pytest.MonkeyPatch, service: str, status: int
 ) -> None:
     """If this fails, a restore ends because many processes have started on the machine at the same moment."""
-    monkeypatch.setattr("cloudckpt.io.retry._FIRST_DELAY_S", 0.001)
+    skip_waits(monkeypatch)
     metadata = scripted.serve(*[scripted.error(status, "busy")] * 20, any_metadata(scripted))
     lead_to(monkeypatch, service, metadata.endpoint_url)
     server = scripted.serve(scripted.any_s3())
     # It is bounded by timeout_s alone: a service that starts refuses at once, and retries are soon used up.
-    Retrier(retries=0, timeout_s=60).call(open_store(server.endpoint_url).read, "k", max_bytes=10)
+    StoreClient(open_store(server.endpoint_url), retries=0, timeout_s=60).read("k", max_bytes=10)
     assert "Credential=AKIDROLE/" in server.requests[0].headers["authorization"]
 
 
@@ -233,9 +234,9 @@ def test_a_metadata_service_that_stays_busy_is_named(
     """If this fails, the message advises keys to somebody whose machine has a role."""
     metadata = scripted.serve(scripted.error(503, "busy"))
     lead_to(monkeypatch, service, metadata.endpoint_url)
-    retrier = Retrier(retries=5, timeout_s=0.5)
+    client = StoreClient(open_store("http://127.0.0.1:1"), retries=5, timeout_s=0.5)
     with pytest.raises(errors.TransientStoreError, match=rf"{words}.* at {metadata.endpoint_url}/.*503"):
-        retrier.call(open_store("http://127.0.0.1:1").read, "k", max_bytes=10)
+        client.read("k", max_bytes=10)
 
 
 @pytest.mark.parametrize("answer", ["nobody", "no role", "not allowed"])
@@ -244,10 +245,10 @@ def test_a_machine_without_a_role_is_told_at_once(scripted: Any, monkeypatch: py
     status = 404 if answer == "no role" else 401
     metadata = "http://127.0.0.1:1" if answer == "nobody" else scripted.serve(scripted.error(status, "x")).endpoint_url
     lead_to(monkeypatch, "ec2", metadata)
-    retrier = Retrier(retries=9, timeout_s=60)
+    client = StoreClient(open_store("http://127.0.0.1:1"), retries=9, timeout_s=60)
     with pytest.raises(errors.CredentialsError, match="No usable credentials"):
-        retrier.call(open_store("http://127.0.0.1:1").read, "k", max_bytes=10)
-    assert retrier.num_retries == 0
+        client.read("k", max_bytes=10)
+    assert client.num_retries == 0
 
 
 def test_a_role_whose_source_is_a_busy_metadata_service_is_waited_for(

@@ -20,7 +20,7 @@ from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
 from cloudckpt.cli._errors import exit_code_of
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3.errors import WrongRegionError
 
@@ -255,12 +255,16 @@ def test_a_limit_of_open_files_makes_fewer_connections(s3_server: Any, bucket: s
     options = {**s3_server.storage_options, "endpoint_url": s3_server.endpoint_url}
     store = S3Store(bucket, "", storage_options=options, timeout_s=20, connections=8)
     store.put("warm", [memoryview(b"x")], crc32c=crc32c(b"x"))
-    body, retrier, before = bytes(4 * MIB), Retrier(retries=0, timeout_s=20), resource.getrlimit(resource.RLIMIT_NOFILE)
+    body, client, before = (
+        bytes(4 * MIB),
+        StoreClient(store, retries=0, timeout_s=20),
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
     checksum, barrier = crc32c(body), threading.Barrier(8, timeout=30)
 
     def put(number: int) -> None:
         barrier.wait()
-        retrier.call(store.put, f"k{number}", [memoryview(body)], crc32c=checksum)
+        client.call(store.put, f"k{number}", [memoryview(body)], crc32c=checksum)
 
     held: list[int] = []
     resource.setrlimit(
@@ -280,4 +284,4 @@ def test_a_limit_of_open_files_makes_fewer_connections(s3_server: Any, bucket: s
         for file in held:
             os.close(file)
     assert len(list(store.list("k"))) == 8
-    assert retrier.num_retries > 0
+    assert client.num_retries > 0

@@ -13,7 +13,7 @@ import pytest
 from awscrt.checksums import crc32c
 
 from cloudckpt import errors
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.client import StoreClient
 from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3.client import is_amazons
@@ -86,7 +86,7 @@ def served(scripted: Any, **faults: Any) -> tuple[SmallS3, Any]:
 
 def retried(store: S3Store) -> Any:
     """As a save asks."""
-    return Retrier(retries=3, timeout_s=WAIT_S).call(store.probe)
+    return StoreClient(store, retries=3, timeout_s=WAIT_S).call(store.probe)
 
 
 def test_an_honest_store_is_asked_once(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:

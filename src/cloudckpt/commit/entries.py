@@ -1,0 +1,346 @@
+"""The entries of a checkpoint's log, manifests and fences: their keys, how each is read, and how one is put."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from awscrt.checksums import crc32c
+
+from cloudckpt.commit.commit_time import datetime_of, note_commit_time_ns, ns_of, parse_commit_time_ns
+from cloudckpt.commit.fences import MAX_FENCE_BYTES, Fence, decode_fence, encode_fence, is_fence, new_fence
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CheckpointError,
+    ChecksumRefusedError,
+    CommitUnknownError,
+    CredentialsError,
+    InvalidManifestError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.format.codec import Summary, decode, decode_summary
+from cloudckpt.format.model import Manifest
+from cloudckpt.io.client import StoreClient
+from cloudckpt.stores.base import ObjectInfo
+
+MANIFEST_PREFIX = "manifest"
+MAX_MANIFEST_BYTES = 2**31
+FREE_BYTES = 64 * 1024 * 1024
+"""A manifest of so many bytes is read whatever lies beside it."""
+BYTES_PER_BYTE = 8
+_BYTES_PER_OBJECT = 128 * 1024 * 1024
+"""One byte of a data object's header takes at most eight in a manifest; an object has 100,000 entries."""
+_LARGE_BYTES = 32 * 1024 * 1024
+_HEAD_BYTES = 256
+_BEGINNING = b'{"format":"cloudckpt'
+"""The first bytes of every entry that cloudckpt writes, manifest or fence."""
+_MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
+_MOST_VANISHED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of a checkpoint's log, as a listing shows it: a manifest or a fence."""
+
+    number: int
+    size_bytes: int
+    modified_at: datetime
+
+    @property
+    def is_fence(self) -> bool:
+        """True if the entry is as small as a fence. Only its content says it for certain."""
+        return self.size_bytes <= MAX_FENCE_BYTES
+
+
+def manifest_key(number: int) -> str:
+    """Return the key of the commit of the `number`-th overwrite; 0 is the first save."""
+    return f"manifest.{number}.json" if number else "manifest.json"
+
+
+def manifest_number(key: str) -> int | None:
+    """Return the reverse of `manifest_key`; None for a key that is no manifest's."""
+    match = _MANIFEST.fullmatch(key)
+    return int(match.group(1) or 0) if match else None
+
+
+def parse_entry(key: str, info: ObjectInfo) -> Entry | None:
+    """Return the entry at `key`, seen from the checkpoint; None for a key that is no entry's."""
+    number = manifest_number(key)
+    if number is None:
+        return None
+    return Entry(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
+
+
+def read_entry(client: StoreClient, number: int, *, prefix: str = "") -> Manifest | Fence | None:
+    """Return the entry with that number, or None if there is none (any more). Raises what the decoders raise.
+
+    Absence and damage are confirmed.
+    """
+    return client.observe(lambda: _read_once(client, number, prefix), doubted=InvalidManifestError)
+
+
+def _read_once(client: StoreClient, number: int, prefix: str) -> Manifest | Fence | None:
+    document = read_document(client, number, prefix=prefix)
+    if document is None:
+        return None
+    uri = client.url(prefix + manifest_key(number))
+    if is_fence(document):
+        return decode_fence(document, number=number, uri=uri)
+    manifest = decode(document, uri=uri)
+    note_commit_time_ns(manifest.committed_at_ns, url=uri)
+    return manifest
+
+
+def read_document(client: StoreClient, number: int, *, prefix: str = "") -> bytes | None:
+    """Return the bytes of the entry with that number, or None if there is none.
+
+    One that is larger than a manifest can be is refused before it is read: raises `InvalidManifestError`.
+    """
+    key = prefix + manifest_key(number)
+    try:
+        return client.read(key, max_bytes=FREE_BYTES)
+    except StoreError as error:
+        # Stores have no class of their own for what is too large.
+        if type(error) is not StoreError:
+            raise
+        info = client.head(key)
+        if info is None or info.size_bytes <= FREE_BYTES:
+            raise
+    data = client.list(f"{prefix}data/")
+    max_bytes = max_manifest_bytes(one.size_bytes for one in data)
+    if info.size_bytes > max_bytes:
+        raise InvalidManifestError(
+            f"{client.url(key)} has {info.size_bytes} bytes, and a manifest of the {len(data)} data objects beside it "
+            f"has at most {max_bytes}. It is damaged, or no manifest, and was not read. Load another checkpoint",
+            uri=client.url(key),
+        )
+    return client.read(key, max_bytes=max_bytes)
+
+
+def max_manifest_bytes(object_sizes_bytes: Iterable[int]) -> int:
+    """Return the size of the largest manifest of data objects of these sizes, which a reader takes memory for."""
+    of_objects = (min(BYTES_PER_BYTE * size_bytes, _BYTES_PER_OBJECT) for size_bytes in object_sizes_bytes)
+    return min(FREE_BYTES + sum(of_objects), MAX_MANIFEST_BYTES)
+
+
+def read_manifest(client: StoreClient, number: int) -> Manifest | None:
+    """Return the manifest with that number, or None if there is none (any more). Raises what `decode` raises.
+
+    A fence is none: the number was freed meanwhile, and a gc that did not know it has put it there.
+    """
+    found = read_entry(client, number)
+    return None if isinstance(found, Fence) else found
+
+
+def check_ours(client: StoreClient, entries: Iterable[Entry]) -> None:
+    """Raise `InvalidManifestError` for an entry that another program wrote, by how it begins."""
+    for entry in entries:
+        key = manifest_key(entry.number)
+        beginning = bytearray(min(entry.size_bytes, len(_BEGINNING)))
+        try:
+            if beginning:
+                client.call(client.store.read_into, key, 0, [memoryview(beginning)])
+        except ObjectNotFoundError:
+            continue
+        if not _BEGINNING.startswith(beginning):
+            raise InvalidManifestError(
+                f"{client.url(key)} is no cloudckpt checkpoint's: another program wrote it, and no data of a "
+                "checkpoint is beside it. Nothing was written or deleted",
+                uri=client.uri,
+            )
+
+
+# Errors that say that the object was not written. Any other may have come after it was, unless it says that it did not.
+_REFUSALS = (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ChecksumRefusedError,
+    CredentialsError,
+    ObjectExistsError,
+    UnsupportedOperationError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOutcome:
+    """The outcome of a put, over all its attempts."""
+
+    error: StoreError | None
+    """The error of the last attempt; None if it succeeded."""
+    may_have_arrived: bool
+    """Some attempt ended in a way that does not tell. A refusal says nothing of the attempts before it."""
+
+    @property
+    def is_taken(self) -> bool:
+        """True if the key is taken, perhaps by an earlier attempt of this put."""
+        return isinstance(self.error, ObjectExistsError)
+
+    @property
+    def is_refused(self) -> bool:
+        """Every attempt ended with an answer that nothing was written. It may be wrong: a proxy can have given it."""
+        return self.error is not None and not (self.is_taken or self.may_have_arrived)
+
+
+def put_entry(client: StoreClient, number: int, document: bytes, *, conditional: bool) -> PutOutcome:
+    """Put `document` as the entry with that number; with `conditional`, only if there is none."""
+    key, views, checksum = manifest_key(number), [memoryview(document)], crc32c(document)
+    may_have_arrived = False
+
+    def put() -> None:
+        nonlocal may_have_arrived
+        try:
+            client.store.put(key, views, crc32c=checksum, if_absent=conditional)
+        except _REFUSALS:
+            raise
+        except StoreError as error:
+            may_have_arrived = may_have_arrived or not error.had_no_effect
+            raise
+        except Exception:  # of a `wrap_store`, say: nobody knows what it has done before
+            may_have_arrived = True
+            raise
+
+    try:
+        # On a path, a deletion of the checkpoint takes the hidden file of a put under way for an unfinished upload.
+        client.observe(lambda: client.call(put), doubted=ObjectNotFoundError)
+    except StoreError as error:
+        return PutOutcome(error=error, may_have_arrived=may_have_arrived)
+    return PutOutcome(error=None, may_have_arrived=False)
+
+
+def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditional: bool) -> bool:
+    """Put a fence at `number`. Returns False if another entry has that number, which only `conditional` finds out.
+
+    Raises a `StoreError` if the store refused, and `CommitUnknownError` if it cannot be known: the fence may be there,
+    or still appear.
+    """
+    fence = new_fence(keeps=keeps)
+    outcome = put_entry(client, number, encode_fence(fence), conditional=conditional)
+    if outcome.error is None:
+        return True
+    try:
+        found = read_entry(client, number)
+    except StoreError as error:
+        raise _unknown(client, number, error) from error
+    except CheckpointError:
+        found = None
+    if isinstance(found, Fence) and found.id == fence.id:
+        return True
+    if outcome.is_refused:
+        raise outcome.error
+    if not outcome.is_taken:
+        raise _unknown(client, number, outcome.error) from outcome.error
+    return False
+
+
+def _unknown(client: StoreClient, number: int, error: StoreError) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"{client.url(manifest_key(number))} was sent, but whether it arrived could not be found out: "
+        f"{str(error).rstrip('.')}. No data was removed there. Try again when the store answers",
+        uri=client.uri,
+    )
+
+
+class SummaryReader:
+    """For several threads, which read small manifests at once, and large ones one after the other.
+
+    With `check`, of manifests that say nothing that contradicts itself in any place.
+    """
+
+    def __init__(self, *, check: bool = False) -> None:
+        self._check = check
+        self._one_large = threading.Lock()
+
+    def read(self, client: StoreClient, entry: Entry) -> Summary | None:
+        """Return the summary of a manifest; None if it has vanished. Raises as `decode_summary`."""
+        # Large ones are read one after the other: many would take gigabytes together.
+        with self._one_large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
+            return client.observe(lambda: self._read(client, entry.number), doubted=InvalidManifestError)
+
+    def _read(self, client: StoreClient, number: int) -> Summary | None:
+        document, key = read_document(client, number), manifest_key(number)
+        if document is None:
+            return None
+        if is_fence(document) and len(document) <= MAX_FENCE_BYTES:
+            decode_fence(document, number=number, uri=client.url(key))  # one that cannot be read is damage
+            return None
+        if self._check:
+            decode(document, uri=client.url(key))
+        return decode_summary(document, uri=client.url(key))
+
+
+class CommitTimes:
+    """Reads the times of commits, and remembers them. For several threads."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, datetime, int], datetime] = {}
+        self._num_vanished: Counter[str] = Counter()
+
+    def read(self, client: StoreClient, key: str, entry: Entry) -> datetime | None:
+        """Return when the manifest at `key` was committed; None if it has vanished, so that the caller looks again.
+
+        One small read. The store's own time stands in for a manifest without a time, for one whose head is damaged, and
+        for one that is listed twice and not found. A fence that a listing gave a wrong size is no manifest: None.
+        Raises `StoreError` if the store refuses the read.
+        """
+        url = client.url(key)
+        place = (url, entry.modified_at, entry.size_bytes)
+        committed_at = self._known.get(place)
+        if committed_at is not None:
+            return committed_at
+        try:
+            head = client.observe(
+                lambda: _read_head(client, key, entry.size_bytes),
+                doubted=(ObjectNotFoundError, _NoHeadError),
+            )
+        except _NoHeadError:
+            # An entry of a fence's size was opened already: if it counts, it cannot be read.
+            if not entry.is_fence and _is_fence(client, key):
+                return None
+            head = None
+        except ObjectNotFoundError:
+            self._num_vanished[url] += 1  # a count that another thread loses costs one more look
+            if self._num_vanished[url] < _MOST_VANISHED:
+                return None
+            head = None
+        committed_at_ns = None if head is None else parse_commit_time_ns(head)
+        committed_at = entry.modified_at if committed_at_ns is None else datetime_of(committed_at_ns)
+        note_commit_time_ns(ns_of(committed_at), url=url)
+        if head is not None:
+            self._known[place] = committed_at
+        return committed_at
+
+
+class _NoHeadError(Exception):
+    """The object does not begin as a manifest does, or ends too early."""
+
+
+def _read_head(client: StoreClient, key: str, size_bytes: int) -> bytes:
+    """Return the beginning of a manifest. Raises `_NoHeadError`, and `StoreError`: a denial places no checkpoint."""
+    head = bytearray(min(size_bytes, _HEAD_BYTES))
+    try:
+        client.call(client.store.read_into, key, 0, [memoryview(head)])
+    except ShortObjectError as error:
+        raise _NoHeadError from error
+    if not head.startswith(_BEGINNING + b'",'):
+        raise _NoHeadError
+    return bytes(head)
+
+
+def _is_fence(client: StoreClient, key: str) -> bool:
+    try:
+        document = client.read(key, max_bytes=MAX_FENCE_BYTES)
+    except StoreError as error:
+        if type(error) is not StoreError:  # stores have no class of their own for what is too large
+            raise
+        return False
+    return document is not None and is_fence(document)

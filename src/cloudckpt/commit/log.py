@@ -1,0 +1,160 @@
+"""The log of a checkpoint: its entries, and the one with the highest number, which decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cloudckpt.commit.entries import MANIFEST_PREFIX, Entry, parse_entry, read_entry
+from cloudckpt.commit.fences import Fence
+from cloudckpt.errors import CheckpointChangedError, InvalidManifestError, UnsupportedFormatError
+from cloudckpt.format.model import Manifest
+from cloudckpt.io.client import StoreClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """The entries that exist, lowest number first, and the manifest that they make the current one."""
+
+    entries: tuple[Entry, ...]
+    current: int | None
+    """The number of the current manifest; None if there is no checkpoint. It may have vanished."""
+
+    @property
+    def highest_number(self) -> int:
+        """The highest number of an entry; -1 if there is none."""
+        return self.entries[-1].number if self.entries else -1
+
+    @property
+    def current_entry(self) -> Entry | None:
+        """The entry of the current manifest; None if there is none, or it was not listed."""
+        return next((entry for entry in self.entries if entry.number == self.current), None)
+
+
+def list_folders(client: StoreClient) -> list[str]:
+    """Return the names of the folders directly in the store. Two listings in a row agree on them."""
+    return client.observe(
+        lambda: sorted(client.list_directories()),
+        doubt=lambda names: ("folders", *names),
+        changing=lambda: _changing(client),
+    )
+
+
+def list_entries(client: StoreClient, *, prefix: str = "") -> tuple[Entry, ...]:
+    """Return all entries of a log, lowest number first. That there is none is confirmed."""
+    return client.observe(
+        lambda: _list_once(client, prefix),
+        doubt=lambda entries: not entries,
+        changing=lambda: _changing(client, prefix),
+    )
+
+
+def _list_once(client: StoreClient, prefix: str) -> tuple[Entry, ...]:
+    found = (parse_entry(info.key.removeprefix(prefix), info) for info in client.list(prefix + MANIFEST_PREFIX))
+    return tuple(sorted((entry for entry in found if entry is not None), key=lambda entry: entry.number))
+
+
+def read_log(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
+    """Return the log. Only an entry that looks like a fence is opened; raises what the decoders raise.
+
+    That nothing is current is confirmed.
+
+    Args:
+        client: The store.
+        prefix: The prefix of the checkpoint's keys in the store.
+        is_lenient: Below a fence that cannot be read, the highest manifest is current. If there is none, the fence is:
+            it may be a manifest that was cut, and opening it shows the damage.
+
+    Raises:
+        CheckpointChangedError: Fences vanish again and again between the listing and the read.
+
+    """
+    return _read_log(client, prefix, is_lenient=is_lenient, is_doubtful=lambda log: log.current is None)
+
+
+def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
+    """Return the log of one listing, which can lack what is there, for a caller that looks again by itself.
+
+    The arguments and errors are those of `read_log`.
+    """
+    return _read_log(client, prefix, is_lenient=is_lenient, is_doubtful=lambda _: False)
+
+
+def _read_log(client: StoreClient, prefix: str, *, is_lenient: bool, is_doubtful: Callable[[Log], bool]) -> Log:
+    found = client.observe(
+        lambda: _look(client, prefix, opens=False, is_lenient=is_lenient),
+        doubt=lambda found: found.log if found.has_vanished or is_doubtful(found.log) else None,
+        changing=lambda: _changing(client, prefix),
+    )
+    if found.has_vanished and not is_lenient:
+        raise _changing(client, prefix)
+    return _without_fence(found.log) if found.has_vanished else found.log
+
+
+def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
+    """Return the log and its current manifest, or None; that there is none is confirmed.
+
+    A manifest that a fence keeps is none if it is not listed: another program removed it. Raises what the decoders
+    raise, and `CheckpointChangedError` if it is listed and not found. A manifest that vanishes between being listed and
+    being read has been superseded or removed, so the listing is made once more.
+    """
+    found = client.observe(
+        lambda: _look(client, "", opens=True, is_lenient=False),
+        doubt=lambda found: None if found.manifest is not None else found.log,
+        changing=lambda: _changing(client),
+    )
+    if found.manifest is None and found.log.current_entry is not None:
+        raise _changing(client)
+    return found.log, found.manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    log: Log
+    manifest: Manifest | None = None
+    """The current manifest, if it was read."""
+    has_vanished: bool = False
+    """An entry was listed and not found when it was read."""
+
+
+def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) -> _Look:
+    """Look once at a log; with `opens` at its current manifest, too.
+
+    A size in a listing may be wrong, so that only the content says that an entry is a fence.
+    """
+    entries = _list_once(client, prefix)
+    if not entries:
+        return _Look(log=Log(entries=(), current=None))
+    highest = entries[-1]
+    log = Log(entries=entries, current=highest.number)
+    if not opens and not highest.is_fence:
+        return _Look(log=log)
+    try:
+        found = read_entry(client, highest.number, prefix=prefix)
+    except (InvalidManifestError, UnsupportedFormatError):
+        if not is_lenient:
+            raise
+        return _Look(log=_without_fence(log))
+    if not isinstance(found, Fence):
+        return _Look(log=log, manifest=found, has_vanished=found is None)
+    log = Log(entries=entries, current=found.keeps)
+    if found.keeps is None or not opens:
+        return _Look(log=log)
+    kept = read_entry(client, found.keeps, prefix=prefix)
+    manifest = None if isinstance(kept, Fence) else kept
+    return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
+
+
+def _without_fence(log: Log) -> Log:
+    """Return the log as it is if its highest entry, which looks like a fence, cannot be read."""
+    below = [entry.number for entry in log.entries if not entry.is_fence]
+    return Log(entries=log.entries, current=max(below, default=log.highest_number))
+
+
+def _changing(client: StoreClient, prefix: str = "") -> CheckpointChangedError:
+    uri = client.url(prefix.rstrip("/"))
+    return CheckpointChangedError(
+        f"{uri} is being overwritten again and again, or its store lists an entry that it does not find: the "
+        "current checkpoint is unknown. Try again",
+        uri=uri,
+    )

@@ -1,0 +1,469 @@
+"""A store that is asked again and believed with care: the one place that decides how often, how long, and when.
+
+All calls to stores pass through a `StoreClient`. It repeats calls that may succeed the next time, and doubts an answer
+that would end a save or hide a checkpoint: `StoreClient.observe` is the only rule by which absence and damage are
+believed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from typing_extensions import ParamSpec, Self
+
+from cloudckpt import _this_process
+from cloudckpt._workers import num_cores_of_rank, ranks_of_host
+from cloudckpt.errors import (
+    ChecksumRefusedError,
+    CloudckptError,
+    InterruptedReadError,
+    ObjectNotFoundError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
+from cloudckpt.options import DEFAULT_CONNECTIONS, Options
+from cloudckpt.stores.base import Call, ForwardingStore, FoundPart, ObjectInfo, Store, UploadInfo
+from cloudckpt.stores.open import open_store
+from cloudckpt.telemetry import fields
+from cloudckpt.telemetry.timeline import Recorder, now_ns
+from cloudckpt.uri import Location, parse_location
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+_log = logging.getLogger("cloudckpt")
+
+_FIRST_DELAY_S = 0.1
+_FIRST_THROTTLED_DELAY_S = 0.5
+_LONGEST_DELAY_S = 10.0
+FIRST_LOOK_DELAY_S = 0.1
+_LONGEST_LOOK_DELAY_S = 3.2
+NUM_LOOKS_AT_DAMAGE = 3
+"""An error in doubt is believed once so many looks in a row found the same: damage, or data that a manifest names."""
+NUM_LOOKS_AT_ABSENCE = 2
+"""A result in doubt is believed once so many looks in a row found the same: nothing is there, or it has changed."""
+MOST_LOOKS = 16
+"""After so many looks that differ, the store is said to contradict itself, or its content to change all the time."""
+_MIN_FILE_THREADS = 2  # while one waits for its device, another can copy
+_MAX_FILE_THREADS = 8
+_WITH_BODY = ("put", "upload_part", "read_into")
+
+
+class Clock:
+    """The time and the chance that a client acts by. Tests replace it."""
+
+    def monotonic(self) -> float:
+        """Return seconds since any fixed moment."""
+        return time.monotonic()
+
+    def wait(self, stopped: threading.Event, delay_s: float) -> bool:
+        """Wait for `delay_s` seconds. Returns True at once when `stopped` is set."""
+        return stopped.wait(delay_s)
+
+    def jitter(self) -> float:
+        """Return a random factor of a delay, from 0.5 to 1."""
+        # Jitter spreads clients apart; nothing about it has to be unpredictable.
+        return random.uniform(0.5, 1.0)  # noqa: S311
+
+
+SYSTEM_CLOCK = Clock()
+
+
+class _Calls:
+    """The state that clients of several stores share: how calls are repeated, and how many there were."""
+
+    def __init__(
+        self,
+        *,
+        retries: int,
+        timeout_s: float,
+        on_retry: Callable[[StoreError], None] | None,
+        clock: Clock,
+    ) -> None:
+        self.retries = retries
+        self.timeout_s = timeout_s
+        self.on_retry = on_retry
+        self.clock = clock
+        self.num_requests = self.num_retries = self.num_ended = 0
+        self.stopped = threading.Event()
+        self.refusal: BaseException | None = None
+        self.lock = threading.Lock()
+
+
+class StoreClient:
+    """Calls one store. Safe to share between threads; `stop` ends every wait at once.
+
+    A call is repeated after a failure that may pass. Delays grow exponentially with full jitter
+    (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/). A call is given up after `retries`
+    repetitions or once `timeout_s` have gone by without progress. Attempts that made no request
+    (`StoreError.is_unsent`) do not count as repetitions, and the progress of another call is theirs: it may have
+    released what they lack.
+
+    A method that can find nothing returns None, once `observe` has confirmed it.
+
+    Args:
+        store: The store.
+        retries: Repetitions of a call.
+        timeout_s: Seconds without progress after which a call is given up.
+        on_retry: Called with the failure before each repetition.
+        recorder: Where time is recorded.
+        hedger: Repeats stragglers while it watches, and bounds the transfers in flight. By default, a bound alone.
+        clock: The time and the chance to act by.
+
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        retries: int,
+        timeout_s: float,
+        on_retry: Callable[[StoreError], None] | None = None,
+        recorder: Recorder | None = None,
+        hedger: Hedger | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.store = store
+        self.hedger = hedger or Hedger(ConcurrencyLimit(DEFAULT_CONNECTIONS), budget_bytes=0)
+        self.recorder = recorder if recorder is not None else Recorder()
+        self._calls = _Calls(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
+
+    def at(self, store: Store) -> StoreClient:
+        """Return a client of another store, which is stopped together with this one and counts into its numbers."""
+        other = copy.copy(self)
+        other.store = store
+        return other
+
+    def restarted(self) -> StoreClient:
+        """Return a client of the same store for calls that are made even if this one was stopped."""
+        other, mine = copy.copy(self), self._calls
+        other._calls = _Calls(  # noqa: SLF001  # it is ours
+            retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock
+        )
+        return other
+
+    @property
+    def num_requests(self) -> int:
+        """Attempts so far, over all calls, the first of each and hedged ones included."""
+        return self._calls.num_requests + self.hedger.num_hedges
+
+    @property
+    def num_retries(self) -> int:
+        """Repetitions so far, over all calls."""
+        return self._calls.num_retries
+
+    def stop(self, refusal: BaseException | None = None) -> None:
+        """Give up every call that would have to be repeated. From a `refusal` on, none begins: they raise it."""
+        self._calls.refusal = refusal or self._calls.refusal
+        self._calls.stopped.set()
+
+    @property
+    def uri(self) -> str:
+        """The store's root."""
+        return self.store.uri
+
+    def url(self, key: str) -> str:
+        """Return the full address of `key`, for messages."""
+        return self.store.url(key)
+
+    def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Return the result of ``function(*args, **kwargs)``, which makes a request and raises `StoreError`."""
+        with Attempts(self) as attempts:
+            while True:
+                attempts.begin()
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    if not attempts.wait_after(error):
+                        raise
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return size and time of the object at `key`, or None."""
+        return self._find(lambda: self.store.head(key))
+
+    def require(self, key: str) -> ObjectInfo:
+        """Return size and time of the object at `key`. Raises the store's own `ObjectNotFoundError`, once confirmed."""
+        return self.observe(lambda: self.call(self.store.head, key), doubted=ObjectNotFoundError)
+
+    def read(self, key: str, *, max_bytes: int) -> bytes | None:
+        """Return the whole object at `key`, or None. Raises `StoreError` if it is larger than `max_bytes`."""
+        return self._find(lambda: self.store.read(key, max_bytes=max_bytes))
+
+    def _find(self, request: Callable[[], _T]) -> _T | None:
+        def look() -> _T | None:
+            try:
+                return self.call(request)
+            except ObjectNotFoundError:
+                return None
+
+        return self.observe(look, doubt=lambda found: found is None)
+
+    def list(self, prefix: str = "", *, most: int | None = None) -> Sequence[ObjectInfo]:
+        """List the objects whose keys start with `prefix`, or the first `most`. One listing, which may lag.
+
+        A listing that breaks off starts anew.
+        """
+        return self.call(lambda: list(itertools.islice(self.store.list(prefix), most)))
+
+    def list_uploads(self, prefix: str = "", *, most: int | None = None) -> Sequence[UploadInfo]:
+        """List the unfinished uploads whose keys start with `prefix`, or the first `most`."""
+        return self.call(lambda: list(itertools.islice(self.store.list_uploads(prefix), most)))
+
+    def list_parts(self, key: str, upload_id: str) -> Sequence[FoundPart]:
+        """List the parts of an unfinished upload."""
+        return self.call(lambda: list(self.store.list_parts(key, upload_id)))
+
+    def list_directories(self) -> Sequence[str]:
+        """List the folders directly in the store. One listing, which may lag."""
+        return self.call(lambda: list(self.store.list_directories()))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove the objects at `keys`, in the order given."""
+        self.call(self.store.delete, keys)
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """Drop an unfinished upload and its parts."""
+        self.call(self.store.abort_multipart, key, upload_id)
+
+    def create_multipart(self, key: str) -> str:
+        """Begin a multipart upload and return its id."""
+        return self.call(self.store.create_multipart, key)
+
+    def observe(
+        self,
+        look: Callable[[], _T],
+        *,
+        doubt: Callable[[_T], Hashable] = lambda _: None,
+        doubted: type[Exception] | tuple[type[Exception], ...] = (),
+        changing: Callable[[], Exception] | None = None,
+    ) -> _T:
+        """Return what `look` finds, or raise the error that it finds, once that is certain.
+
+        One look takes its time. A job can meanwhile commit what was not listed yet, and remove what was; a proxy, a
+        cache or a listing that lags can answer wrongly. So a result in doubt counts only if two looks in a row agree
+        (`NUM_LOOKS_AT_ABSENCE`), and an error in doubt only if three do (`NUM_LOOKS_AT_DAMAGE`).
+
+        Args:
+            look: Makes its requests with this client, so that failures are repeated there.
+            doubt: Returns what is missing in a result, falsy for nothing. A result without doubt is returned at once.
+            doubted: Classes of errors in doubt. Time passes before the look after one of them.
+            changing: Makes the error to raise if no looks agree.
+
+        Raises:
+            TransientStoreError: No looks agree, and there is no `changing`.
+
+        """
+        doubts = Doubts(self, changing=changing)
+        while True:
+            try:
+                found = look()
+            except doubted as error:  # noqa: PERF203  # looks are rare, and requests
+                if doubts.are_settled_by(type(error).__name__, error):
+                    raise
+            else:
+                evidence = doubt(found)
+                if not evidence or doubts.are_settled_by(evidence):
+                    return found
+
+
+def open_client(
+    uri: str | os.PathLike[str] | Location,
+    options: Options,
+    *,
+    on_retry: Callable[[StoreError], None] | None = None,
+    on_hedge: Callable[[], None] = lambda: None,
+    recorder: Recorder | None = None,
+) -> StoreClient:
+    """Return a client of the store at `uri`. The errors are those of `open_store`; nothing is contacted.
+
+    `on_retry` is called with the failure before each repetition, and `on_hedge` for each request that is repeated as a
+    straggler.
+    """
+    store, recorder = open_store(uri, options), recorder if recorder is not None else Recorder()
+    if recorder.timeline is not None:
+        store = TracedStore(store, recorder)
+    connections = options.connections
+    if connections is None and parse_location(uri).scheme == "file":  # the CPU copies a file's bytes
+        connections = min(max(num_cores_of_rank(), _MIN_FILE_THREADS), _MAX_FILE_THREADS)
+    return StoreClient(
+        store,
+        retries=options.retries,
+        timeout_s=options.timeout_s,
+        on_retry=on_retry,
+        recorder=recorder,
+        hedger=Hedger(
+            ConcurrencyLimit(choose_connections(connections, ranks_of_host=ranks_of_host())),
+            budget_bytes=choose_hedge_bytes(options),
+            on_hedge=on_hedge,
+        ),
+    )
+
+
+def choose_hedge_bytes(options: Options) -> int:
+    """Return how much of a load's memory second requests may hold: nothing if only few requests fit into it."""
+    return options.read_bytes // 4 if options.read_bytes >= 4 * options.advanced.request_bytes else 0
+
+
+class Attempts:
+    """The attempts at one call, as a context, for callers that have to act between two of them."""
+
+    def __init__(self, client: StoreClient) -> None:
+        _this_process.refuse_in_fork()
+        self._client, self._calls = client, client._calls  # noqa: SLF001  # one module, one topic
+        self._begun_ns = now_ns()
+        self.renew()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.recorder.spent("transfer", self._begun_ns)
+        with self._calls.lock:
+            self._calls.num_ended += 1
+
+    def renew(self) -> None:
+        """Forget the failures so far, after progress."""
+        self._num_failures = self._num_unsent = 0
+        self._num_ended = self._calls.num_ended
+        self._deadline_s = self._calls.clock.monotonic() + self._calls.timeout_s
+
+    def begin(self) -> None:
+        """Count an attempt. Raises the refusal that the client was stopped with."""
+        if self._calls.refusal is not None:
+            raise self._calls.refusal
+        with self._calls.lock:
+            self._calls.num_requests += 1
+
+    def wait_after(self, error: Exception) -> bool:
+        """Wait before the next attempt. False if `error` is final, and to be raised.
+
+        An exception that is none of cloudckpt's, of a `wrap_store` for example, becomes a `StoreError` with the class
+        in its text, and is raised here; a `MemoryError` stays one. A range read of which bytes have arrived counts as
+        progress.
+        """
+        if not isinstance(error, (TransientStoreError, ChecksumRefusedError)):
+            if isinstance(error, (CloudckptError, MemoryError)):
+                return False
+            raise StoreError(f"the store failed with {type(error).__name__}: {error}", key="", operation="") from error
+        calls = self._calls
+        has_progressed = isinstance(error, InterruptedReadError) and error.received_bytes > 0
+        if has_progressed or (error.is_unsent and self._num_ended != calls.num_ended):
+            self.renew()
+        if error.is_unsent:
+            self._num_unsent += 1
+        else:
+            self._num_failures += 1
+        first_s = _FIRST_THROTTLED_DELAY_S if isinstance(error, ThrottledError) else _FIRST_DELAY_S
+        num_failures = self._num_failures + self._num_unsent
+        delay_s = calls.clock.jitter() * min(first_s * 2.0 ** (num_failures - 1), _LONGEST_DELAY_S)
+        if self._num_failures > calls.retries or calls.clock.monotonic() + delay_s >= self._deadline_s:
+            return False
+        return self._wait(error, delay_s)
+
+    def _wait(self, error: StoreError, delay_s: float) -> bool:
+        calls = self._calls
+        more = fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
+        _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
+        with calls.lock:
+            calls.num_retries += 1
+        if calls.on_retry is not None:
+            calls.on_retry(error)
+        begun_ns = now_ns()
+        is_stopped = calls.clock.wait(calls.stopped, delay_s)
+        self._client.recorder.span("backoff", begun_ns, key=error.key, error=type(error).__name__)
+        return not is_stopped or calls.refusal is not None
+
+
+class Doubts:
+    """The evidence of the looks so far at one thing. `StoreClient.observe` says when it is believed."""
+
+    def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
+        self._calls = client._calls  # noqa: SLF001  # one module, one topic
+        self._changing = changing
+        self._evidence: list[Hashable] = []
+
+    def are_settled_by(self, evidence: Hashable, error: Exception | None = None) -> bool:
+        """Add the evidence of a look. True if the last looks agree; otherwise another look may begin.
+
+        After an `error`, time passes before it. Raises if too many looks differ, and if the client was stopped.
+        """
+        self._evidence.append(evidence)
+        num_looks = NUM_LOOKS_AT_ABSENCE if error is None else NUM_LOOKS_AT_DAMAGE
+        if self._evidence[-num_looks:] == [evidence] * num_looks:
+            return True
+        if len(self._evidence) >= MOST_LOOKS:
+            if self._changing is not None:
+                raise self._changing() from error
+            raise TransientStoreError(
+                f"the store contradicts itself: its answers differ each time. The last one: {error or evidence}",
+                key=getattr(error, "key", ""),
+                operation=getattr(error, "operation", ""),
+            ) from error
+        if error is not None:
+            _log.info("looking again, since this may be wrong: %s", error)
+            longest_s = min(FIRST_LOOK_DELAY_S * 2.0 ** (len(self._evidence) - 1), _LONGEST_LOOK_DELAY_S)
+            if self._calls.clock.wait(self._calls.stopped, self._calls.clock.jitter() * longest_s):
+                raise self._calls.refusal or CloudckptError(
+                    f"another call failed first, so this was not looked at again: {error}"
+                ) from error
+        return False
+
+
+class TracedStore(ForwardingStore):
+    """Passes every call on to `inner`, and records a span for it, with key, bytes, try and error."""
+
+    def __init__(self, inner: Store, recorder: Recorder) -> None:
+        super().__init__(inner)
+        self._recorder = recorder
+        self._last = threading.local()
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        recorder, moved_bytes = self._recorder, 0
+        # What is tried again is tried in the same thread, with no other call in between.
+        failed, num_failures = getattr(self._last, "failed", (None, 0))
+        num_tries = num_failures + 1 if failed == call else 1
+        details: dict[str, object] = {"try": num_tries}
+        if call.part_number is not None:
+            details["part"] = call.part_number
+        if call.offset_bytes is not None:
+            details["offset"] = call.offset_bytes
+        begun_ns = now_ns()
+        has_body = call.operation in _WITH_BODY
+        if has_body:
+            recorder.count(call.num_bytes)
+        try:
+            result = action()
+            moved_bytes = call.num_bytes
+            num_failures = 0
+        except BaseException as error:
+            num_failures = num_tries
+            details["error"] = type(error).__name__
+            if isinstance(error, InterruptedReadError):
+                moved_bytes = error.received_bytes
+            raise
+        else:
+            return result
+        finally:
+            self._last.failed = (call, num_failures)
+            if has_body:
+                recorder.count(-call.num_bytes, moved_bytes=moved_bytes)
+                details["bytes"] = moved_bytes
+            recorder.span(call.operation, begun_ns, key=call.key, **details)
+
+    def around_listing(self, call: Call, action: Callable[[], Iterator[_T]]) -> Iterator[_T]:
+        """The first page is a span; what asks for later ones works on the earlier ones in between."""
+        entries = action()
+        yield from self.around(call, lambda: list(itertools.islice(entries, 1)))
+        yield from entries

@@ -1,0 +1,43 @@
+"""Clocks that a `StoreClient` acts by in tests."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from typing_extensions import override
+
+from cloudckpt.io.client import Clock
+
+
+class InstantClock(Clock):
+    """Waits end at once; time goes on."""
+
+    @override
+    def wait(self, stopped: threading.Event, delay_s: float) -> bool:
+        return stopped.is_set()
+
+
+class FakeClock(Clock):
+    """Only waiting moves the time, and takes none."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.waits_s: list[float] = []
+
+    @override
+    def monotonic(self) -> float:
+        return self.now_s
+
+    @override
+    def wait(self, stopped: threading.Event, delay_s: float) -> bool:
+        if stopped.is_set():
+            return True
+        self.waits_s.append(delay_s)
+        self.now_s += delay_s
+        return False
+
+
+def skip_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients that are made from here on wait for nothing."""
+    monkeypatch.setattr("cloudckpt.io.client.SYSTEM_CLOCK", InstantClock())

@@ -93,5 +93,5 @@ def test_a_context_has_the_connections_of_its_rank(
     if ranks_of_host is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_host)
     context = context_at("s3://bucket/run")
-    assert context.connections == context.hedger.connections() == expected
-    assert context_at("s3://bucket/run", connections=12).hedger.connections() == 12
+    assert context.connections == context.client.hedger.connections() == expected
+    assert context_at("s3://bucket/run", connections=12).client.hedger.connections() == 12

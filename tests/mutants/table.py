@@ -543,8 +543,8 @@ MUTANTS = {
     "cached-plan-writes-old-keys": Mutant(
         breaks="G1: a save with a cached plan writes to the keys of an older save.",
         file="dcp/writer.py",
-        old="message.nonce == job.attempt and message.attempt is not None",
-        new="message.attempt is not None",
+        old="message.nonce == job.attempt and message.attempt:",
+        new="message.attempt:",
         tests=("tests/dcp/test_writer.py::test_cached_plans_write_new_keys_and_real_types",),
     ),
     "gc-ignores-older-than": Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -19,7 +19,7 @@ from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 from cloudckpt.format.safetensors import HeaderEntry
-from cloudckpt.pipeline.save import StagedItem
+from cloudckpt.pipeline.save import SaveItems, StagedItem
 from cloudckpt.tensors.body import wait_for_content
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
@@ -106,11 +106,29 @@ def _key_of_storage(item: WriteItem, state_dict: Mapping[str, Any]) -> Hashable 
     return layout, item.index.offset, item.tensor_data.chunk.sizes
 
 
-def check_values(items: Iterable[WriteItem], state_dict: Mapping[str, Any], *, uri: str) -> None:
-    """Call `check_value` for each object among `items` whose name is in a flat state dict."""
+def plan_items(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    transforms: WriteTransforms,
+    *,
+    uri: str,
+    pending: Staging | None = None,
+) -> SaveItems:
+    """Return what a save job needs of torch's items. See `stage_items`.
+
+    Raises `UnsupportedValueError` for a value that cannot be saved, before anything is sent.
+    """
+    known = known_tensors(planner)
+    aliases = {} if transforms else find_aliases(items, known)
     for item in items:
-        if item.type is WriteItemType.BYTE_IO and item.index.fqn in state_dict:
-            check_value(state_dict[item.index.fqn], item.index.fqn, uri=uri)
+        if item.type is WriteItemType.BYTE_IO and item.index.fqn in known:
+            check_value(known[item.index.fqn], item.index.fqn, uri=uri)
+    return SaveItems(
+        sizes_bytes=[0 if i in aliases else estimate_bytes(item) for i, item in enumerate(items)],
+        aliases=aliases,
+        are_transformed=bool(transforms),
+        stage=lambda numbers: stage_items([items[i] for i in numbers], planner, transforms, uri=uri, pending=pending),
+    )
 
 
 def stage_items(

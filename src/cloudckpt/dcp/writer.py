@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -18,13 +18,13 @@ from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.commit_time import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt.dcp.content import content_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
-from cloudckpt.dcp.write_items import check_values, estimate_bytes, find_aliases, known_tensors, stage_items
+from cloudckpt.dcp.write_items import plan_items
 from cloudckpt.errors import CloudckptError, InvalidOptionError, portable
 from cloudckpt.format.model import ItemReceipts
 from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.save import SaveJob, StagedItem, require_no_resume
+from cloudckpt.pipeline.save import SaveJob, require_no_resume
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.copying import Staging
@@ -205,7 +205,14 @@ class ObjectStoreWriter(StorageWriter):
                     pending.completed.result()
                     pending = None  # complete: no tensor has to be waited for
                 with job.recorder.step("write"), self._cancellation.stopping(job.stop):
-                    receipts = self._write(job, plan, planner, pending)
+                    message, uri = plan.storage_data, self.checkpoint_id
+                    # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then
+                    # takes its place: the manifest names every object by its whole key.
+                    if isinstance(message, AttemptMessage) and message.nonce == job.attempt and message.attempt:
+                        job.attempt = message.attempt
+                    items = plan_items(plan.items, planner, self._transforms, uri=uri, pending=pending)
+                    self._cancellation.enter("uploading", total_bytes=sum(items.sizes_bytes))
+                    receipts = job.write(items, pending=pending, on_sent=self._cancellation.count_uploaded)
                 if pending is not None:
                     pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:
@@ -216,29 +223,6 @@ class ObjectStoreWriter(StorageWriter):
             except Exception as error:
                 raise portable(error) from error
         return future
-
-    def _write(self, job: SaveJob, plan: SavePlan, planner: SavePlanner, pending: Staging | None) -> list[ItemReceipts]:
-        message, known, uri = plan.storage_data, known_tensors(planner), self.checkpoint_id
-        # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then takes its
-        # place: the manifest names every object by its whole key.
-        if isinstance(message, AttemptMessage) and message.nonce == job.attempt and message.attempt is not None:
-            job.attempt = message.attempt
-        aliases = {} if self._transforms else find_aliases(plan.items, known)
-        sizes_bytes = [0 if i in aliases else estimate_bytes(item) for i, item in enumerate(plan.items)]
-        self._cancellation.enter("uploading", total_bytes=sum(sizes_bytes))
-        check_values(plan.items, known, uri=uri)  # before anything is sent
-
-        def stage(positions: Sequence[int]) -> Iterator[StagedItem]:
-            return stage_items([plan.items[i] for i in positions], planner, self._transforms, uri=uri, pending=pending)
-
-        return job.write(
-            sizes_bytes,
-            stage,
-            aliases=aliases,
-            are_transformed=bool(self._transforms),
-            pending=pending,
-            on_sent=self._cancellation.count_uploaded,
-        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.

@@ -83,6 +83,21 @@ def is_same_content(item: StagedItem, first: StagedItem) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveItems:
+    """The items of a save on one rank."""
+
+    sizes_bytes: Sequence[int]
+    """The estimated size of each; 0 for an alias."""
+    aliases: Mapping[int, int]
+    """The position of an earlier item that has the same bytes, by the position of each alias."""
+    are_transformed: bool
+    """True if extensions compute the stored bytes, so that no item is sent from where it is."""
+    stage: Callable[[Sequence[int]], Iterable[StagedItem]]
+    """Returns the items at these positions, with their data. It is called object by object, so that tensors that are
+    computed are not all held at once."""
+
+
 def require_no_resume(options: Options) -> None:
     """Raise `InvalidOptionError` for a save with `Options.resume`, which applies to copies."""
     if options.resume:
@@ -160,23 +175,12 @@ class SaveJob:
         return entries
 
     def write(
-        self,
-        sizes_bytes: Sequence[int],
-        stage: Callable[[Sequence[int]], Iterable[StagedItem]],
-        *,
-        aliases: Mapping[int, int],
-        are_transformed: bool,
-        pending: Staging | None = None,
-        on_sent: Callable[[int], None] | None = None,
+        self, planned: SaveItems, *, pending: Staging | None = None, on_sent: Callable[[int], None] | None = None
     ) -> list[ItemReceipts]:
         """Upload this rank's items, all or none, and return the receipts of each object.
 
         Args:
-            sizes_bytes: The estimated size of each item; 0 for an alias.
-            stage: Returns the items at some positions, with their data. It is called object by object, so that tensors
-                that are computed are not all held at once.
-            aliases: The position of an earlier item that has the same bytes, by the position of each alias.
-            are_transformed: The items are stored as extensions transform them, and not from where they are.
+            planned: The items.
             pending: Memory that is still being filled. It is read part by part, once it is there.
             on_sent: Called with the size of each part that the store has.
 
@@ -193,15 +197,16 @@ class SaveJob:
                 part_bytes=options.advanced.part_bytes, tile_bytes=options.advanced.tile_bytes
             ) as session,
         ):
-            groups = _group_items(context, sizes_bytes, aliases, are_transformed=are_transformed)
-            for number, group in enumerate(groups):
-                in_object = list(stage(group))
-                body, make = _lay_out_object(in_object, _same_contents(group, in_object, aliases), arena, pending)
+            for number, group in enumerate(_group_items(context, planned)):
+                in_object = list(planned.stage(group))
+                body, make = _lay_out_object(
+                    in_object, _same_contents(group, in_object, planned.aliases), arena, pending
+                )
                 make_receipts.append(make)
                 del in_object  # the body holds what it still needs, and only until it is sent
                 key = data_key(self.attempt, context.rank, number)
                 part_bytes = choose_part_bytes(
-                    sum(sizes_bytes),
+                    sum(planned.sizes_bytes),
                     connections=context.connections,
                     most_bytes=options.advanced.part_bytes,
                     buffer_bytes=options.staging_bytes if 2 * body.copied_bytes > body.size_bytes else None,
@@ -355,23 +360,21 @@ class SaveJob:
                 _log.warning("could not remove what a failed save left: %s. %s", error, gc_advice(self._context.uri))
 
 
-def _group_items(
-    context: Context, sizes_bytes: Sequence[int], aliases: Mapping[int, int], *, are_transformed: bool
-) -> Iterator[list[int]]:
+def _group_items(context: Context, planned: SaveItems) -> Iterator[list[int]]:
     """Yield the positions of the items of each object. Aliases of one tensor are in one object, the first one first."""
     options = context.options
     object_bytes = options.advanced.object_bytes
-    if are_transformed:
+    if planned.are_transformed:
         object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
     if not context.store.capabilities.multipart:
         # An object is then one part: it is staged whole, and only several objects are sent side by side.
         share_bytes = options.staging_bytes // context.connections
         object_bytes = min(object_bytes, max(options.advanced.part_bytes, share_bytes))
-    firsts = [i for i in range(len(sizes_bytes)) if i not in aliases]
+    firsts = [i for i in range(len(planned.sizes_bytes)) if i not in planned.aliases]
     followers: defaultdict[int, list[int]] = defaultdict(list)
-    for follower, first in aliases.items():
+    for follower, first in planned.aliases.items():
         followers[first].append(follower)
-    sizes_of_firsts = [sizes_bytes[i] for i in firsts]
+    sizes_of_firsts = [planned.sizes_bytes[i] for i in firsts]
     for group in pack(sizes_of_firsts, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
         yield [j for i in group for j in (firsts[i], *followers.get(firsts[i], ()))]
 

@@ -9,14 +9,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.kit.in_memory import Memory
-from tests.kit.ranks import on_ranks, run_ranks
+from tests.kit.ranks import on_ranks
 
 import cloudckpt
 from cloudckpt.manager import preemption as module
@@ -320,29 +319,35 @@ def test_failures_are_told(memory: Memory) -> None:
 # --- several ranks
 
 
-def stops(uri: str, told: dict[int, list[int]], num_steps: int) -> tuple[list[int], str, float]:
-    """Steps at which this rank learned to stop, what became of the last save, and the time that was left then."""
+@pytest.mark.parametrize(("told", "first"), [({0: [4], 1: [2]}, 2), ({}, None)], ids=str)
+@on_ranks(2)
+def test_all_ranks_stop_at_one_step(uri: str, told: dict[int, list[int]], first: int | None) -> None:
+    """Ranks that stop at different steps wait for one another for ever, or save states of different steps."""
     forget_other_handlers()
     rank = dist.get_rank()
     with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
         stopped = []
-        for step in range(num_steps):
+        for step in range(6):
             if step in told.get(rank, []):
                 tell(preemption)
             if preemption.agreed():
                 stopped.append(step)
-        fate = "none"
+        assert stopped == ([] if first is None else list(range(first, 6)))
         if stopped:
-            fate = preemption.finish(lambda: cloudckpt.save(state(float(stopped[0])), uri)).last
-        return stopped, fate, preemption.remaining_s
+            assert preemption.finish(lambda: cloudckpt.save(state(float(stopped[0])), uri)).last == "committed"
+            assert value_at(uri) == first
+        assert preemption.remaining_s <= WAIT_S
 
 
-def seconds_left(told: dict[int, float], untold_s: float) -> tuple[float, float]:
-    """Time that this rank has left once all agreed; after `agreed`, and in a `finish` without it."""
+@on_ranks(3)
+def test_the_deadline_is_that_of_the_rank_that_is_killed_first() -> None:
+    """If this fails, ranks that are told at different times make a last save that the first one does not live to end,
+    or one that was not told shortens it.
+    """
     forget_other_handlers()
-    left = []
+    told, left_s = {0: 3000.0, 2: 2000.0}, []
     for ask in ("agreed", "finish"):
-        deadline_s = told.get(dist.get_rank(), untold_s)
+        deadline_s = told.get(dist.get_rank(), 1000.0)
         with cloudckpt.on_sigterm(deadline_s=deadline_s) as preemption:
             if dist.get_rank() in told:
                 tell(preemption)
@@ -351,51 +356,23 @@ def seconds_left(told: dict[int, float], untold_s: float) -> tuple[float, float]
                 assert preemption.agreed()  # without the others
             else:
                 preemption.finish()
-            left.append(preemption.remaining_s)
-    return left[0], left[1]
+            left_s.append(preemption.remaining_s)
+    assert 1900 < left_s[0] <= 2000
+    assert 900 < left_s[1] <= 1000  # `finish` begins the time of a rank that was not told
 
 
-@pytest.mark.multirank
-def test_the_deadline_is_that_of_the_rank_that_is_killed_first() -> None:
-    """If this fails, ranks that are told at different times make a last save that the first one does not live to end,
-    or one that was not told shortens it.
-    """
-    told = {0: 3000.0, 2: 2000.0}
-    for agreed_s, finish_s in run_ranks(seconds_left, told, 1000.0, world_size=3):
-        assert 1900 < agreed_s <= 2000
-        assert 900 < finish_s <= 1000  # `finish` begins the time of a rank that was not told
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize(("told", "first"), [({0: [4], 1: [2]}, 2), ({}, None)], ids=str)
-def test_all_ranks_stop_at_one_step(tmp_path: Path, told: dict[int, list[int]], first: int | None) -> None:
-    """Ranks that stop at different steps wait for one another for ever, or save states of different steps."""
-    uri = str(tmp_path / "c")
-    for stopped, fate, remaining_s in run_ranks(stops, uri, told, 6, world_size=2):
-        assert stopped == ([] if first is None else list(range(first, 6)))
-        assert fate == ("none" if first is None else "committed")
-        assert remaining_s <= WAIT_S
-    if first is not None:
-        assert value_at(uri) == first
-
-
-def waits_in_vain() -> str:
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    """A rank that is gone would keep all others until SIGKILL."""
     forget_other_handlers()
     with cloudckpt.on_sigterm(timeout_s=WAIT_S) as preemption:
         assert not preemption.agreed()
     if dist.get_rank() == 1:
         dist.barrier()
-        return "went"
+        return
     with (
         cloudckpt.on_sigterm(timeout_s=1.0) as preemption,
         pytest.raises(cloudckpt.RankLostError, match="not all ranks agreed within 1 s"),
     ):
         preemption.agreed()
     dist.barrier()
-    return "raised"
-
-
-@pytest.mark.multirank
-def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
-    """A rank that is gone would keep all others until SIGKILL."""
-    assert run_ranks(waits_in_vain, world_size=2) == ["raised", "went"]

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "cloudckpt"
 _SUPPRESSION = re.compile(r"#\s*(?:noqa|type:\s*ignore)\b")
-_SCHEME = re.compile(r"\bscheme\b|'(?:s3|gs|file|memory|az)(?:://)?'")
+_SCHEMES = {f"{scheme}{end}" for scheme in ("s3", "gs", "file", "memory", "az") for end in ("", "://")}
 _INDIRECT = re.compile(r"(?:Of|What|Whether|As|Where|Who|How|Until)\b")
 
 
@@ -135,13 +135,33 @@ def count_retriers() -> int:
 
 
 def scheme_deciders() -> Iterator[Path]:
-    """Yield the modules that compare with a URI's scheme and are not of the stores, the URIs or the doctor."""
+    """Yield the modules that ask for a URI's scheme and are not of the stores, the URIs or the doctor."""
     for path in modules():
         parts = path.relative_to(PACKAGE).parts
-        if parts[0] not in {"stores", "doctor", "uri.py"} and any(
-            isinstance(node, ast.Compare) and _SCHEME.search(ast.unparse(node)) for node in _nodes(path)
-        ):
+        if parts[0] not in {"stores", "doctor", "uri.py"} and any(_asks_scheme(node) for node in _nodes(path)):
             yield path
+
+
+def _asks_scheme(node: ast.AST) -> bool:
+    """Return True for a comparison, a look-up or a call of ``startswith`` with a scheme, of a variable or a literal."""
+    if isinstance(node, ast.Compare):
+        is_search = any(isinstance(operator, ast.In | ast.NotIn) for operator in node.ops)
+        asked = [node.left, *(each for one in node.comparators for each in (ast.walk(one) if is_search else [one]))]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        asked = [*node.args, *node.keywords] if node.func.attr in {"startswith", "removeprefix", "get"} else []
+    elif isinstance(node, ast.Subscript):
+        asked = [node.slice]
+    elif isinstance(node, ast.Set):
+        asked = node.elts
+    else:
+        return False
+    return any(map(_is_scheme, asked))
+
+
+def _is_scheme(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return node.value in _SCHEMES
+    return str(getattr(node, "id", "") or getattr(node, "attr", "")).endswith("scheme")
 
 
 def _tests() -> Iterator[ast.FunctionDef]:

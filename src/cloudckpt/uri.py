@@ -21,6 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ALIASES = {"gcs": "gs", "local": "file", "s3a": "s3"}
 _OWN_SCHEMES = ("s3", "gs", "file", "memory")
 _BUCKET_SCHEMES = ("s3", "gs")
+_WITHOUT_CLIENT = ("file", "memory")
 # Layers over another file system: a cache may serve stale manifests, an archive cannot take objects one by one.
 _LAYERS = frozenset(
     {
@@ -70,6 +71,28 @@ class Location:
         if self.scheme == "file":
             return self.path
         return f"{self.scheme}://{self.authority}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def local_path(self) -> str | None:
+        """The absolute path on this machine; None for a place elsewhere."""
+        return self.path if self.scheme == "file" else None
+
+    @property
+    def takes_options(self) -> bool:
+        """True if a client with `Options.storage_options` reaches the place."""
+        return self.scheme not in _WITHOUT_CLIENT
+
+    @property
+    def parent(self) -> Location:
+        """The folder that holds this location; itself for a whole bucket or the root of the files."""
+        folder = self.path.rpartition("/")[0]
+        return Location(
+            scheme=self.scheme, authority=self.authority, path=folder or ("" if self.local_path is None else "/")
+        )
+
+    def is_of_kind(self, other: Location) -> bool:
+        """Return True if stores of one kind hold both, which the same storage options may reach."""
+        return self.scheme == other.scheme
 
     @property
     def name(self) -> str:
@@ -295,3 +318,10 @@ def redacted(location: object) -> str:
     if slashes and at and (_COLON.search(user) or "/" not in user):
         rest = f"***@{after}"
     return f"{scheme}{slashes}{rest}" + ("?…" if question else "")
+
+
+def store_attributes(uri: str) -> dict[str, str]:
+    """Return the attributes of telemetry that name the kind of store of `uri` (its normal form), and an S3 bucket."""
+    scheme, separator, rest = uri.partition("://")
+    bucket = {"aws.s3.bucket": rest.partition("/")[0]} if separator and scheme == "s3" else {}
+    return {"cloudckpt.store": scheme if separator else "file", **bucket}

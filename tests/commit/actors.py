@@ -187,7 +187,7 @@ def collector() -> Actor:
 
 
 def _place(client: StoreClient) -> WalkedLocation:
-    inventory = walk(client, has_hidden_uploads=False)
+    inventory = walk(client)
     return WalkedLocation(client=client, root=client, prefix="", found=inventory.at(""))
 
 

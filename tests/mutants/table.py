@@ -41,7 +41,7 @@ MUTANTS = {
     "no-options-for-two-places-of-one-service": Mutant(
         breaks="G10: `cloudckpt cp` within one service goes to the target without its endpoint.",
         file="cli/_options.py",
-        old="        if source_scheme == target_scheme:\n            return given, given\n",
+        old="        if one.is_of_kind(other):\n            return given, given\n",
         new="",
         tests=("tests/cli/test_option_values.py::test_each_place_gets_the_options_that_are_for_it",),
     ),
@@ -1508,8 +1508,8 @@ MUTANTS = {
     "one-scheme-is-one-service": Mutant(
         breaks="G10: a copy between two servers asks the target for the object of the source.",
         file="convert/copying.py",
-        old=" in _SERVICES and dict(mine) == dict(its)",
-        new=" in _SERVICES",
+        old=".copies_within == service and dict(mine) == dict(its)",
+        new=".copies_within == service",
         tests=("tests/convert/test_copy.py::test_two_endpoints_of_one_scheme_are_two_services",),
     ),
     "one-uri-on-two-servers-is-one-place": Mutant(

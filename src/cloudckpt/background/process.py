@@ -35,6 +35,7 @@ from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import InvalidOptionError, RankLostError, portable
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Lifecycle
+from cloudckpt.stores.open import open_store
 
 _END_S = 10.0
 """The longest wait for a process that was killed."""
@@ -52,7 +53,7 @@ def require_process_support(writer: ObjectStoreWriter, *, no_dist: bool) -> None
             "AsyncCheckpointerType.PROCESS needs all ranks, because their processes start together: save without "
             "no_dist, or with AsyncCheckpointerType.THREAD"
         )
-    if writer.checkpoint_id.startswith("memory://"):
+    if open_store(writer.checkpoint_id, writer.options).capabilities.is_private:
         raise InvalidOptionError(
             f"AsyncCheckpointerType.PROCESS cannot save to {writer.checkpoint_id}, which is memory of this process: "
             "save there with AsyncCheckpointerType.THREAD"

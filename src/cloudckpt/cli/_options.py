@@ -34,7 +34,6 @@ _SIZES = {
     "ti": 1024**4,
 }
 _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_WITHOUT_OPTIONS = ("file", "memory")
 
 
 def _share(ctx: typer.Context, param: typer.CallbackParam, value: bool) -> bool:  # noqa: FBT001  # Typer calls it so
@@ -129,11 +128,11 @@ class PairOptions(CommonOptions):
         given = self.options()
         if self.target_storage_option or self.target_endpoint_url:
             return given, self._options(self.target_storage_option, {"endpoint_url": self.target_endpoint_url})
-        source_scheme, target_scheme = (parse_location(uri).scheme for uri in (source, target))
-        if source_scheme == target_scheme:
+        one, other = parse_location(source), parse_location(target)
+        if one.is_of_kind(other):
             return given, given
         none = self._options(None, {})
-        if source_scheme in _WITHOUT_OPTIONS and target_scheme not in _WITHOUT_OPTIONS:
+        if other.takes_options and not one.takes_options:
             return none, given
         return given, none
 

@@ -199,7 +199,7 @@ def _tell_nothing(console: Console, root: str, options: Options) -> None:
     location = parse_location(root)
     client = open_client(location, options)
     folders = list_kept_folders(client)
-    is_folder = location.scheme == "file" and os.path.isdir(location.path)  # noqa: PTH112  # as URIs have it
+    is_folder = location.local_path is not None and os.path.isdir(location.local_path)  # noqa: PTH112  # as URIs have it
     if not folders and not is_folder and not client.list(most=1):
         raise CheckpointNotFoundError(f"There is nothing at {location.uri}.", uri=location.uri)
     text = f"No checkpoint lies directly in {location.uri}, and nothing that a save has left."

@@ -55,19 +55,20 @@ class WalkedLocation:
     """The items that the walk found there besides the log."""
 
 
-def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",), has_hidden_uploads: bool) -> Inventory:
+def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",)) -> Inventory:
     """List what cloudckpt wrote: one listing of objects and one of uploads for each of `prefixes`.
 
     That there is nothing is confirmed. A service that does not list unfinished uploads is no error:
     `Inventory.unlisted` says why. For files it is one, since data looks dead beside an upload that is not seen.
     """
     return client.observe(
-        lambda: _walk_once(client, prefixes, has_hidden_uploads=has_hidden_uploads),
+        functools.partial(_walk_once, client, prefixes),
         doubt=lambda inventory: not inventory.locations,
     )
 
 
-def _walk_once(client: StoreClient, prefixes: Sequence[str], *, has_hidden_uploads: bool) -> Inventory:
+def _walk_once(client: StoreClient, prefixes: Sequence[str]) -> Inventory:
+    has_hidden_uploads = client.store.capabilities.has_hidden_uploads
     inventory = Inventory(has_hidden_uploads=has_hidden_uploads)
     for prefix in prefixes:
         for info in client.list(prefix):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -341,10 +340,9 @@ def replaced_error(uri: str) -> CheckpointChangedError:
 
 def folder_and_name(location: Location) -> tuple[Location, str]:
     """Split the location of a file into its folder and its name."""
-    folder, _, name = location.path.rpartition("/")
-    if not name:
+    if not location.name:
         raise InvalidURIError(f"{location.uri} names no file: add a name such as model.pt")
-    return dataclasses.replace(location, path=folder or ("/" if location.scheme == "file" else "")), name
+    return location.parent, location.name
 
 
 def _check_apart(source: Context, target: Context) -> None:
@@ -368,5 +366,5 @@ def _server_of(context: Context) -> tuple[str, str, str]:
 
 
 def _path_of(location: Location) -> str:
-    path = os.path.realpath(location.path) if location.scheme == "file" else location.path
+    path = location.path if location.local_path is None else os.path.realpath(location.local_path)
     return path.rstrip("/")

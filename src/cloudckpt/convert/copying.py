@@ -44,7 +44,6 @@ from cloudckpt.uri import parse_location
 _log = logging.getLogger("cloudckpt")
 
 _DIGEST_DIGITS = 32
-_SERVICES = ("s3", "gs", "memory")
 
 
 def copy(
@@ -158,7 +157,8 @@ def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
 def _is_one_service(source: Context, target: Context) -> bool:
     """Return True if one service with one set of credentials has both, so that it can be asked to copy."""
     mine, its = source.options.storage_options, target.options.storage_options
-    return source.location.scheme == target.location.scheme in _SERVICES and dict(mine) == dict(its)
+    service = target.store.capabilities.copies_within
+    return service != "" and source.store.capabilities.copies_within == service and dict(mine) == dict(its)
 
 
 class CopyJob:

@@ -162,7 +162,7 @@ def _export_safetensors(
     source, target, single_name = conversion.source, conversion.target, _SINGLE_NAME
     patterns: Sequence[str] = _SAFETENSORS_PATTERNS
     path = target.location.path
-    is_folder = target.location.scheme == "file" and Path(path).is_dir()
+    is_folder = target.location.local_path is not None and Path(path).is_dir()
     is_file = path.lower().endswith(".safetensors") and not is_folder
     if path.lower().endswith(_OTHER_FILES) and not is_folder:
         raise InvalidOptionError(

@@ -258,8 +258,8 @@ def _read(conversion: Conversion) -> Iterator[tuple[dict[str, Any], Callable[[],
     folder, name = folder_and_name(location)
     context = Context(folder, conversion.source.options, rank=0)
     with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
-        is_local = location.scheme == "file"
-        path = location.path if is_local else str(Path(scratch, "state.pt"))
+        is_local = location.local_path is not None
+        path = location.local_path or str(Path(scratch, "state.pt"))
 
         def look() -> tuple[dict[str, Any], ObjectInfo]:
             info = head_file(context, name)

@@ -268,9 +268,9 @@ def _list_links(folder: Location) -> set[str]:
 
     Listings leave out links that may not be followed. An import must not leave out tensors.
     """
-    if folder.scheme != "file" or not Path(folder.path).is_dir():
+    if folder.local_path is None or not Path(folder.local_path).is_dir():
         return set()
-    with os.scandir(folder.path) as entries:
+    with os.scandir(folder.local_path) as entries:
         return {entry.name for entry in entries if entry.is_symlink() and entry.name.endswith((_SUFFIX, _INDEX_SUFFIX))}
 
 

@@ -235,7 +235,8 @@ class _Listing:
 
     def list_places(self) -> list[str]:
         """List the root itself as ``""`` and the folders under it, and group the unfinished uploads by folder."""
-        if self._root.scheme != "file":  # there, each folder is listed by itself: some may be closed
+        # Else each folder is listed by itself: some may be closed.
+        if not self._client.store.capabilities.has_hidden_uploads:
             self._uploads = group_uploads(self._client)
         of_uploads = (name for name in self._uploads if name and _is_openable(self._root, name))
         return sorted({"", *of_uploads, *self.list_names()})
@@ -255,11 +256,11 @@ class _Listing:
         location = self._root.child(name) if name else self._root
         try:
             client = self._client.at(open_store(location, self._options))
-            inventory = Inventory(has_hidden_uploads=location.scheme == "file")
+            inventory = Inventory(has_hidden_uploads=client.store.capabilities.has_hidden_uploads)
             for info in client.list("data/"):
                 inventory.add_object(info)
             uploads = self._uploads.get(name, ())
-            if location.scheme == "file":
+            if client.store.capabilities.has_hidden_uploads:
                 uploads = client.list_uploads("" if name else "data/")
             for upload in uploads:
                 inventory.add_upload(upload)

@@ -145,7 +145,7 @@ def walk_checkpoint(location: Location, options: Options) -> WalkedLocation:
     client = _open_client(location, options)
     if options.commit == "conditional":
         check_conditional_create(client)
-    inventory = walk(client, prefixes=_PARTS, has_hidden_uploads=location.scheme == "file")
+    inventory = walk(client, prefixes=_PARTS)
     if inventory.unlisted is not None:
         raise inventory.unlisted
     return _walked_location(location, client, inventory, "", options)
@@ -178,7 +178,7 @@ class _Collection:
         """Collect the garbage at every location, and report it."""
         if not self._dry_run and self._is_conditional:
             check_conditional_create(self._client)
-        inventory = walk(self._client, has_hidden_uploads=self._location.scheme == "file")
+        inventory = walk(self._client)
         if inventory.unlisted is not None:
             self._fail(self._location.uri, inventory.unlisted, "unfinished uploads: ")
         self._before = _parse_older_than(self._older_than)  # by now the store has shown its clock

@@ -52,8 +52,6 @@ from cloudckpt.tensors.host_memory import new_arena
 
 _log = logging.getLogger("cloudckpt")
 
-_NEAR = frozenset({"file", "memory"})
-"""Schemes of stores that answer sooner than a thread starts."""
 # An object's layout needs all of its tensors; meanwhile the object before it is sent.
 _MAX_TENSORS_PER_OBJECT = 4096
 # Transformed tensors are held until the layout of their object is known.
@@ -163,7 +161,7 @@ class SaveJob:
             functools.partial(read_log_once if context.options.commit == "conditional" else read_log, client),
             # Two looks, as `observe` takes them, at the same time: a small save has few round trips.
             *[functools.partial(lists_torch_checkpoint, client)] * 2,
-            num_threads=1 if context.location.scheme in _NEAR else context.connections,
+            num_threads=1 if context.store.capabilities.is_near else context.connections,
         )
         if log.current is not None or any(others):
             raise CheckpointExistsError(

@@ -48,6 +48,14 @@ class Capabilities:
     """The store refuses bytes that do not match the CRC32C sent with them."""
     listed_parts: Literal["none", "same_upload", "any_upload"] = "none"
     """The uploads that can be completed with the parts that `list_parts` returns."""
+    is_near: bool = False
+    """The store answers without a network, sooner than a thread starts."""
+    is_private: bool = False
+    """No other process sees the objects."""
+    has_hidden_uploads: bool = False
+    """Unfinished uploads are hidden beside their keys: all are ours, and a folder can be closed to a listing."""
+    copies_within: str = ""
+    """The service that copies between its stores (`Store.copy_from`); empty if none does."""
     observed: str = field(default="", compare=False)
     """The behaviour, seen by a probe, that denies `conditional_create`; empty if nothing was tried."""
 

@@ -87,7 +87,13 @@ class MemoryStore(Store):
         self._pid = self._shared.pid if pid is None else pid  # a pickled store is of the process that it comes from
         self.limits = limits
         self.capabilities = Capabilities(
-            conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload"
+            conditional_create=True,
+            multipart=True,
+            verifies_crc32c=True,
+            listed_parts="same_upload",
+            is_near=True,
+            is_private=True,
+            copies_within="memory",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ def _opened(location: Location, options: Options) -> Store:
 
 
 def _refuse_storage_options(location: Location, options: Options) -> None:
-    if options.storage_options:
+    if options.storage_options and not location.takes_options:
         raise InvalidOptionError(
             f"{location.uri} takes no storage options, and {', '.join(sorted(options.storage_options))} would be "
             f"ignored: leave them out for files and memory."

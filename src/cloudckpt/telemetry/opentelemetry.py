@@ -17,6 +17,7 @@ from opentelemetry.trace import Span, Status, StatusCode, TracerProvider
 from cloudckpt._version import __version__
 from cloudckpt.events import Event
 from cloudckpt.report import LoadReport, SaveReport
+from cloudckpt.uri import store_attributes
 
 _NAME = "cloudckpt"
 _MOST_RUNNING = 256
@@ -203,22 +204,17 @@ class Instrumentation:
 
 
 def _store_of(uri: str) -> Attributes:
-    """Return the attributes that name the kind of store: few values, as metrics need."""
-    scheme, separator, _ = uri.partition("://")
-    return {"cloudckpt.store": scheme if separator else "file"}
+    """Return the attribute that names the kind of store: few values, as metrics need."""
+    return {"cloudckpt.store": store_attributes(uri)["cloudckpt.store"]}
 
 
 def _attributes_of(event: Event) -> Attributes:
-    scheme, separator, rest = event.uri.partition("://")
-    attributes: Attributes = {
+    return {
         "cloudckpt.uri": event.uri,
         "cloudckpt.rank": event.rank,
         "cloudckpt.operation.id": event.operation,
-        **_store_of(event.uri),
+        **store_attributes(event.uri),
     }
-    if separator and scheme == "s3":
-        attributes["aws.s3.bucket"] = rest.partition("/")[0]
-    return attributes
 
 
 def _of_report(report: SaveReport | LoadReport | None) -> Attributes:

@@ -20,7 +20,8 @@ class TestStore(StoreContract):
     @pytest.fixture
     def store(self, target: Any) -> Store:
         """Open a fresh root of the user's store. `target` is the `CheckedStore` of `cloudckpt.testing.__main__`."""
-        self.shared_between_processes = target.root.scheme != "memory"
         self.num_racing_rounds = target.num_rounds
         self.num_paging_keys = target.num_keys
-        return open_store(target.root.child(f"clause-{next(_numbers)}"), target.options)
+        opened = open_store(target.root.child(f"clause-{next(_numbers)}"), target.options)
+        self.shared_between_processes = not opened.capabilities.is_private
+        return opened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 
@@ -174,6 +175,16 @@ class UploadClauses(Clauses):
             self.check_upload_time(info)
             store.abort_multipart(info.key, info.upload_id)
         assert list(store.list_uploads()) == []
+        assert keys(store) == []
+
+    def test_hidden_uploads_are_told_by_their_ids(self, store: Store) -> None:
+        """Garbage collection removes hidden uploads of any key, so each that is listed must be one of cloudckpt's."""
+        if not store.capabilities.has_hidden_uploads:
+            pytest.skip("uploads are not hidden beside their keys")
+        upload_ids = {store.create_multipart(key) for key in ("a", "folder/any name")}
+        assert {info.upload_id for info in store.list_uploads()} == upload_ids
+        assert all(re.fullmatch("[0-9a-f]{32}", upload_id) for upload_id in upload_ids)
+        assert [info.key for info in store.list_uploads("folder/")] == ["folder/any name"]
         assert keys(store) == []
 
     def check_upload_time(self, info: UploadInfo) -> None:

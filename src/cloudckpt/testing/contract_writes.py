@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import pickle
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -196,6 +197,26 @@ class WriteClauses(Clauses):
             assert created is None or isinstance(created, ObjectExistsError | TransientStoreError), (done.key, created)
             assert content(store, done.key) == done.body, done.key
 
+    def test_a_private_store_refuses_another_process(self, store: Store) -> None:
+        """A save into memory of another process would report success, and nobody could load it."""
+        if not store.capabilities.is_private:
+            pytest.skip("other processes see the objects")
+        put(store, "a", b"body")
+        (errors,) = _race_in_processes(store, _look, _look, ["a"])
+        assert all(isinstance(error, UnsupportedOperationError) for error in errors), errors
+
+    def test_a_near_store_makes_no_connection(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The calls of a store that is near are made one after the other: with round trips, a save would wait."""
+        if not store.capabilities.is_near:
+            pytest.skip("the store is reached by a network")
+        for connect in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, connect, _refuse_connection)
+        put(store, "a/b", b"body")
+        assert content(store, "a/b") == b"body"
+        assert keys(store) == ["a/b"]
+        assert list(store.list_directories()) == ["a"]
+        store.delete(["a/b"])
+
     def test_a_pickled_store_sees_the_same_objects(self, store: Store) -> None:
         """Writers are pickled to the process that saves in the background."""
         put(store, "a", b"body")
@@ -247,6 +268,7 @@ class WriteClauses(Clauses):
             said = store.copy_from(store.url("a/source"), "b/target")
         except UnsupportedOperationError:
             assert keys(store) == ["a/source"]
+            assert store.capabilities.copies_within == "" or not store.probe().multipart
             pytest.skip("the store has no copies by the service from other stores, and refuses the call")
         assert content(store, "b/target") == content(store, "a/source") == body
         # A store that does not verify checksums may report wrong ones; the copy is then read and verified.
@@ -258,6 +280,14 @@ class WriteClauses(Clauses):
 
 def _create(store: Store, key: str, body: bytes) -> None:
     put(store, key, body, if_absent=True)
+
+
+def _look(store: Store, key: str) -> None:
+    store.head(key)
+
+
+def _refuse_connection(*_: object) -> None:
+    raise AssertionError("a store that is near has opened a connection")
 
 
 def _exists(store: Store, key: str) -> bool:

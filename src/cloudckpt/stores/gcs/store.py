@@ -59,7 +59,7 @@ class GCSStore(HTTPStore):
     """
 
     capabilities = Capabilities(
-        conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="any_upload"
+        conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="any_upload", copies_within="gs"
     )
     limits = Limits(
         min_part_bytes=1,

@@ -46,7 +46,9 @@ class LocalStore(Store):
     - The file system's own timeouts hold; a hard-mounted NFS whose server is gone blocks for ever.
     """
 
-    capabilities = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
+    capabilities = Capabilities(
+        conditional_create=True, multipart=True, verifies_crc32c=True, is_near=True, has_hidden_uploads=True
+    )
     limits = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, max_put_bytes=1 << 50)
 
     def __init__(self, root: str | os.PathLike[str]) -> None:

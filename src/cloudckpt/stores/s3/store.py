@@ -71,7 +71,7 @@ class S3Store(HTTPStore):
     """
 
     capabilities = Capabilities(
-        conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload"
+        conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload", copies_within="s3"
     )
     # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
     limits = Limits(

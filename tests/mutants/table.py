@@ -38,6 +38,20 @@ MUTANTS = {
         new="patterns = (single_name,)",
         tests=("tests/convert/test_safetensors.py::test_export_replaces_the_file_of_its_own_name_alone",),
     ),
+    "memory-of-another-process-is-saved-to": Mutant(
+        breaks="G3: a save by process reports success for objects in the memory of that process.",
+        file="stores/memory.py",
+        old="            is_private=True,\n",
+        new="",
+        tests=("tests/e2e/test_process.py::test_a_save_that_a_process_cannot_make_is_refused",),
+    ),
+    "hidden-uploads-are-not-known": Mutant(
+        breaks="G5: parts of unfinished uploads stay in local folders for ever.",
+        file="stores/local/store.py",
+        old=", has_hidden_uploads=True",
+        new="",
+        tests=("tests/commit/gc/test_gc_on_stores.py::test_hidden_upload_of_any_name_is_removed",),
+    ),
     "no-options-for-two-places-of-one-service": Mutant(
         breaks="G10: `cloudckpt cp` within one service goes to the target without its endpoint.",
         file="cli/_options.py",

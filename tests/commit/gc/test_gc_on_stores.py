@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from tests.commit.gc.leftovers import (
@@ -163,3 +164,11 @@ def test_another_programs_manifest_is_not_deleted(root: str, body: bytes) -> Non
     with pytest.raises(cloudckpt.errors.InvalidManifestError, match="another program wrote"):
         cloudckpt.delete(root)
     assert keys_in(root) == {"manifest.json"}
+
+
+def test_hidden_upload_of_any_name_is_removed(tmp_path: Path) -> None:
+    """If this fails, parts that a killed export has left stay in a local folder for ever."""
+    store = at(str(tmp_path))
+    store.create_multipart("model.pt")
+    cloudckpt.gc(tmp_path, older_than=0, dry_run=False)
+    assert list(store.list_uploads()) == []

@@ -79,7 +79,9 @@ class GCSStore(HTTPStore):
         super().__init__(prefix, GCSSession(bucket, key))
         if bucket in _keeping:
             # Objects are then smaller, and put whole. Not within a save, which has laid its objects out.
-            self.capabilities = dataclasses.replace(self.capabilities, multipart=False, listed_parts="none")
+            self.capabilities = dataclasses.replace(
+                self.capabilities, multipart=False, listed_parts="none", copies_within=""
+            )
 
     def is_genuine(self, endpoint_url: str) -> bool:
         return is_googles(endpoint_url)

@@ -89,5 +89,6 @@ def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def memory(monkeypatch: pytest.MonkeyPatch, retries_at_once: None) -> Memory:
     """Every ``memory://`` location, watched."""
     opened = Memory(f"watched-{next(_numbers)}")
-    monkeypatch.setattr("cloudckpt.stores.memory.MemoryStore", opened.open)
+    at = staticmethod(lambda location, _options: opened.open(location.authority, location.path))
+    monkeypatch.setattr("cloudckpt.stores.memory.MemoryStore.at", at)
     return opened

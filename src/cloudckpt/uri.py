@@ -10,6 +10,7 @@ import difflib
 import functools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cloudckpt.errors import InvalidURIError
@@ -18,10 +19,6 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes wi
 _SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
 _COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_ALIASES = {"gcs": "gs", "local": "file", "s3a": "s3"}
-_OWN_SCHEMES = ("s3", "gs", "file", "memory")
-_BUCKET_SCHEMES = ("s3", "gs")
-_WITHOUT_CLIENT = ("file", "memory")
 # Layers over another file system: a cache may serve stale manifests, an archive cannot take objects one by one.
 _LAYERS = frozenset(
     {
@@ -41,16 +38,48 @@ _LAYERS = frozenset(
         "zip",
     }
 )
-_BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{1,61}[A-Za-z0-9]")
-_GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html, and the Outposts form of it
 _ARN = re.compile(
     r"arn:aws[a-z\-]*:s3[a-z\-]*:[a-z0-9\-]*:[0-9]{12}:(?:outpost[:/][A-Za-z0-9\-]+[:/])?accesspoint[:/][A-Za-z0-9.\-]+"
 )
+_S3_BUCKET_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._\-]{{1,61}}[A-Za-z0-9]|{_ARN.pattern}")
+_GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
 # S3 and GCS take keys of 1024 bytes; what is left is for the longest key inside a checkpoint.
 _MAX_PREFIX_BYTES = 900
 
 _MANGLED_ADVICE = "lacks a slash after its scheme, as a URI does that went through pathlib.Path; pass the URI itself"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A kind of store that cloudckpt has a class for, as one row of `SERVICES`."""
+
+    store: str
+    """The module and the class, which has ``at(location, options)``."""
+    aliases: Sequence[str] = ()
+    """Other schemes that mean the same."""
+    bucket_name: re.Pattern[str] | None = None
+    """The form of the names of buckets; None if a URI of the service has no bucket."""
+    takes_options: bool = True
+    """True if a client with `Options.storage_options` reaches the service."""
+    bucket_attribute: str = ""
+    """The attribute of OpenTelemetry for the bucket's name; empty if there is none."""
+
+
+SERVICES = {
+    "s3": Service(
+        store="cloudckpt.stores.s3:S3Store",
+        aliases=("s3a",),
+        bucket_name=_S3_BUCKET_NAME,
+        bucket_attribute="aws.s3.bucket",
+    ),
+    "gs": Service(store="cloudckpt.stores.gcs:GCSStore", aliases=("gcs",), bucket_name=_GCS_BUCKET_NAME),
+    "file": Service(store="cloudckpt.stores.local:LocalStore", aliases=("local",), takes_options=False),
+    "memory": Service(store="cloudckpt.stores.memory:MemoryStore", takes_options=False),
+}
+"""The services by their schemes. fsspec's file systems serve every other scheme."""
+_FSSPEC = Service(store="cloudckpt.stores.fsspec_store:FsspecStore")
+_ALIASES = {alias: scheme for scheme, service in SERVICES.items() for alias in service.aliases}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +107,9 @@ class Location:
         return self.path if self.scheme == "file" else None
 
     @property
-    def takes_options(self) -> bool:
-        """True if a client with `Options.storage_options` reaches the place."""
-        return self.scheme not in _WITHOUT_CLIENT
+    def service(self) -> Service:
+        """The service that has the place."""
+        return SERVICES.get(self.scheme, _FSSPEC)
 
     @property
     def parent(self) -> Location:
@@ -177,7 +206,7 @@ def known_schemes() -> frozenset[str]:
     import fsspec  # noqa: PLC0415  # plain paths and S3 do not need it
 
     protocols: list[str] = fsspec.available_protocols()
-    return frozenset([*_OWN_SCHEMES, *_ALIASES, *protocols]) - _LAYERS
+    return frozenset([*SERVICES, *_ALIASES, *protocols]) - _LAYERS
 
 
 def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
@@ -191,7 +220,7 @@ def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
         raise InvalidURIError(f"{shown!r} chains several file systems; pass the URI of the one that holds the objects.")
     authority, path = _split_authority(scheme, rest)
     user, at, _ = authority.rpartition("@")
-    if at and (scheme in _OWN_SCHEMES or _COLON.search(user)):
+    if at and (scheme in SERVICES or _COLON.search(user)):
         raise InvalidURIError(
             f"{shown!r} carries credentials. URIs end up in logs: leave them out, and configure the client or pass "
             f"storage options."
@@ -250,11 +279,11 @@ def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
 
 
 def _authority_problem(scheme: str, authority: str) -> str | None:
-    if scheme in _BUCKET_SCHEMES:
+    bucket_name = SERVICES.get(scheme, _FSSPEC).bucket_name
+    if bucket_name is not None:
         if not authority:
             return f"the bucket's name is missing ('{scheme}://bucket/prefix')"
-        name = _BUCKET_NAME if scheme == "s3" else _GCS_BUCKET_NAME
-        if not (name.fullmatch(authority) or (scheme == "s3" and _ARN.fullmatch(authority))):
+        if not bucket_name.fullmatch(authority):
             return (
                 "its bucket has a name that no bucket can have (3 to 63 letters, digits, '.', '_' or '-', "
                 "with a letter or digit at both ends; on S3 also an access point's ARN)"
@@ -264,7 +293,7 @@ def _authority_problem(scheme: str, authority: str) -> str | None:
     if any(character in authority for character in "?#\\"):
         return "its host contains '?', '#' or '\\'"
     _, colon, port = authority.rpartition("@")[2].rpartition(":")
-    if scheme not in _OWN_SCHEMES and colon and not authority.endswith("]") and not port.isdigit():
+    if scheme not in SERVICES and colon and not authority.endswith("]") and not port.isdigit():
         return "what follows ':' in its host is not a port number"
     return None
 
@@ -274,7 +303,8 @@ def _path_problem(scheme: str, path: str) -> str | None:
     if "?" in path or "#" in path:
         # Legal in keys, but half of all tools cut a URI there: two checkpoints would become one.
         return "'?' and '#' are not accepted, because many tools take what follows as a query or fragment"
-    if scheme in _BUCKET_SCHEMES and len(trimmed.encode("utf-8", "surrogatepass")) > _MAX_PREFIX_BYTES:
+    has_bucket = SERVICES.get(scheme, _FSSPEC).bucket_name is not None
+    if has_bucket and len(trimmed.encode("utf-8", "surrogatepass")) > _MAX_PREFIX_BYTES:
         return f"its prefix is longer than {_MAX_PREFIX_BYTES} bytes, so that the keys under it would be too long"
     return _segments_problem(trimmed) if trimmed or path else None
 
@@ -298,12 +328,12 @@ def _unknown_scheme_message(shown: str, scheme: str) -> str:
             f"{shown!r}: {scheme!r} is a layer over another file system, which could serve stale bytes; "
             f"pass the URI of what lies below."
         )
-    likely = difflib.get_close_matches(scheme, _OWN_SCHEMES, n=1, cutoff=0.5) or difflib.get_close_matches(
+    likely = difflib.get_close_matches(scheme, list(SERVICES), n=1, cutoff=0.5) or difflib.get_close_matches(
         scheme, sorted(known_schemes()), n=1, cutoff=0.75
     )
     hint = f" Did you mean '{likely[0]}://'?" if likely else ""
     return (
-        f"{shown!r} has the unknown scheme {scheme!r}.{hint} Known are s3, gs, file, memory, plain paths, "
+        f"{shown!r} has the unknown scheme {scheme!r}.{hint} Known are {', '.join(SERVICES)}, plain paths, "
         f"and the protocols of fsspec."
     )
 
@@ -321,7 +351,9 @@ def redacted(location: object) -> str:
 
 
 def store_attributes(uri: str) -> dict[str, str]:
-    """Return the attributes of telemetry that name the kind of store of `uri` (its normal form), and an S3 bucket."""
+    """Return the attributes of telemetry that name the kind of store of `uri` (its normal form), and its bucket."""
     scheme, separator, rest = uri.partition("://")
-    bucket = {"aws.s3.bucket": rest.partition("/")[0]} if separator and scheme == "s3" else {}
-    return {"cloudckpt.store": scheme if separator else "file", **bucket}
+    scheme = scheme if separator else "file"
+    bucket_attribute = SERVICES.get(scheme, _FSSPEC).bucket_attribute
+    bucket = {bucket_attribute: _split_authority(scheme, rest)[0]} if bucket_attribute else {}
+    return {"cloudckpt.store": scheme, **bucket}

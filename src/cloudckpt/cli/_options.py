@@ -132,7 +132,7 @@ class PairOptions(CommonOptions):
         if one.is_of_kind(other):
             return given, given
         none = self._options(None, {})
-        if other.takes_options and not one.takes_options:
+        if other.service.takes_options and not one.service.takes_options:
             return none, given
         return given, none
 

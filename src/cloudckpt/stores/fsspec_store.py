@@ -30,7 +30,7 @@ from cloudckpt.errors import (
     TransientStoreError,
     UnsupportedOperationError,
 )
-from cloudckpt.options import MIB
+from cloudckpt.options import MIB, Options
 from cloudckpt.stores.base import (
     Capabilities,
     Limits,
@@ -88,6 +88,11 @@ class FsspecStore(Store):
         self._is_atomic = location.scheme in ATOMIC_SCHEMES
         can_create = self._is_atomic and "overwrite" in inspect.signature(kind._pipe_file).parameters
         self.capabilities = Capabilities(conditional_create=can_create, multipart=False, verifies_crc32c=False)
+
+    @classmethod
+    def at(cls, location: Location, options: Options) -> FsspecStore:
+        """Return the store at `location`."""
+        return cls(location, storage_options=options.storage_options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(FsspecStore, storage_options=self._options), (self._location,)

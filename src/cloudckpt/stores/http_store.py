@@ -19,6 +19,7 @@ from cloudckpt.errors import (
     TransientStoreError,
     UnsupportedOperationError,
 )
+from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores import probe
 from cloudckpt.stores.base import Capabilities, Store, check_key, num_bytes
 from cloudckpt.stores.http_body import BodyEndedError, ResponseBody
@@ -27,6 +28,7 @@ from cloudckpt.stores.http_errors import FILES, FailedRequest, build_error, mask
 
 if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
+    from cloudckpt.uri import Location
 
 _MOST_NAME_CHARACTERS = 200
 _LISTINGS = ("list", "list_directories", "list_uploads")
@@ -212,6 +214,18 @@ class HTTPStore(Store):
         prefix = prefix.strip("/")
         self._root = f"{prefix}/" if prefix else ""
         self.session = session
+
+    @classmethod
+    def at(cls, location: Location, options: Options) -> HTTPStore:
+        """Return the store at `location`."""
+        make: Callable[..., HTTPStore] = cls
+        return make(
+            location.authority,
+            location.path,
+            storage_options=options.storage_options,
+            timeout_s=options.timeout_s,
+            connections=options.connections or DEFAULT_CONNECTIONS,
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.uri!r})"

@@ -40,6 +40,9 @@ from cloudckpt.stores.base import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from cloudckpt.options import Options
+    from cloudckpt.uri import Location
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MemoryObject:
@@ -95,6 +98,11 @@ class MemoryStore(Store):
             is_private=True,
             copies_within="memory",
         )
+
+    @classmethod
+    def at(cls, location: Location, _options: Options) -> MemoryStore:
+        """Return the store at `location`."""
+        return cls(location.authority, location.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = functools.partial(MemoryStore, limits=self.limits, pid=self._pid)

@@ -1,12 +1,13 @@
-"""Open the store of a location. "Adding a store" in ``CONTRIBUTING.md`` lists all places that a new store needs."""
+"""Open the store of a location, as `SERVICES` in ``uri.py`` names it."""
 
 from __future__ import annotations
 
+import pkgutil
 from typing import TYPE_CHECKING
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.options import DEFAULT_CONNECTIONS, Options
+from cloudckpt.options import Options
 from cloudckpt.uri import Location, parse_location
 
 if TYPE_CHECKING:
@@ -39,37 +40,12 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
 
 
 def _opened(location: Location, options: Options) -> Store:
-    # Each client is imported only by whoever uses it: boto3 alone takes a quarter of a second.
-    if location.scheme in ("s3", "gs"):
-        from cloudckpt.stores.gcs import GCSStore
-        from cloudckpt.stores.s3 import S3Store
-
-        make = S3Store if location.scheme == "s3" else GCSStore
-        return make(
-            location.authority,
-            location.path,
-            storage_options=options.storage_options,
-            timeout_s=options.timeout_s,
-            connections=options.connections or DEFAULT_CONNECTIONS,
-        )
-    if location.scheme == "file":
-        from cloudckpt.stores.local import LocalStore
-
-        _refuse_storage_options(location, options)
-        return LocalStore(location.path)
-    if location.scheme == "memory":
-        from cloudckpt.stores.memory import MemoryStore
-
-        _refuse_storage_options(location, options)
-        return MemoryStore(location.authority, location.path)
-    from cloudckpt.stores.fsspec_store import FsspecStore
-
-    return FsspecStore(location, storage_options=options.storage_options)
-
-
-def _refuse_storage_options(location: Location, options: Options) -> None:
-    if options.storage_options and not location.takes_options:
+    service = location.service
+    if options.storage_options and not service.takes_options:
         raise InvalidOptionError(
             f"{location.uri} takes no storage options, and {', '.join(sorted(options.storage_options))} would be "
             f"ignored: leave them out for files and memory."
         )
+    # Each client is imported only by whoever uses it: boto3 alone takes a quarter of a second.
+    store: Store = pkgutil.resolve_name(service.store).at(location, options)
+    return store

@@ -32,6 +32,9 @@ from cloudckpt.stores.local.errors import REFUSALS, translated
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from cloudckpt.options import Options
+    from cloudckpt.uri import Location
+
 
 class LocalStore(Store):
     """A directory, which need not exist yet; writes create it.
@@ -53,6 +56,11 @@ class LocalStore(Store):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(os.fspath(root))
+
+    @classmethod
+    def at(cls, location: Location, _options: Options) -> LocalStore:
+        """Return the store at `location`."""
+        return cls(location.path)
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
         return LocalStore, (self._root,)

@@ -293,7 +293,7 @@ def open_client(
     if recorder.timeline is not None:
         store = TracedStore(store, recorder)
     connections = options.connections
-    if connections is None and parse_location(uri).scheme == "file":  # the CPU copies a file's bytes
+    if connections is None and parse_location(uri).local_path is not None:  # the CPU copies a file's bytes
         connections = min(max(num_cores_of_rank(), _MIN_FILE_THREADS), _MAX_FILE_THREADS)
     return StoreClient(
         store,

@@ -52,13 +52,10 @@ __all__ = [
     "has_cpu_backend",
     "has_other_users",
     "is_wrapper_subclass",
-    "load_archive",
     "local_tensor_of",
     "materialize_meta_tensors",
     "negated_view",
     "new_shared_storage",
-    "open_archive",
-    "pickle_globals",
     "validate_global_plan",
 ]
 
@@ -87,20 +84,6 @@ PRIVATE_NAMES = (
         is_required=True,
     ),
     PrivateName(
-        module="torch._weights_only_unpickler",
-        name="_get_allowed_globals",
-        use="know the functions that rebuild tensors in a pickle",
-        without="cloudckpt cannot be imported",
-        is_required=True,
-    ),
-    PrivateName(
-        module="torch",
-        name="_C.PyTorchFileReader",
-        use="read the bytes of torch.save without torch.jit",
-        without="cloudckpt cannot be imported",
-        is_required=True,
-    ),
-    PrivateName(
         module="torch",
         name="_neg_view",
         use="keep negated tensors negated in a snapshot",
@@ -119,13 +102,6 @@ PRIVATE_NAMES = (
         name="UntypedStorage._new_shared_fd_cpu",
         use="share snapshots with another process",
         without="saves by process fail",
-    ),
-    PrivateName(
-        module="torch.serialization",
-        name="_load",
-        use="read the bytes of torch.save with an unpickler of our own",
-        without="cloudckpt cannot be imported",
-        is_required=True,
     ),
     *(
         PrivateName(
@@ -292,15 +268,10 @@ if not TYPE_CHECKING:
     Shard = _type_or_absent(f"{_SHARDED}.shard", "Shard")
     AsyncCollectiveTensor = _type_or_absent("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
-pickle_globals: Callable[[], dict[str, Any]] = _require("torch._weights_only_unpickler", "_get_allowed_globals")
-"""Returns the functions and classes that a pickle of tensors may name."""
-open_archive: Any = _require("torch", "_C.PyTorchFileReader")
-"""Opens a file of ``torch.save``. The public ``torch.load`` hands an archive of TorchScript to ``torch.jit.load``."""
 negated_view: Callable[[torch.Tensor], torch.Tensor] = _require("torch", "_neg_view")
 """Returns a tensor of the same memory whose values are the negatives."""
 _count_storage_users: Any = _require("torch", "_C._storage_Use_Count")
 _new_shared_storage: Any = find("torch", "UntypedStorage._new_shared_fd_cpu")
-_load_archive: Any = _require("torch.serialization", "_load")
 _create_chunk_list: Any = find(f"{_CHECKPOINT}.planner_helpers", "_create_chunk_list")
 _get_fqns: Any = find(f"{_CHECKPOINT}.state_dict", "_get_fqns")
 _init_state_dict: Any = find(f"{_CHECKPOINT}.planner_helpers", "_init_state_dict")
@@ -319,11 +290,6 @@ def new_shared_storage(descriptor: int, num_bytes: int) -> torch.UntypedStorage:
     """Return a storage of the memory of a file, which torch shares with other processes. It copies the descriptor."""
     made: torch.UntypedStorage = _new_shared_storage(descriptor, num_bytes)
     return made
-
-
-def load_archive(archive: Any, map_location: str | None, pickle_module: Any) -> Any:
-    """Return the object in what `open_archive` returned, read by the unpickler of `pickle_module`."""
-    return _load_archive(archive, map_location, pickle_module, encoding="utf-8")
 
 
 def chunks_wanted_by(value: Any) -> list[Any] | None:

@@ -236,4 +236,4 @@ def test_copies_keep_the_order() -> None:
         assert cloudckpt.copy(f"{root}/here/{name}", f"{root}/there/{name}", target_options=resumed).was_there
     assert names(f"{root}/there") == order
     copied = manifest_at(open_store(f"{root}/there/step-10", Options()))
-    assert (copied["version"], datetime_of(copied["committed_at_ns"])) == ([1, 3], SECOND)
+    assert (copied["version"], datetime_of(copied["committed_at_ns"])) == ([1, 4], SECOND)

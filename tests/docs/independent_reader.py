@@ -6,12 +6,15 @@ It shares nothing with cloudckpt: an oracle for the format, and the proof that t
 from __future__ import annotations
 
 import base64
+import collections
+import datetime as dt
+import decimal
 import itertools
 import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +121,14 @@ class Checkpoint:
                 whole[position * size : (position + 1) * size] = stored[number * size : (number + 1) * size]
         return bytes(whole)
 
-    def value(self, fqn: str) -> bytes:
-        """What a Python object was serialised to."""
+    def value(self, fqn: str) -> Any:
+        """A Python object; the bytes of one that is stored as a pickle."""
         entry = self.manifest["values"][fqn]
-        return self.object_bytes(entry["object_index"])[entry["begin"] : entry["end"]]
+        content = self.object_bytes(entry["object_index"])[entry["begin"] : entry["end"]]
+        transforms = entry.get("transforms", [])
+        if transforms not in ([], ["value.json/1"]):
+            raise FormatError(f"{fqn} has transforms that are not known here: {transforms}")
+        return plain(json.loads(content)) if transforms else content
 
     def nested(self) -> Any:
         """The state dict's form, with FQNs for its entries. Lists come as dictionaries of their indices, and keys that
@@ -137,6 +144,71 @@ class Checkpoint:
                 node = node.setdefault(step, {})
             node.setdefault(last, content)
         return root
+
+
+def plain(part: Any) -> Any:
+    """A value of tagged JSON. Tags of numpy and torch, and of types, come as tuples of the tag and its content."""
+    if isinstance(part, list):
+        return [plain(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    if len(part) != 1:
+        raise FormatError(f"{len(part)} tags in one place")
+    ((tag, content),) = part.items()
+    if tag in VALUES:
+        return VALUES[tag](content)
+    if tag in ("numpy.array", "torch.tensor", "numpy.scalar"):
+        return (tag, *(hashable(one) for one in content[:-1]), base64.b64decode(content[-1], validate=True))
+    if tag == "torch.Size":
+        return tag, tuple(content)
+    if tag in NAMED:
+        return tag, content
+    raise FormatError(f"the tag {tag} is not known here")
+
+
+def double(text: str) -> float:
+    (number,) = struct.unpack(">d", bytes.fromhex(text))
+    return float(number)
+
+
+def pairs(content: list[Any]) -> dict[Any, Any]:
+    return {plain(key): plain(one) for key, one in content}
+
+
+def moment(kind: Any, text: str, fold: int, zone: Any) -> Any:
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=plain(zone))
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": double,
+    "str": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    "complex": lambda parts: complex(double(parts[0]), double(parts[1])),
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "BytesIO": lambda parts: ("BytesIO", base64.b64decode(parts[0]), parts[1]),
+    "ellipsis": lambda _: ...,
+    "tuple": lambda parts: tuple(plain(one) for one in parts),
+    "set": lambda parts: {plain(one) for one in parts},
+    "frozenset": lambda parts: frozenset(plain(one) for one in parts),
+    "deque": lambda parts: collections.deque([plain(one) for one in parts[0]], parts[1]),
+    "range": lambda parts: range(*(plain(one) for one in parts)),
+    "slice": lambda parts: slice(*(plain(one) for one in parts)),
+    "dict": pairs,
+    "OrderedDict": lambda content: collections.OrderedDict(pairs(content)),
+    "Counter": lambda content: collections.Counter(pairs(content)),
+    "defaultdict": lambda parts: ("defaultdict", parts[0], pairs(parts[1])),
+    "date": dt.date.fromisoformat,
+    "time": lambda parts: moment(dt.time, *parts),
+    "datetime": lambda parts: moment(dt.datetime, *parts),
+    "timedelta": lambda parts: dt.timedelta(days=parts[0], seconds=parts[1], microseconds=parts[2]),
+    "timezone": lambda parts: dt.timezone(VALUES["timedelta"](parts[0]), *parts[1:]),
+    "decimal": decimal.Decimal,
+}
+NAMED = frozenset({
+    "pathlib.PurePosixPath", "pathlib.PosixPath", "pathlib.PureWindowsPath", "pathlib.WindowsPath", "type",
+    "numpy.type", "numpy.dtype", "torch.dtype", "torch.device", "torch.layout",
+})  # fmt: skip
 
 
 def hashable(step: Any) -> Any:

@@ -73,7 +73,7 @@ def test_compressed_checkpoints_load_without_a_word(tmp_path: Path) -> None:
     assert_equal(loaded_from(uri), state_of(3.0))
     manifest = manifest_of(uri)
     assert {tuple(entry["transforms"]) for entry in manifest["tensors"].values()} == {("stream.zstd/1",)}
-    assert {tuple(entry["transforms"]) for entry in manifest["values"].values()} == {("stream.zstd/1",)}
+    assert {tuple(entry["transforms"]) for entry in manifest["values"].values()} == {("stream.zstd/1", "value.json/1")}
     assert sum(stored["size"] for stored in manifest["objects"]) < 20_000  # of 55,000 that the tensors have
     assert cloudckpt.verify(uri).num_tensors == 6
 

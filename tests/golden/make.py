@@ -8,16 +8,23 @@ checkpoints in ``expected.json``, taken from the tensors before they were saved.
 
 from __future__ import annotations
 
+import collections
+import datetime as dt
+import decimal
 import hashlib
 import json
 import os
+import pathlib
+import random
 import shutil
+import struct
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -29,7 +36,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import cloudckpt
 
 HERE = Path(__file__).resolve().parent
-VERSION = "1.3"
+VERSION = "1.4"
 DTYPES = (
     "bfloat16", "bool", "complex64", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int16", "int64",
     "int8", "uint16", "uint8",
@@ -63,6 +70,7 @@ def full_tensors() -> dict[str, torch.Tensor]:
     }
 
 
+NAN = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
 VALUES: dict[str, Any] = {
     "optimizer.lr": 0.1,
     "optimizer.name": "sgd",
@@ -72,6 +80,35 @@ VALUES: dict[str, Any] = {
     "epoch": 3,
 }
 
+SHARED = [1, 2]
+PLAIN: dict[str, Any] = {
+    "numbers": (0, -(2**63), 2**64, -(2**5000), 0.1, -0.0, 1e300, float("inf"), NAN, complex(1.5, float("-inf"))),
+    "texts": ("", "é\u2028\U0001f600", "\ud83d\ude00"),
+    "bytes": (b"", b"\x00\xff", bytearray(b"ab")),
+    "constants": (None, True, False, ...),
+    "moments": (
+        dt.date(2026, 1, 2), dt.time(3, 4, 5, 6, fold=1), dt.timedelta(-1, 2, 3), dt.timezone(dt.timedelta(hours=-5)),
+        dt.datetime(2026, 1, 2, 3, 4, 5, 6, dt.timezone(dt.timedelta(minutes=90), "é")),
+    ),
+    "sequences": ((), ((1,), [2]), range(3, 9, 2), slice(None, 3), collections.deque([1, "a"], 5)),
+    "sets": (set(), {1}, frozenset({(1, "a")})),
+    "dicts": (
+        {"b": 1, "a": {}, 2: None, None: 3, (1, True): 4, 0.5: 5, b"k": 6},
+        collections.OrderedDict(b=1, a=2), collections.Counter("aab"), collections.defaultdict(list, {"a": [1]}),
+    ),
+    "others": (decimal.Decimal("1.50"), pathlib.PurePosixPath("runs/1"), pathlib.PureWindowsPath("c:/a")),
+    "types": (int, collections.OrderedDict, np.float32, np.ndarray),
+    "numpy": (
+        np.float32(0.5), np.datetime64("2026-01-02", "s"), np.str_("é"), np.dtype(">i4"), np.array(["a", "bcd"]),
+        np.asfortranarray(np.arange(6, dtype=">u2").reshape(2, 3)), np.empty((0, 2), np.complex64), np.array([True]),
+    ),
+    "random": (random.Random(0).getstate(), np.random.MT19937(1).state, np.random.PCG64(1).state),
+    "torch": (torch.bfloat16, torch.device("cuda:1"), torch.strided, torch.Size([2, 0])),
+    "tensors": collections.deque([torch.tensor([1.5, -0.0]), torch.tensor(7), torch.empty(0, 3)]),
+    "pickled": (SHARED, SHARED),
+}  # fmt: skip
+"""Values, since 1.4."""
+
 SMALL_OLD = {"weight": torch.full((4,), 1.0), "epoch": 1}
 SMALL_NEW = {"weight": torch.full((4,), 2.0), "epoch": 2}
 
@@ -80,12 +117,12 @@ def state_dict() -> dict[str, Any]:
     """The nested state dict, with some tensors in chunks."""
     whole = {name: tensor.clone() for name, tensor in full_tensors().items()}
     line = init_device_mesh("cpu", (WORLD_SIZE,))
-    square = init_device_mesh("cpu", (2, 2))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     whole["model.rows"] = distribute_tensor(whole["model.rows"], line, [Shard(0)])
     whole["model.columns"] = distribute_tensor(whole["model.columns"], line, [Shard(1)])
     whole["model.blocks"] = distribute_tensor(whole["model.blocks"], square, [Shard(0), Shard(1)])
     del whole["model.scaled.data_"], whole["model.scaled.scale"]
-    whole["model.scaled"] = shard(make_scaled(6, 4), line)  # since 1.2
+    whole["model.scaled"] = shard(make_scaled(6, 4), square["rows"])  # since 1.2
     return {
         "model": {name.removeprefix("model."): tensor for name, tensor in whole.items() if name.startswith("model.")},
         "optimizer": {
@@ -95,6 +132,7 @@ def state_dict() -> dict[str, Any]:
         },
         "epoch": VALUES["epoch"],
         "callbacks": {},
+        "plain": dict(PLAIN),
     }
 
 

@@ -899,8 +899,8 @@ MUTANTS = {
     "pickle-without-consent": Mutant(
         breaks="G6: a value of a checkpoint is unpickled without weights_only.",
         file="dcp/reader.py",
-        old="if self._allow_pickle:",
-        new="if True:",
+        old="allow_pickle=self._allow_pickle,\n            fqn=",
+        new="allow_pickle=True,\n            fqn=",
         tests=("tests/integrity/test_malicious.py",),
     ),
     "cast-nested-state-to-the-parameter": Mutant(
@@ -983,16 +983,44 @@ MUTANTS = {
     "unpickle-everything": Mutant(
         breaks="G6: Python objects are loaded under weights_only=False.",
         file="tensors/values.py",
-        old="        return load_safely(stored)\n",
-        new="        return torch.load(io.BytesIO(stored), weights_only=False)\n",
+        old="map_location=map_location, weights_only=True)",
+        new="map_location=map_location, weights_only=False)",
         tests=("tests/e2e/test_safety.py",),
     ),
-    "unpickle-any-name": Mutant(
-        breaks="G6: a pickle can refer to any function of any module, which is imported for it.",
-        file="tensors/unpickling.py",
-        old='        raise pickle.UnpicklingError(f"it uses {full}")\n',
-        new="        return super().find_class(module, name)\n",
-        tests=("tests/tensors/test_values.py::test_hostile_opcodes_are_refused",),
+    "decode-any-type": Mutant(
+        breaks="G6: a value picks what it gets from torch by a name in the bucket.",
+        file="format/plain_values.py",
+        old="        if not isinstance(found, kind):\n",
+        new="        if found is None:\n",
+        tests=("tests/tensors/test_values.py::test_malformed_json_raises",),
+    ),
+    "shared-parts-become-two": Mutant(
+        breaks="G11: a list that stands twice in one value comes back as two lists.",
+        file="format/plain_values.py",
+        old="        if identity in self._seen:\n",
+        new="        if False:\n",
+        tests=("tests/tensors/test_values.py::test_value_that_json_would_change_is_not_plain",),
+    ),
+    "attributes-of-dicts-are-left-out": Mutant(
+        breaks="G11: the version numbers that torch keeps on a module's OrderedDict are lost.",
+        file="format/plain_values.py",
+        old='        if getattr(part, "__dict__", None):\n',
+        new="        if False:\n",
+        tests=("tests/tensors/test_values.py::test_value_that_json_would_change_is_not_plain",),
+    ),
+    "nan-is-null": Mutant(
+        breaks="G11: a loss that is not a number comes back as None.",
+        file="format/plain_values.py",
+        old="return value if math.isfinite(value) else",
+        new="return value if True else",
+        tests=("tests/tensors/test_values.py::test_plain_values_are_json_that_an_independent_reader_decodes",),
+    ),
+    "load-disallows-what-the-user-allowed": Mutant(
+        breaks="G6: a load removes a class from the user's list of safe globals.",
+        file="tensors/values.py",
+        old=" for kind in _HARMLESS if kind not in torch.serialization.get_safe_globals()]",
+        new=" for kind in _HARMLESS]",
+        tests=("tests/tensors/test_values.py::test_load_leaves_the_list_of_allowed_classes_as_it_was",),
     ),
     "torch-metadata-without-consent": Mutant(
         breaks="G6: the .metadata of torch's own writer is unpickled without allow_pickle.",

@@ -147,8 +147,11 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             ) from error
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.take_value(read_item, torch.load(value, weights_only=False))  # the reader made these bytes
+
+    def take_value(self, read_item: ReadItem, loaded: object) -> None:
+        """Put a value into the state dict, without the detour over the bytes of ``torch.save``."""
         # torch's method would add the value under the text of a key that is no str.
-        loaded = torch.load(value, weights_only=False)  # the reader has made sure that it is harmless
         fqn = read_item.dest_index.fqn
         try:
             assign(self.original_state_dict, self.mappings[fqn], loaded)

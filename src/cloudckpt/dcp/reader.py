@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import logging
 import os
 import time
@@ -42,7 +41,7 @@ from cloudckpt.pipeline.load import LoadJob
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.timeline import new_recorder
 from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
-from cloudckpt.tensors.values import copy_safely
+from cloudckpt.tensors.values import EncodedValue
 from cloudckpt.uri import is_valid_location, parse_location
 
 _log = logging.getLogger("cloudckpt")
@@ -426,8 +425,15 @@ class ObjectStoreReader(StorageReader):
             )
 
     def _load_value(self, planner: LoadPlanner, consumer: Consumer, content: bytes | bytearray) -> None:
-        if self._allow_pickle:
-            value = io.BytesIO(content)
+        value = EncodedValue(
+            content=content,
+            is_json=consumer.location.is_json,
+            allow_pickle=self._allow_pickle,
+            fqn=consumer.name,
+            uri=self.checkpoint_id,
+            is_verified=self._options.verify,
+        )
+        if isinstance(planner, ExplainingLoadPlanner):
+            planner.take_value(consumer.item, value.load())
         else:
-            value = copy_safely(content, consumer.name, uri=self.checkpoint_id, is_verified=self._options.verify)
-        planner.load_bytes(consumer.item, value)
+            planner.load_bytes(consumer.item, value.to_torch())

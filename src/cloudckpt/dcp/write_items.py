@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError
 from cloudckpt.format.chunks import dtype_name
-from cloudckpt.format.model import ITEMSIZE_BYTES
+from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
+from cloudckpt.format.plain_values import encode_plain
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.pipeline.save import SaveItems, StagedItem
 from cloudckpt.tensors.body import wait_for_content
@@ -152,26 +153,44 @@ def stage_items(
         if quick is not None:
             yield quick
             continue
-        if pending is not None and item.type is WriteItemType.BYTE_IO:
-            _wait_for_tensors_in(state_dict.get(item.index.fqn), pending)
-        data = _resolve(item, planner, uri)
         if item.type is WriteItemType.BYTE_IO:
-            yield _stage_value(item, data, transforms, uri)
+            if pending is not None:
+                _wait_for_tensors_in(state_dict.get(item.index.fqn), pending)
+            yield _stage_value(item, planner, state_dict, transforms, uri=uri)
         else:
-            yield _stage_tensor(item, data, transforms, uri, pending)
+            yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, pending)
 
 
-def _resolve(item: WriteItem, planner: SavePlanner, uri: str) -> object:
+def _stage_value(
+    item: WriteItem, planner: SavePlanner, state_dict: Mapping[str, Any], transforms: WriteTransforms, *, uri: str
+) -> StagedItem:
+    """Return a Python object as tagged JSON, or as what the planner makes of it."""
+    fqn = item.index.fqn
+    encoded = encode_plain(state_dict[fqn]) if fqn in state_dict else None
+    if encoded is not None:
+        content = memoryview(encoded)
+        return _stage_bytes(item, content, transforms, uri, dtype=None, lengths=(), encoding=(JSON_VALUE,))
+    data = _serialize(item, planner, uri)
+    return _stage_bytes(item, data.getbuffer(), transforms, uri, dtype=None, lengths=())
+
+
+def _serialize(item: WriteItem, planner: SavePlanner, uri: str) -> io.BytesIO:
     try:
-        return planner.resolve_data(item)
+        data = planner.resolve_data(item)
+    except (CloudckptError, MemoryError):
+        raise
     except Exception as error:
-        if item.type is not WriteItemType.BYTE_IO or isinstance(error, (CloudckptError, MemoryError)):
-            raise
         raise UnsupportedValueError(
             f"the planner could not serialise the value {item.index.fqn!r} for {uri} ({type(error).__name__}: "
             f"{error}). Leave it out of the state dict",
             uri=uri,
         ) from error
+    if not isinstance(data, io.BytesIO):
+        raise UnsupportedValueError(
+            f"the planner gave a {type(data).__name__} for the value {item.index.fqn!r} of {uri}, not a BytesIO",
+            uri=uri,
+        )
+    return data
 
 
 def _wait_for_tensors_in(value: object, pending: Staging) -> None:
@@ -240,15 +259,6 @@ def _kind_of(data: TensorWriteData) -> _Kind | None:
     return _Kind(size=size, dtype=dtype, name=name, lengths=tuple(size), offsets=offsets, num_bytes=num_bytes)
 
 
-def _stage_value(item: WriteItem, data: object, transforms: WriteTransforms, uri: str) -> StagedItem:
-    if not isinstance(data, io.BytesIO):
-        raise UnsupportedValueError(
-            f"the planner gave a {type(data).__name__} for the value {item.index.fqn!r} of {uri}, not a BytesIO",
-            uri=uri,
-        )
-    return _stage_bytes(item, data.getbuffer(), transforms, uri, dtype=None, lengths=())
-
-
 def _stage_tensor(
     item: WriteItem, data: object, transforms: WriteTransforms, uri: str, pending: Staging | None
 ) -> StagedItem:
@@ -297,6 +307,7 @@ def _stage_bytes(
     *,
     dtype: str | None,
     lengths: tuple[int, ...],
+    encoding: tuple[str, ...] = (),
 ) -> StagedItem:
     """Return an item that is stored as bytes: a Python object, or a tensor that is transformed."""
     descriptors: tuple[str, ...] = ()
@@ -308,7 +319,7 @@ def _stage_bytes(
         content=content,
         dtype=dtype,
         lengths=lengths,
-        transforms=descriptors,
+        transforms=(*descriptors, *encoding),
     )
 
 

@@ -100,5 +100,6 @@ def locate_value(value: StoredValue) -> ItemLocation:
         end=value.end,
         dtype=None,
         lengths=(),
-        transforms=tuple(value.transforms),
+        transforms=tuple(value.transforms[:-1] if value.is_json else value.transforms),
+        is_json=value.is_json,
     )

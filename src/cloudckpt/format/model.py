@@ -10,7 +10,9 @@ import msgspec
 
 FORMAT_NAME = "cloudckpt"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 3
+FORMAT_MINOR = 4
+JSON_VALUE = "value.json/1"
+"""The last of the transforms of a value that is stored as tagged JSON. The others are pickles."""
 
 
 CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -47,12 +49,18 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class StoredValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One Python object of the state dict: the byte range that holds its ``torch.save`` bytes."""
+    """One Python object of the state dict: the byte range that holds its tagged JSON, or its ``torch.save`` bytes."""
 
     object_index: int
     begin: int
     end: int
     transforms: list[str] = []
+    """Descriptors of stream transforms, outermost first. The last is `JSON_VALUE` for tagged JSON."""
+
+    @property
+    def is_json(self) -> bool:
+        """True for tagged JSON, False for a pickle."""
+        return self.transforms[-1:] == [JSON_VALUE]
 
 
 class StoredWrapper(msgspec.Struct, frozen=True, kw_only=True, rename={"kind": "class"}):
@@ -187,7 +195,7 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemLocation:
-    """The place at which a reader finds one item."""
+    """The place at which a reader finds one item. `is_json` is True for a value that is stored as tagged JSON."""
 
     object_index: int
     begin: int
@@ -195,3 +203,4 @@ class ItemLocation:
     dtype: str | None
     lengths: tuple[int, ...]
     transforms: tuple[str, ...]
+    is_json: bool = False

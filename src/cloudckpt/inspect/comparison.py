@@ -21,7 +21,7 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, Store
 from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.tensors.unpickling import load_safely
+from cloudckpt.tensors.values import load_stored
 from cloudckpt.uri import parse_location
 
 _BATCH_BYTES = 64 * MIB
@@ -219,7 +219,8 @@ class _Comparer:
         if piece.dtype:
             self._tallies[piece.name].add(before, after, rtol=rtol, atol=atol)
         else:
-            is_same, texts = is_same_value(before.getvalue(), after.getvalue())
+            are_json = [manifest.values[piece.name].is_json for manifest in (self._first, self._second)]
+            is_same, texts = is_same_value(before.getvalue(), after.getvalue(), are_json=are_json)
             if not is_same:
                 self._differ(piece.name, "values", *texts)
         self.num_compared += piece.end - piece.begin
@@ -352,12 +353,22 @@ def _largest(numbers: torch.Tensor, *, otherwise: float = math.inf) -> float:
     return otherwise if math.isnan(largest) else largest
 
 
-def is_same_value(before: bytes, after: bytes) -> tuple[bool, tuple[str, str]]:
-    """Compare two values by what ``torch.save`` wrote of them. Return also a text for each, for a `Difference`."""
-    if before == after:
+def is_same_value(before: bytes, after: bytes, *, are_json: Sequence[bool]) -> tuple[bool, tuple[str, str]]:
+    """Compare two values by their stored bytes. Return also a text for each, for a `Difference`.
+
+    Args:
+        before: The bytes of the first.
+        after: The bytes of the second.
+        are_json: True for each of the two that is tagged JSON, False for each that is a pickle.
+
+    """
+    if before == after and are_json[0] == are_json[1]:
         return True, ("", "")
     try:
-        values = [load_safely(content, map_location="cpu") for content in (before, after)]
+        values = [
+            load_stored(content, is_json=is_json, map_location="cpu")
+            for content, is_json in zip((before, after), are_json, strict=True)
+        ]
     except Exception:  # noqa: BLE001  # a bucket can hold anything
         return False, (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
     if _is_equal(*values):

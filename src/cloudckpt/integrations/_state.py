@@ -10,17 +10,22 @@ from typing import Any
 import torch
 
 from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
+from cloudckpt.format.plain_values import encode_plain
 from cloudckpt.format.wrappers import is_wrapper
-from cloudckpt.tensors.unpickling import load_safely
-from cloudckpt.tensors.values import check_value
+from cloudckpt.tensors.values import check_value, describe_refusal, load_stored
 
 SKELETON = "skeleton"
 """Key of the serialized structure that holds everything except the tensors."""
 _PLACEHOLDER = "cloudckpt.tensor"
+_PICKLE_STARTS = (b"PK", b"\x80")
+"""The first bytes of the files of ``torch.save``, with which no JSON begins."""
 
 
 def serialize(value: object) -> bytes:
-    """Serialize any value with ``torch.save``, to store it as one value of a checkpoint."""
+    """Serialize any value as tagged JSON or with ``torch.save``, to store it as one value of a checkpoint."""
+    encoded = encode_plain(value)
+    if encoded is not None:
+        return encoded
     check_value(value, "the framework's state", uri="a checkpoint")
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -32,14 +37,15 @@ def deserialize(data: bytes, *, allow_pickle: bool = False, uri: str = "") -> An
 
     Raises `UnsafePickleError` if that needs a class that could run code, unless `allow_pickle` is true.
     """
-    if allow_pickle:
+    is_json = not data.startswith(_PICKLE_STARTS)
+    if allow_pickle and not is_json:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     try:
-        return load_safely(data, map_location="cpu")
-    except pickle.UnpicklingError as error:
+        return load_stored(data, is_json=is_json, map_location="cpu")
+    except pickle.UnpicklingError:
         raise UnsafePickleError(
             f"the framework's state in {uri or 'this checkpoint'} was not loaded, because unpickling it could run any "
-            f"code ({error}). If you trust its author, allow its classes with "
+            f"code ({describe_refusal(data)}). If you trust its author, allow its classes with "
             "torch.serialization.add_safe_globals, or give weights_only=False if the framework accepts it, as "
             "Lightning's fit does",
             uri=uri,

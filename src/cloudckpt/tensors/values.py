@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import datetime as dt
+import decimal
 import io
+import pathlib
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -17,13 +23,21 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import ShardedTensor
 from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedValueError
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
-from cloudckpt.format.wrapper_metadata import allowed_by_user
-from cloudckpt.tensors.unpickling import is_known, is_loadable, load_safely
+from cloudckpt.format.plain_values import decode_plain, encode_plain
 
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.device, torch.Size})
 _SEQUENCES = (list, tuple)
 _OF_RANKS = (DTensor, ShardedTensor)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+_HARMLESS: tuple[Any, ...] = (
+    bytes, frozenset, dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone, decimal.Decimal, pathlib.PosixPath,
+    pathlib.PurePosixPath, pathlib.PureWindowsPath, io.BytesIO,
+)  # fmt: skip
+"""Classes whose calls are as harmless as those that torch's ``weights_only`` unpickler admits by default.
+
+Not those of numpy: its functions take any state that a pickle gives them, and read bytes as addresses.
+"""
+_ALLOWING = threading.Lock()  # the list belongs to the whole process
 _INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
 
 
@@ -33,6 +47,8 @@ def check_value(value: object, name: str, *, uri: str) -> None:
     Both name the part that is the cause, by its path and its class.
     """
     if type(value) in _ATOMS or (type(value) in _SEQUENCES and _ATOMS.issuperset(map(type, value))):  # type: ignore[call-overload]
+        return
+    if encode_plain(value) is not None:
         return
     inspector = _Inspector()
     error = inspector.inspect(value)
@@ -50,11 +66,11 @@ def check_value(value: object, name: str, *, uri: str) -> None:
             "a tensor of several ranks, whose other shards would be lost. Put its tensors into a dict or a list",
             uri=uri,
         )
-    if not inspector.refused:
+    refused = _find_refusal(value)
+    if refused is None:
         return
     path, part = _find_cause(value, name, _parts, is_cause=_is_refused)
-    names = ", ".join(sorted({_name_of(each) for each in inspector.refused if not isinstance(each, np.dtype)}))
-    classes = f" or torch.serialization.add_safe_globals([{names}])" if names else ""
+    classes = f" or torch.serialization.add_safe_globals([{', '.join(sorted(refused))}])" if refused else ""
     warnings.warn(
         f"{path!r} is {_describe(part)}: unpickling it could run any code, so a load refuses it without "
         f"allow_pickle=True{classes}. Save {_INSTEAD} to load it without",
@@ -69,32 +85,99 @@ def describe_unsaved_part(value: object, name: str) -> str:
     return f"{path!r} ({_describe(part)})"
 
 
-def load_value(stored: bytes | bytearray, fqn: str, *, uri: str, is_verified: bool) -> Any:
-    """Return the object that ``torch.save`` wrote, if it needs no code but that of plain values.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedValue:
+    """The stored bytes of one value, and the consent of the load that read them."""
 
-    Raises `UnsafePickleError` if it needs other code, `UnsupportedValueError` if it cannot be made here.
-    """
-    try:
-        return load_safely(stored)
-    except pickle.UnpicklingError as error:
-        raise UnsafePickleError(
-            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code ({error}){_advise_globals(stored)}",
-            uri=uri,
-            hint=ALLOW_PICKLE_HINT,
-        ) from None
-    except Exception as error:  # the code of a class can raise anything
+    content: bytes | bytearray
+    is_json: bool
+    """True for tagged JSON, False for a pickle."""
+    allow_pickle: bool
+    fqn: str
+    uri: str
+    is_verified: bool
+    """False if the bytes were not compared with their checksums."""
+
+    def load(self) -> Any:
+        """Return the object.
+
+        Raises:
+            UnsafePickleError: It is a pickle that torch's ``weights_only`` unpickler refuses, and there is no consent.
+            UnsupportedValueError: The object cannot be made here.
+
+        """
+        try:
+            if self.allow_pickle and not self.is_json:
+                return torch.load(io.BytesIO(self.content), weights_only=False)
+            return load_stored(self.content, is_json=self.is_json)
+        except pickle.UnpicklingError as error:
+            if self.allow_pickle:
+                raise self._not_made(error) from error
+            raise UnsafePickleError(
+                f"{self.fqn!r} of {self.uri} was not loaded: unpickling it could run any code "
+                f"({describe_refusal(self.content)}){_advise_globals(self.content)}",
+                uri=self.uri,
+                hint=ALLOW_PICKLE_HINT,
+            ) from None
+        except Exception as error:  # the code of a class can raise anything
+            raise self._not_made(error) from error
+
+    def to_torch(self) -> io.BytesIO:
+        """Return the object in bytes of ``torch.save``, for a planner that unpickles all that it gets.
+
+        Raises what `load` raises.
+        """
+        if self.allow_pickle and not self.is_json:
+            return io.BytesIO(self.content)
+        copy = io.BytesIO()
+        try:
+            torch.save(self.load(), copy)
+        except RecursionError as error:
+            raise UnsupportedValueError(
+                f"{self.fqn!r} of {self.uri} is nested too deep for this program. Leave it out", uri=self.uri
+            ) from error
+        copy.seek(0)
+        return copy
+
+    def _not_made(self, error: Exception) -> UnsupportedValueError:
         # Its bytes are those that were saved: they were compared before, unless the caller gave that up.
-        doubt = "" if is_verified else ", or it is damaged, which Options(verify=False) does not tell"
-        raise UnsupportedValueError(
-            f"{fqn!r} of {uri} cannot be made here of what was saved ({type(error).__name__}: {error}): its class has "
-            f"changed since, or it holds tensors of a device that this machine lacks{doubt}. Leave it out, or load it "
-            "where it was saved",
-            uri=uri,
-        ) from error
+        doubt = "" if self.is_verified else ", or it is damaged, which Options(verify=False) does not tell"
+        return UnsupportedValueError(
+            f"{self.fqn!r} of {self.uri} cannot be made here of what was saved ({type(error).__name__}: {error}): its "
+            f"class has changed since, or it holds tensors of a device that this machine lacks{doubt}. Leave it out, "
+            "or load it where it was saved",
+            uri=self.uri,
+        )
+
+
+def load_stored(stored: bytes | bytearray, *, is_json: bool, map_location: str | None = None) -> Any:
+    """Return the object in the bytes of a value. Runs no code that the bytes choose.
+
+    Raises ``pickle.UnpicklingError`` for a pickle that needs other code, any error if the object cannot be made here.
+    """
+    if is_json:
+        return decode_plain(stored)
+    with _allow_harmless():
+        return torch.load(io.BytesIO(stored), map_location=map_location, weights_only=True)
+
+
+@contextlib.contextmanager
+def _allow_harmless() -> Iterator[None]:
+    """Add `_HARMLESS` to what this process allows, and afterwards remove what the user had not allowed."""
+    with _ALLOWING:
+        added = [kind for kind in _HARMLESS if kind not in torch.serialization.get_safe_globals()]
+        with torch.serialization.safe_globals(added):
+            yield
+
+
+def describe_refusal(stored: bytes | bytearray) -> str:
+    """Return the reason for which `load_stored` refuses a pickle."""
+    names = _find_unsafe_globals(io.BytesIO(stored))
+    return f"it uses {', '.join(sorted(names))}" if names else "torch's weights_only unpickler refuses it"
 
 
 def _advise_globals(stored: bytes | bytearray) -> str:
-    names = [name for name in _find_unsafe_globals(io.BytesIO(stored)) if not is_known(name)]
+    names = _find_unsafe_globals(io.BytesIO(stored))
     return f". Admit it with torch.serialization.add_safe_globals([{', '.join(sorted(names))}])" if names else ""
 
 
@@ -105,33 +188,18 @@ def unsafe_names(file: str) -> str:
 
 def _find_unsafe_globals(file: str | io.BytesIO) -> list[str]:
     try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        with _allow_harmless():
+            return torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # noqa: BLE001  # it serves messages alone
         return []
 
 
-def copy_safely(stored: bytes | bytearray, fqn: str, *, uri: str, is_verified: bool) -> io.BytesIO:
-    """Return the same object in bytes that are made here, for a planner that unpickles all that it gets."""
-    value = load_value(stored, fqn, uri=uri, is_verified=is_verified)
-    copy = io.BytesIO()
-    try:
-        torch.save(value, copy)
-    except RecursionError as error:
-        raise UnsupportedValueError(
-            f"{fqn!r} of {uri} is nested too deep for this program. Leave it out", uri=uri
-        ) from error
-    copy.seek(0)
-    return copy
-
-
 class _Inspector(pickle.Pickler):
-    """Pickles as ``torch.save`` does, keeps nothing, and collects the objects that a load would refuse."""
+    """Pickles as ``torch.save`` does, and keeps nothing."""
 
     def __init__(self) -> None:
         super().__init__(_NullFile(), protocol=2)
-        self.refused: list[object] = []
         self.holds_shards = False
-        self._allowed = set(map(id, allowed_by_user().values()))
 
     def inspect(self, value: object) -> Exception | None:
         """Return the error that keeps `value` from being pickled."""
@@ -150,12 +218,6 @@ class _Inspector(pickle.Pickler):
             return "shards"
         return "storage" if isinstance(value, _STORAGES) else None
 
-    def reducer_override(self, value: object) -> Any:
-        """Check an object that has no opcode of its own. pickle calls this, also for classes and functions."""
-        if not is_loadable(value, self._allowed):
-            self.refused.append(value)
-        return NotImplemented
-
 
 class _NullFile:
     def write(self, content: bytes) -> int:
@@ -172,8 +234,21 @@ def _holds_shards(value: object) -> bool:
 
 
 def _is_refused(value: object) -> bool:
-    inspector = _Inspector()
-    return inspector.inspect(value) is None and bool(inspector.refused)
+    return encode_plain(value) is None and not _is_unpicklable(value) and _find_refusal(value) is not None
+
+
+def _find_refusal(value: object) -> list[str] | None:
+    """Return the names that a load would refuse, in the pickle of a value that is not plain; None if it would not.
+
+    A load can refuse a pickle for other reasons than a name.
+    """
+    stored = io.BytesIO()
+    torch.save(value, stored)
+    try:
+        load_stored(stored.getvalue(), is_json=False, map_location="cpu")
+    except Exception:  # noqa: BLE001  # the code of a class that the user allowed can raise anything
+        return _find_unsafe_globals(stored)
+    return None
 
 
 def _find_cause(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.docs.independent_reader import plain
@@ -192,6 +192,7 @@ def test_every_plain_value_comes_back_and_of_others_a_save_warns(value: Any) -> 
 
 
 @quick
+@example([float("nan"), float("-inf")])
 @given(nested(leaves))
 def test_plain_values_are_json_that_an_independent_reader_decodes(value: Any) -> None:
     """If this fails, a program in another language reads other values than were saved, or cannot read them at all."""

@@ -629,21 +629,21 @@ MUTANTS = {
         file="dcp/content.py",
         old="    if missing:\n",
         new="    if False:\n",
-        tests=("tests/format/test_torch_metadata.py::test_each_missing_item_is_named",),
+        tests=("tests/dcp/test_torch_metadata.py::test_each_missing_item_is_named",),
     ),
     "written-in-another-shape": Mutant(
         breaks="G3: a chunk that was written in another shape than planned is committed.",
         file="dcp/content.py",
         old="if item is None or item[4] != chunk.sizes:",
         new="if item is None:",
-        tests=("tests/format/test_torch_metadata.py::test_another_shape_than_planned_is_refused",),
+        tests=("tests/dcp/test_torch_metadata.py::test_another_shape_than_planned_is_refused",),
     ),
     "planned-dtype-for-the-written-one": Mutant(
         breaks="G4: bytes are read as another dtype than they were written.",
         file="dcp/content.py",
         old="dtype=dtype or dtype_name(entry.properties.dtype),",
         new="dtype=dtype_name(entry.properties.dtype),",
-        tests=("tests/format/test_torch_metadata.py::test_the_dtype_that_was_written_counts",),
+        tests=("tests/dcp/test_torch_metadata.py::test_the_dtype_that_was_written_counts",),
     ),
     "verify-ignores-added-bytes": Mutant(
         breaks="G4: verify passes an object to which bytes were added.",
@@ -1116,7 +1116,7 @@ MUTANTS = {
         file="tensors/snapshot_plan.py",
         old="copied = block.tensor(offset, tensor)",
         new="copied = tensor",
-        tests=("tests/tensors/test_stager.py::test_later_changes_are_not_in_the_copy",),
+        tests=("tests/background/test_stager.py::test_later_changes_are_not_in_the_copy",),
     ),
     "overlap-does-not-wait-for-buffers": Mutant(
         breaks="G4: an overlapped save has the statistics of a batch norm from the next forward pass.",
@@ -1183,7 +1183,7 @@ MUTANTS = {
         file="background/stager.py",
         old="if cache.is_valid(tree.tensors):",
         new="if True:",
-        tests=("tests/tensors/test_stager.py::test_each_change_alone_is_seen",),
+        tests=("tests/background/test_stager.py::test_each_change_alone_is_seen",),
     ),
     "reuse-a-snapshot-that-is-still-saved": Mutant(
         breaks="G4: the memory of a snapshot is overwritten while it is still uploaded.",
@@ -1199,7 +1199,7 @@ MUTANTS = {
         file="tensors/copying.py",
         old="            self.completed.set_exception(self._error)\n",
         new="            self.completed.set_result(None)\n",
-        tests=("tests/tensors/test_stager_copying.py::test_a_copy_that_fails_ends_all_waiting",),
+        tests=("tests/background/test_stager_copying.py::test_a_copy_that_fails_ends_all_waiting",),
     ),
     "send-before-it-is-copied": Mutant(
         breaks="G4: a part of a background save is sent before its memory is filled.",

@@ -279,6 +279,13 @@ def load_shards(root: str, dim: int) -> None:
         wanted, into = shard(whole, mesh, dim)._local_tensor, shard(make_blank(whole), mesh, dim)
         cloudckpt.load({"w": into}, f"{root}/{name}")
         assert_same_scaled(into._local_tensor, wanted)
+    if dist.get_world_size() == 4:
+        uneven = make_scaled(6, 4)  # the last rank has no row
+        cloudckpt.save({"w": shard(uneven, mesh)}, f"{root}/uneven")
+        into = shard(make_blank(uneven), mesh)
+        cloudckpt.load({"w": into}, f"{root}/uneven")
+        if into._local_tensor.numel():
+            assert_same_scaled(into._local_tensor, shard(uneven, mesh)._local_tensor)
 
 
 @pytest.mark.multirank

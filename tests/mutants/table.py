@@ -73,6 +73,13 @@ MUTANTS = {
         new='"m": 1, "h"',
         tests=("tests/cli/test_option_values.py::test_durations_are_told_by_their_units",),
     ),
+    "empty-shard-is-a-value": Mutant(
+        breaks="G11: a quantized weight with fewer rows than ranks cannot be saved.",
+        file="format/nesting.py",
+        old="else name not in flat.wrappers)",
+        new="else False)",
+        tests=("tests/e2e/test_wrappers.py::test_shards_of_wrappers_load_on_other_ranks",),
+    ),
     "refusal-is-forgotten": Mutant(
         breaks="G3: a cancelled save goes on with requests, because one of its threads failed afterwards.",
         file="io/client.py",

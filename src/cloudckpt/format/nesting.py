@@ -84,7 +84,7 @@ class Nesting(dict[str, Path]):
     fingerprints: object
     """Facts that a rank's planner sends to the coordinator's about the items of its plan (`cloudckpt.dcp.replicas`)."""
     hollow: frozenset[str]
-    """The names of one rank's entries that may stand for a container of another's: None, and empty lists and tuples."""
+    """The names on one rank that may stand for a container of another's: None, empty lists and tuples, empty shards."""
 
     def __init__(
         self,
@@ -112,7 +112,12 @@ class Nesting(dict[str, Path]):
         tuples = {_checked(path, uri): kind for path, kind in flat.tuples.items()}
         check_names((step for path in (*empty, *tuples) for step in path if isinstance(step, str)), uri=uri)
         nesting = cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers, tuples=tuples)
-        nesting.hollow = frozenset(name for name, value in flat.entries.items() if _is_hollow(value))
+        # A wrapper without parts and without an entry is an empty shard, whose parts other ranks have.
+        nesting.hollow = frozenset(
+            name
+            for name in flat.paths
+            if (_is_hollow(flat.entries[name]) if name in flat.entries else name not in flat.wrappers)
+        )
         return nesting
 
     @classmethod

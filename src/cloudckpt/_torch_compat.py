@@ -178,7 +178,7 @@ PRIVATE_NAMES = (
         module=f"{_CHECKPOINT}.planner_helpers",
         name="_create_chunk_list",
         use="plan a load from the chunks that a rank needs, not from all of them",
-        without="torch's planner goes through all chunks of each tensor",
+        without="torch's planner visits all chunks of each tensor",
     ),
     PrivateName(
         module=f"{_CHECKPOINT}.planner_helpers",

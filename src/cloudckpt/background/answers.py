@@ -66,7 +66,7 @@ def has_hooks(tensors: Iterable[torch.Tensor]) -> bool:
 def refuse_attributes(state_dict: Mapping[str, Any]) -> None:
     """Raise `UnsupportedValueError` for an entry that would lose the attributes that planners ask for.
 
-    This is so where a plain tensor with them goes to another process.
+    This is so if a plain tensor with them is sent to another process.
     """
     for name, value in flatten(state_dict, uri="", takes_apart=False).entries.items():
         tensor = local_tensor_of(value) if isinstance(value, DTensor) else value

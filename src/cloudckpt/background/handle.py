@@ -110,7 +110,7 @@ class AsyncSave(OfThisProcess):
         self.committed: Outcome = Outcome()
         """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
         self.uri = uri
-        """URI that the save goes to."""
+        """URI of the checkpoint."""
         for future in (self.staged, self.committed):
             future.set_running_or_notify_cancel()  # its own `cancel` would end nothing: ours does
         self._can_be_cancelled = can_be_cancelled
@@ -134,7 +134,7 @@ class AsyncSave(OfThisProcess):
 
         Raises:
             CheckpointException: The save failed, as in `cloudckpt.save`.
-            TimeoutError: The save has not ended within `timeout`, and goes on.
+            TimeoutError: The save has not ended within `timeout`, and continues.
 
         """
         return _waited(self.committed, self.committed.result, timeout)
@@ -149,7 +149,7 @@ class AsyncSave(OfThisProcess):
             The failure, or None.
 
         Raises:
-            TimeoutError: The save has not ended within `timeout`, and goes on.
+            TimeoutError: The save has not ended within `timeout`, and continues.
 
         """
         return _waited(self.committed, self.committed.exception, timeout)
@@ -167,8 +167,8 @@ class AsyncSave(OfThisProcess):
         that has sent its part, and is not the coordinator, waits here for the end of the save.
 
         Returns:
-            True if the save ends so. False if its commit has begun: the save goes on. Always False for writers that are
-            not cloudckpt's, and for saves by torch's process.
+            True if the save ends so. False if its commit has begun: the save continues. Always False for writers that
+            are not cloudckpt's, and for saves by torch's process.
 
         """
         refuse_in_fork()

@@ -63,7 +63,7 @@ class _Slot:
                     "was begun or freed",
                     uri=self.handle.uri,
                 )
-            timeout = 0  # whoever begins the next save waits for the end of this thread
+            timeout = 0  # the next save waits for the end of this thread
             error = SaveInFlightError("another thread begins a background save: nothing was begun or freed", uri="")
         if not self.beginning.acquire(timeout=-1 if timeout is None else timeout):
             raise error

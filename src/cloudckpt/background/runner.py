@@ -111,7 +111,7 @@ class ExternalStaging:
 
     def __init__(self, *, is_sent: bool = False) -> None:
         self._is_sent = is_sent
-        """True if the copy goes to another process."""
+        """True if the copy is sent to another process."""
         self.completed: Future[None] = Future()
         """Done when all is copied; holds the exception if that failed."""
         self.is_overlapped = False
@@ -154,7 +154,7 @@ class ExternalStaging:
         try:
             if self._is_sent:
                 refuse_attributes(state_dict)
-        except BaseException as error:  # whoever waits for the copy raises it
+        except BaseException as error:  # a waiter for the copy raises it
             self.completed.set_exception(error)
             return
         self.state_dict = state_dict
@@ -269,7 +269,7 @@ class BackgroundSave:
         try:
             if isinstance(outcome, BaseException):
                 self.writer.lifecycle.end(outcome)
-        finally:  # whoever waits for the handle waits for this thread
+        finally:  # a waiter for the handle waits for this thread
             concurrent.futures.wait([staging.completed])  # the memory is written to until then
             staging.state_dict = {}  # or its tensors would live until the next save
             self.staging = self.planner = self.handle = None

@@ -239,7 +239,7 @@ class ParameterMemory:
         self._ends = list(itertools.accumulate((end for _, end in ranges), max))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether all of `tensor` lies there."""
+        """Return True if all of `tensor` is in this memory."""
         begin = tensor.data_ptr()
         at = bisect.bisect_right(self._begins, begin) - 1
         return at >= 0 and begin + extent_bytes(tensor) <= self._ends[at]

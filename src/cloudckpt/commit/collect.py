@@ -1,7 +1,7 @@
-"""Removing garbage: a fence first, so that nothing that goes can be committed any more.
+"""Remove garbage: a fence first, so that data being removed can no longer be committed.
 
 A save fixes its number before it writes any data. So once the log has an entry that it did not have when some data was
-listed, whoever wrote that data has a number that is taken, or decides nothing.
+listed, the save that wrote that data has a number that is taken, or that decides nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _walk_once(client: StoreClient, prefixes: Sequence[str]) -> Inventory:
 def judge(walked: WalkedLocation, *, before: datetime, is_fenced: bool = False) -> tuple[Log, RemovalPlan]:
     """Read a location's log, and plan what may be removed.
 
-    Raises `CheckpointError` where it cannot be told what counts there.
+    Raises `CheckpointError` if the current checkpoint there is unknown.
     """
     plan_with = functools.partial(
         plan_removal, walked.found, location=walked.prefix, before=before, is_fenced=is_fenced
@@ -284,7 +284,7 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     """Remove the checkpoint at this location, and all that saves had written there; False where there is none.
 
     With its fence it is gone, at once. If the store then refuses to remove the first of its objects, another entry
-    makes it count again. The error that is raised says so. Raises `InvalidManifestError` where what lies there is
+    makes it count again. The error that is raised says so. Raises `InvalidManifestError` if the manifest is
     another program's; `CheckpointChangedError` where another save's commit came between, which is left untouched;
     `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
     """
@@ -299,16 +299,16 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     try:
         _check_may_delete(walked, log)
     except StoreError as error:
-        raise _told(error, f"{unchanged}. Deletions are refused at {walked.client.uri}") from error
+        raise _with_advice(error, f"{unchanged}. Deletions are refused at {walked.client.uri}") from error
     fenced = _fence_off(walked.client, log, conditional=conditional)
     doomed = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.highest_number]
     failure, is_certain = _remove_whole(walked, doomed)
     if failure is None:
         return True
     if is_certain and _put_back(walked, fenced, conditional=conditional):
-        raise _told(failure, unchanged) from failure
+        raise _with_advice(failure, unchanged) from failure
     hiding = walked.client.url(manifest_key(fenced.number))
-    raise _told(
+    raise _with_advice(
         failure,
         f"The checkpoint was removed in part, or may have been, and can no longer be loaded: {hiding} hides it. When "
         f"the store permits it, delete it again, or run `cloudckpt gc {walked.client.uri}`",
@@ -411,8 +411,8 @@ def _put_back(walked: WalkedLocation, fenced: _Fenced, *, conditional: bool) -> 
         return False
 
 
-def _told(error: _Error, advice: str) -> _Error:
+def _with_advice(error: _Error, advice: str) -> _Error:
     """Return the error with a longer message."""
-    told = copy.copy(error)
-    told.args = (error.with_advice(advice),)
-    return told
+    longer = copy.copy(error)
+    longer.args = (error.with_advice(advice),)
+    return longer

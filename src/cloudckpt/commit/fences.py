@@ -40,7 +40,7 @@ _HEAD_DECODER = msgspec.json.Decoder(_FenceHead)
 
 
 def new_fence(*, keeps: int | None) -> Fence:
-    """A fence with an id of its own, by which whoever laid it knows it again."""
+    """Return a fence with an id of its own, by which its writer recognises it."""
     return Fence(format=_FORMAT, version=(_MAJOR, 0), id=_new_id(), keeps=keeps)
 
 

@@ -42,7 +42,7 @@ class RemovalPlan:
     """The items to remove at one location, in the order of the fields."""
 
     needs_fence: bool
-    """Something goes whose save could still be committed otherwise."""
+    """The save of something that is removed could still be committed otherwise."""
     uploads: tuple[FoundItem, ...]
     entries: tuple[Entry, ...]
     """Lowest number first."""
@@ -122,7 +122,7 @@ def plan_removal(
 
     Nothing that the manifest `current` references is removed, nor what shows a sign of life that is not older than
     `before`. `references` are the keys, relative to the location, that each manifest that can be read names. With
-    `is_fenced`, the log has grown since all that was found, so that whoever wrote it cannot commit any more.
+    `is_fenced`, the log has grown since all that was found, so that its writer can no longer commit.
     """
     lives = _lives(found, entries, references=references)
     named = {location + key for key in references.get(current, ())} if current is not None else set()
@@ -132,8 +132,8 @@ def plan_removal(
 
     uploads = tuple(item for item in found if item.kind == "upload" and is_dead(item))
     objects = tuple(sorted(item for item in found if item.kind != "upload" and item.key not in named and is_dead(item)))
-    # A save whose data goes must not be committed any more. A probe belongs to none, and an upload that is aborted
-    # makes its save fail.
+    # A save whose data is removed must not be committed any more. A probe belongs to none, and an aborted upload makes
+    # its save fail.
     needs_fence = not is_fenced and any(item.kind == "data" for item in objects)
 
     def is_spent(entry: Entry) -> bool:

@@ -37,7 +37,7 @@ class OvertakenError(CheckpointExistsError, CommitUnknownError):
     """Another save's commit counts, but this one's manifest was put too, under a lower number.
 
     Who removes the other commit makes this one count, so it must keep its data. Nor may it be removed from here:
-    meanwhile the number can have been freed again, and taken by a save that was told that it succeeded.
+    meanwhile the number can have been freed again, and taken by a save that has reported success.
     """
 
 
@@ -100,7 +100,7 @@ def _check_arrived(
         raise (_fenced(client, key) if isinstance(found, Fence) else _lost(client, key)) from error
     if outcome.is_taken and (_is_overtaken(client, number) if is_absent else not outcome.may_have_arrived):
         raise _lost(client, key) from error
-    # What lies there and cannot be read may be this very manifest, whose data must stay then.
+    # An entry that cannot be read may be this very manifest, whose data must stay then.
     raise _unknown(client, key, error) from error
 
 
@@ -110,7 +110,7 @@ def remove_superseded(
     """After the commit of `manifest` as `number`: remove the entries below it, lowest first, and then their data.
 
     The order matters: whatever is left at any moment, the highest number is the newest commit. What cannot be
-    removed is logged, invisible to readers, and left to gc. `on_removing` is told the first key of each request before
+    removed is logged, invisible to readers, and left to gc. `on_removing` gets the first key of each request before
     it is made. Returns how many objects were removed.
     """
     kept = {stored.key for stored in manifest.objects}
@@ -118,7 +118,7 @@ def remove_superseded(
     try:
         log = read_log(client)
         if log.current != number:
-            return 0  # overwritten or deleted since: what lies there now is not this save's to judge
+            return 0  # overwritten or deleted since: another save's data is there now
         stale = [entry for entry in log.entries if entry.number < number]
         manifests = [entry.number for entry in stale if not entry.is_fence]
         keys = [key for n in manifests for key in _data_keys(client, n) if key not in kept]
@@ -243,8 +243,8 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
 def check_still_next(client: StoreClient, number: int) -> None:
     """Raises `CheckpointExistsError` if the entry before `number` is gone: then this number decides nothing any more.
 
-    It was the highest one when the save began. It goes only when a higher one has come, or together with the whole
-    log, long after a deletion; the numbers then begin anew.
+    It was the highest one when the save began. It is removed only when a higher one has come, or together with the
+    whole log, long after a deletion; the numbers then begin anew.
     """
     if not number:
         return

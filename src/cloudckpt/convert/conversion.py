@@ -355,8 +355,8 @@ def _check_apart(source: Context, target: Context) -> None:
     for inner, outer in ((one, other), (other, one)):
         if inner.startswith(outer + "/") or not outer:
             raise InvalidURIError(
-                f"of {source.uri} and {target.uri}, one lies inside of the other: what belongs to which could not be "
-                "told. Choose a target beside the source"
+                f"{source.uri} and {target.uri} are one inside the other, so their files would mix. Choose a target "
+                "beside the source"
             )
 
 

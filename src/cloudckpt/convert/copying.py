@@ -271,7 +271,7 @@ class CopyJob:
                 refused.append(error)
                 return
             if said == combine_tile_crc32cs(unpack_tiles(stored.crc32c), tile_bytes=tile_bytes, size_bytes=stored.size):
-                copied[number] = "told"
+                copied[number] = "by checksum"
             elif said is None and self._is_good(number, keys[number], arena):
                 copied[number] = "read back"
             else:
@@ -290,7 +290,7 @@ class CopyJob:
             if number in copied:
                 self._keys[number] = keys[number]
                 self._progress.add(objects[number].size)
-        self.num_service_bytes = sum(objects[number].size for number, how in copied.items() if how == "told")
+        self.num_service_bytes = sum(objects[number].size for number, how in copied.items() if how == "by checksum")
         self.num_read_back_bytes = sum(objects[number].size for number in copied) - self.num_service_bytes
         if refused:
             _log.info(

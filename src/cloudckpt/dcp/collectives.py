@@ -256,7 +256,7 @@ def as_checkpoint_exception(error: RankLostError) -> CheckpointException:
 def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], object]) -> _T:
     """Run `work` in another thread if this is the main thread, where signals raise; it always runs to its end.
 
-    Raises the interrupt that came meanwhile, which `on_interrupt` is told of at once, or what `work` raises.
+    Raises the interrupt that came meanwhile, which `on_interrupt` gets at once, or what `work` raises.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

@@ -44,7 +44,7 @@ from cloudckpt.format.wrappers import collapse, describe_difference
 
 _MAX_SHOWN = 10
 _MAX_COMPARED = 5000
-_MIN_CHUNKS = 64  # torch goes through fewer in less time than it takes to leave any out
+_MIN_CHUNKS = 64  # torch visits fewer in less time than it takes to leave any out
 
 
 def is_default_planner(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
@@ -279,7 +279,7 @@ def _is_whole(saved: object, size: torch.Size) -> bool:
 def narrow_metadata(metadata: Metadata, state_dict: Mapping[str, Any]) -> Metadata:
     """Return `metadata` with only those chunks of each tensor that this rank's `state_dict` needs.
 
-    torch's planner goes through all chunks of every tensor that a rank asks for, on every rank. A plan of the narrowed
+    torch's planner visits all chunks of every tensor that a rank asks for, on every rank. A plan of the narrowed
     metadata is the same, except for the hints in its storage indices. Metadata of other readers is returned as it is.
     """
     entries = metadata.state_dict_metadata

@@ -280,7 +280,7 @@ class Rendezvous:
                 with self._changed:
                     wait_s = min(poll_s, interval_s) if self._is_waiting else interval_s
                     self._changed.wait_for(self._has_news, wait_s)
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # a waiter raises it
             with self._changed:
                 self._trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:

@@ -18,7 +18,7 @@ _ALIGNMENT_BYTES = 64  # of the first tensor; with elements in falling size, eac
 
 
 class HeaderEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One tensor, or one Python object's bytes (`dtype` None), that goes into an object."""
+    """One tensor, or one Python object's bytes (`dtype` None), of an object."""
 
     fqn: str
     dtype: str | None

@@ -127,9 +127,9 @@ class HedgedRequest(Generic[_T]):
 class Hedger:
     """Count requests, tell `limit` how they end, and repeat stragglers, each no more than once.
 
-    `watch` looks for stragglers; `watching` calls it again and again. A request is repeated only if
-    its connection can be closed. The loser ends before its caller goes on, so that no loser sends from, or writes into,
-    memory that its caller has released; a thread waits for a loser no longer than a new connection may take. Second
+    `watch` looks for stragglers; `watching` calls it again and again. A request is repeated only if its connection can
+    be closed. The loser ends before its caller continues, so that no loser sends from, or writes into, memory that its
+    caller has released; a thread waits for a loser no longer than a new connection may take. Second
     requests hold at most `budget_bytes`. `on_hedge` is called for each second request, in the thread that watches. Safe
     to share between threads.
     """
@@ -328,7 +328,7 @@ class Hedger:
                 request.second_result = request.second()
         except ThrottledError:
             self._slow_down(begun_s)
-        except BaseException:  # noqa: BLE001, S110  # the first request goes on as if there were no second one
+        except BaseException:  # noqa: BLE001, S110  # the first request continues as if there were no second one
             pass
         else:
             request.scope.cancel()

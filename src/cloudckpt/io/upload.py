@@ -37,7 +37,7 @@ class ObjectUpload:
     key: str
     """The fresh key that it was submitted for."""
     target_key: str
-    """The key that the data goes to. It differs from `key` only if an earlier attempt's upload is continued."""
+    """The key of the data. It differs from `key` only if an earlier attempt's upload is continued."""
     body: Body
     parts: list[Part]
     upload_id: str | None
@@ -285,7 +285,7 @@ class UploadSession:
             self._hedger.complete_multipart(self._store, target.target_key, upload_id, parts)
         except ObjectNotFoundError:
             # The upload is gone: an earlier try completed it and only the answer was lost. The key is fresh, so what
-            # lies there can only be ours; but if uploads are taken up, it may have been somebody else's last word.
+            # is there can only be ours; but if uploads are taken up, it may have been somebody else's last word.
             if self._resumable and not self._resumption.is_at(target.target_key, target.body):
                 raise
             if self._store.head(target.target_key).size_bytes != target.body.size_bytes:

@@ -104,7 +104,7 @@ class CheckpointManager(OfThisProcess):
             or removes it, and saves its step beside it as ``step-<n>-again-<k>``. ``"replace"`` skips it and overwrites
             it when its step is saved again. ``"raise"`` raises `CorruptCheckpointError`.
         on_failure: Policy for a save that fails because of the store. ``"raise"`` raises the error. ``"warn"`` logs a
-            warning, on all ranks, and training goes on. Both raise every other error: a value that cannot be saved, a
+            warning, on all ranks, and training continues. Both raise every other error: a value that cannot be saved, a
             step that exists, a lost rank.
         max_failures: Number of failures in a row of which ``"warn"`` raises the last.
         async_: Save with `cloudckpt.async_save` instead of `cloudckpt.save`.
@@ -500,7 +500,7 @@ class CheckpointManager(OfThisProcess):
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})
 
     def _note_end(self, saved: _LastSave) -> None:
-        """Take note of a save's outcome: once, and before any waiter goes on, since callbacks run later than they.
+        """Take note of a save's outcome: once, and before any waiter continues, since callbacks run later than they.
 
         After a commit, the damage that it replaced is forgotten, and retention starts on the coordinator.
         """

@@ -1,4 +1,4 @@
-"""Decide if training goes on after a failed save, and remember the failures."""
+"""Decide if training continues after a failed save, and remember the failures."""
 
 from __future__ import annotations
 

@@ -91,10 +91,10 @@ class Preemption(OfThisProcess):
             self._ends_at_s = time.monotonic() + self._deadline_s
 
     def agreed(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Return True on all ranks if any rank was told to stop.
+        """Return True on all ranks if any rank was asked to stop.
 
         All ranks must call it equally often. It reduces one number over a gloo group of the same ranks, which the first
-        call makes. After True, `remaining_s` is that of the rank that was told first.
+        call makes. After True, `remaining_s` is that of the rank that was asked first.
 
         Args:
             process_group: Group of the ranks; None for all.
@@ -155,7 +155,7 @@ class Preemption(OfThisProcess):
         if error is not None and last != "committed":
             raise error
         report = PreemptionReport(in_flight=fate, last=last, error=error, remaining_s=self.remaining_s)
-        _log.info("told to stop: the save in flight: %s, the last one: %s", report.in_flight, report.last)
+        _log.info("asked to stop: the save in flight: %s, the last one: %s", report.in_flight, report.last)
         return report
 
     def _make_last_save(self, save: Callable[[], object]) -> SaveOutcome:

@@ -125,7 +125,7 @@ class Consumers:
 class Finisher:
     """Hands over each item whose bytes are all there, in the thread of the load: receivers need no locks.
 
-    `on_value` gets the bytes of a value. `on_tensor` is told of each tensor that is filled, but not of whole tensors,
+    `on_value` gets the bytes of a value. `on_tensor` gets each tensor that is filled, but not of whole tensors,
     which `Consumers` has in columns.
     """
 

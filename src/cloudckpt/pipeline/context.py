@@ -138,7 +138,7 @@ class Lifecycle:
         self._is_set_up = False
 
     def begin(self, uri: str, *, operation: str, rank: int | None, is_set_up: bool) -> None:
-        """Tell that it begins, unless that was told and the set-up has not come since.
+        """Tell that it begins, unless it has been announced and the set-up has not come since.
 
         A `rank` of None is that of the default process group.
         """

@@ -106,7 +106,7 @@ def require_no_resume(options: Options) -> None:
 
 
 class SaveJob:
-    """One save, from set-up to commit. `report` is filled in as it goes."""
+    """One save, from set-up to commit. `report` is filled in step by step."""
 
     report: SaveReport | None = None
 
@@ -120,7 +120,7 @@ class SaveJob:
         self._started_s = time.monotonic()
 
     def stop(self, error: BaseException) -> None:
-        """Make `check` and `write` raise `error` instead of calling the store; clean-up goes on. For any thread."""
+        """Make `check` and `write` raise `error` instead of calling the store; clean-up continues. For any thread."""
         self._context.stop(error)
 
     @property

@@ -4,7 +4,7 @@ A store has a root, which is one URI. Keys are relative to it, ``/``-separated, 
 Any other key is refused with `StoreError` (`cloudckpt.stores.base.check_key`), because it could lead out of the root.
 All methods are safe to call from many threads. They raise `StoreError` subclasses and nothing else (see
 `cloudckpt.errors`). Each call makes one attempt, and `cloudckpt.io` decides about retries; only `Store.copy_from`,
-which can make many requests and take long, is told how to try each of them. Byte ranges are half-open. Bodies are
+which can make many requests and take long, gets a function that tries each. Byte ranges are half-open. Bodies are
 sequences of ``B``-format, C-contiguous memory views, so that nothing has to be joined or copied before it is sent.
 """
 

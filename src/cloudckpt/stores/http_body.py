@@ -207,7 +207,7 @@ class ResponseBody:
                         count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
                         if not count:
                             raise BodyEndedError
-                        response.length -= count  # http.client goes on from here
+                        response.length -= count  # http.client continues from here
                         left = without_first(left, count)
         finally:
             self.received_bytes += awaited_bytes - response.length
@@ -286,7 +286,7 @@ def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> 
                     raise BodyEndedError
                 begin += count
                 left_bytes -= count
-                response.length -= count  # http.client goes on from here
+                response.length -= count  # http.client continues from here
     finally:
         _wait_for(connection, 1, timeout_s)
 

@@ -46,6 +46,6 @@ def _opened(location: Location, options: Options) -> Store:
             f"{location.uri} takes no storage options, and {', '.join(sorted(options.storage_options))} would be "
             f"ignored: leave them out for files and memory."
         )
-    # Each client is imported only by whoever uses it: boto3 alone takes a quarter of a second.
+    # Each client is imported only if it is used: boto3 alone takes a quarter of a second.
     store: Store = pkgutil.resolve_name(service.store).at(location, options)
     return store

@@ -115,7 +115,7 @@ class PieceBody:
                 wait_for_content(pending, piece.content[low:high])
 
     def _pieces_between(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
-        """Give the pieces in ``[begin, end)``, each with the range of its own bytes that lies there."""
+        """Give the pieces in ``[begin, end)``, each with the range of its own bytes in it."""
         for index in range(max(bisect.bisect_right(self._begins, begin) - 1, 0), len(self._pieces)):
             piece = self._pieces[index]
             if piece.begin >= end:

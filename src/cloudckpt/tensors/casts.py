@@ -65,7 +65,7 @@ class Cast:
 def new_cast(fqn: str, stored: torch.dtype, tensor: torch.Tensor, *, uri: str) -> Cast | None:
     """Return the check of what `tensor` takes; None if its dtype holds every value of the stored one.
 
-    Raises `StateDictMismatchError` for a dtype whose values cannot be told.
+    Raises `StateDictMismatchError` for a dtype whose range of values is unknown.
     """
     wanted = tensor.dtype
     if wanted is stored:

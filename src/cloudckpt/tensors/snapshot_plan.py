@@ -87,13 +87,13 @@ class SnapshotSegment(msgspec.Struct, frozen=True, kw_only=True):
     """The address of the bytes; 0 if elements are copied."""
     num_bytes: int
     number: int
-    """The position of the first tensor that lies there."""
+    """The position of the first tensor in this memory."""
     tensor: torch.Tensor
     copied: torch.Tensor
     """The copy of `tensor`."""
     is_urgent: bool
     is_small: bool
-    """True if `tensor` lies there alone, and torch copies it fastest."""
+    """True if `tensor` is alone in this memory, and torch copies it fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

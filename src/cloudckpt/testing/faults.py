@@ -1,6 +1,6 @@
 """Fault injection by rule into the calls of a store during a save or a load.
 
-Rules choose calls by counting them or by random numbers with a seed; nothing depends on time. The same seed gives the
+Rules choose calls by their number or by random numbers with a seed; nothing depends on time. The same seed gives the
 same faults in any order of threads, and every injected error names it::
 
     faults = Faults(

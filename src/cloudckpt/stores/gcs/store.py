@@ -130,7 +130,7 @@ class GCSStore(HTTPStore):
         try:
             self._remove_temporaries("complete_multipart", upload)
         except TransientStoreError:
-            raise  # a repetition goes on from here
+            raise  # a repetition continues from here
         except StoreError as error:
             # No right to delete, or a retention policy: the object is whole, and no repetition would change that.
             if self.session.bucket not in _keeping:
@@ -208,7 +208,7 @@ class GCSStore(HTTPStore):
                     )
 
     def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
-        """Have the service rewrite the object. A large one takes several calls, each of which goes on from the last."""
+        """Have the service rewrite the object. A large one takes several calls, each from where the last ended."""
         target = self.name_of(target_key, "copy_from")
         bucket, _, source = source_url.removeprefix("gs://").partition("/")
         # A missing object is the source, so errors are about it.
@@ -271,7 +271,7 @@ class GCSStore(HTTPStore):
             # One listing for each page: the library's iterator ends without an error after a page has failed.
             found = client.storage.list_blobs(bucket, prefix=prefix, page_token=token, **arguments, **client.each_call)
             page = next(found.pages)
-            # Read here, where the library's failure to parse an odd answer is told from a fault of ours.
+            # Read here, where the library's failure to parse an odd answer is known from a fault of ours.
             return page.raw_page, list(page), list(page.prefixes)
 
         while True:

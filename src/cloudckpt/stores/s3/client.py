@@ -480,7 +480,7 @@ def _make_boto3_client(key: ClientKey[S3Config]) -> tuple[Any, MetadataServices]
         region_name=config.region,
         profile_name=config.profile,
     )
-    # The CRC32C that goes with every body protects it. Hashing it for the signature costs ten times as much.
+    # The CRC32C beside every body protects it. Hashing it for the signature costs ten times as much.
     s3_settings: Any = {"payload_signing_enabled": False}
     if config.addressing_style is not None:
         s3_settings["addressing_style"] = config.addressing_style

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.dcp.collectives import begin_call
+from cloudckpt.dcp.protocol import failure_of
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.manager.restore import load_newest
 from cloudckpt.report import LoadReport
@@ -71,7 +72,7 @@ def load_by_fates(
         tried.append(uri)
         if errors := fates[uri].pop(0):
             failures: Any = {rank: (error, traceback.StackSummary()) for rank, error in enumerate(errors)}
-            raise CheckpointException("read", failures)
+            raise failure_of(CheckpointException("read", failures), what=f"loading {uri}")
         return cloudckpt.load(state_dict, "memory://reused/whole", no_dist=True)
 
     cloudckpt.save({"w": torch.ones(1)}, "memory://reused/whole", no_dist=True, overwrite=True)

@@ -286,7 +286,7 @@ class SaveJob:
         context = self._context
         client = context.client.restarted()
         try:
-            for entry in list_entries(context.client):
+            for entry in list_entries(client):
                 found = read_entry(client, entry.number)
                 if found is None:
                     return True  # it was listed, and cannot be ruled out unread

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import cloudckpt
 from cloudckpt import Options
 from cloudckpt.background import in_flight
+from cloudckpt.background.process import _Staged
+from cloudckpt.background.runner import ExternalStaging
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors import snapshot_plan
 from cloudckpt.tensors.copying import Staging
@@ -390,6 +392,13 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
     monkeypatch.undo()
     cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)
     assert fill_at(memory.uri()) == 2
+
+
+def test_a_copy_that_failed_is_not_handed_to_a_process() -> None:
+    """If this fails, a stager that fails in the background leaves a checkpoint without entries, as a success."""
+    handed = _Staged(ExternalStaging.failed(ValueError("no memory"))).stage({})
+    assert isinstance(handed, Future)
+    assert isinstance(handed.exception(WAIT_S), ValueError)
 
 
 SCRIPT = """

@@ -1181,9 +1181,9 @@ MUTANTS = {
     "failed-copy-is-an-empty-checkpoint": Mutant(
         breaks="G3: a copy that failed is saved by process as a checkpoint without entries.",
         file="background/process.py",
-        old="    if refusal is not None:\n        raise refusal\n    process = _process()",
-        new="    process = _process()",
-        tests=("tests/e2e/test_process.py::test_a_save_that_a_process_cannot_make_is_refused",),
+        old="        if staging.completed.done() and staging.completed.exception() is None:",
+        new="        if staging.completed.done():",
+        tests=("tests/background/test_background.py::test_a_copy_that_failed_is_not_handed_to_a_process",),
     ),
     "snapshot-reused-for-another-layout": Mutant(
         breaks="G4: a snapshot is filled by the copy plan of tensors that have changed since.",

@@ -11,25 +11,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import multiprocessing.connection
 import multiprocessing.process
 import pickle
 import signal
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from cloudckpt._this_process import is_forked
 from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_checkpoint_process
-from cloudckpt.dcp.collectives import CollectiveCall
+from cloudckpt.dcp.collectives import CollectiveCall, as_checkpoint_exception
 from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, end_save
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import InvalidOptionError, RankLostError, portable
@@ -67,87 +66,100 @@ def require_process_support(writer: ObjectStoreWriter, *, no_dist: bool) -> None
         )
 
 
-def save_by_process(
-    state_dict: dict[str, Any],
-    writer: ObjectStoreWriter,
-    *,
-    planner: SavePlanner | None,
-    ranks: DistWrapper,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-    refusal: BaseException | None,
-) -> SavedMetadata:
-    """Save `state_dict`, a copy that does not change, by the processes of all ranks. Returns once it is committed.
+class StagedState(Protocol):
+    """A copy of a state dict that another stager makes."""
 
-    If a rank has a `refusal`, no process begins. Raises ``CheckpointException`` on all ranks if the save failed on one.
-    """
-    call = ranks if isinstance(ranks, CollectiveCall) else None
-    save = _ProcessSave(writer, call, ranks.rank)
-    try:
-        with contextlib.nullcontext() if call is None else call.ended():
-            if not all(ranks.all_gather("stage", functools.partial(_is_running, refusal))):
-                end_process()  # torch starts the processes of all ranks together
-            save.has_begun = True
-            ranks.all_gather("save", lambda: save.run(state_dict, planner, process_group, no_dist=no_dist))
-    except CheckpointException as error:
-        if save.has_begun:
-            end_process()  # its process group has lost a member, or is in the middle of a collective
-        lost: Any = {rank: each for rank, each in error.failures.items() if isinstance(each[0], RankLostError)}
-        raise end_failed_save(CheckpointException("save", lost) if lost else error, writer) from None
-    if save.failure is not None:
-        raise end_failed_save(save.failure, writer)
-    assert save.metadata is not None  # noqa: S101  # the save has not failed
-    return end_save(save.metadata, writer)
+    completed: Future[None]
+    state_dict: dict[str, Any]
 
 
-class _ProcessSave:
-    """One save by the process of this rank."""
+class ProcessSave:
+    """One save by the background processes of all ranks."""
 
-    def __init__(self, writer: ObjectStoreWriter, call: CollectiveCall | None, rank: int) -> None:
-        self._writer = writer
-        self._call = call
-        self._rank = rank
-        self._is_stopped = False
-        self.has_begun = False
-        self.metadata: Metadata | None = None
-        self.failure: CheckpointException | None = None
-        """The failure that DCP has raised in the processes of all ranks."""
-
-    def run(
+    def __init__(
         self,
-        state_dict: dict[str, Any],
-        planner: SavePlanner | None,
-        process_group: dist.ProcessGroup | None,
+        writer: ObjectStoreWriter,
         *,
+        planner: SavePlanner | None,
+        ranks: DistWrapper,
+        make_group: Callable[[], dist.ProcessGroup | None],
         no_dist: bool,
     ) -> None:
-        """Have torch save `state_dict`, and wait for it. Raises what the other ranks do not know of."""
+        self._writer = writer
+        self._planner = planner
+        self._ranks = ranks
+        self._call = ranks if isinstance(ranks, CollectiveCall) else None
+        self._make_group = make_group
+        self._no_dist = no_dist
+        self._uri = writer.checkpoint_id
+        self._is_stopped = False
+        self._upload: Future[Any] = Future()
+
+    def start(self, staging: StagedState) -> None:
+        """Hand the staged state dict to the processes of all ranks, or to none of them.
+
+        Raises ``CheckpointException`` on all ranks if the copy failed on one of them.
+        """
+        error = staging.completed.exception() if staging.completed.done() else None
+        try:
+            answers = self._ranks.all_gather_object((None if error is None else _sendable(error), _is_running()))
+        except RankLostError as lost:
+            raise end_failed_save(as_checkpoint_exception(lost), self._writer) from None
+        failures = {rank: (error, None) for rank, (error, _) in enumerate(answers) if error is not None}
+        if failures:
+            raise end_failed_save(_failure("stage", failures), self._writer)
+        if not all(is_running for _, is_running in answers):
+            end_process()  # torch starts the processes of all ranks together
+        if self._call is not None:
+            self._call.set_on_cancel(self._stop)
+        response = state_dict_saver.async_save(
+            {},
+            storage_writer=self._remote_writer(),
+            planner=self._planner,
+            process_group=self._make_group(),  # all ranks are there
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=_Staged(staging),
+            no_dist=self._no_dist,
+        )
+        self._upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+
+    def result(self) -> SavedMetadata:
+        """Wait for the processes of all ranks. Raises ``CheckpointException`` if the save failed on any of them."""
+        mine: BaseException | None = None
+        metadata = None
+        try:
+            metadata = self._upload.result()
+        except CheckpointException as error:  # DCP has told all ranks
+            mine = error
+        except BaseException as error:  # the other ranks have to learn of it
+            mine = self._explained(error)
+            if self._call is not None:
+                self._call.cancel()  # their processes may wait for this one
+        if self._call is not None:
+            self._call.set_on_cancel(None)
+        try:
+            with contextlib.nullcontext() if self._call is None else self._call.ended():
+                outcomes = dict(enumerate(self._ranks.all_gather_object(None if mine is None else _sendable(mine))))
+        except CheckpointException as error:
+            end_process()
+            raise end_failed_save(error, self._writer) from None
+        failures = {rank: error for rank, error in outcomes.items() if error is not None}
+        if not all(isinstance(error, CheckpointException) for error in failures.values()):
+            end_process()  # its process group has lost a member, or is in the middle of a collective
+        lost = {rank: (error, None) for rank, error in failures.items() if isinstance(error, RankLostError)}
+        if lost or (failures and not isinstance(mine, CheckpointException)):
+            others = {rank: (error, None) for rank, error in failures.items()}
+            raise end_failed_save(_failure("save", lost or others), self._writer)
+        if isinstance(mine, CheckpointException):
+            raise end_failed_save(mine, self._writer)
+        assert metadata is not None  # noqa: S101  # this rank has not failed
+        return end_save(metadata, self._writer)
+
+    def _remote_writer(self) -> ObjectStoreWriter:
         # The training process reports the beginning and the end; the other process reports the steps between.
         writer = copy.copy(self._writer)
         writer.lifecycle = Lifecycle("save", dataclasses.replace(writer.options, on_event=None))
-        if self._call is not None:
-            self._call.set_on_cancel(self._stop)
-        try:
-            response = state_dict_saver.async_save(
-                state_dict,
-                storage_writer=writer,
-                planner=planner,
-                process_group=process_group,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=_Staged(),
-                no_dist=no_dist,
-            )
-            self.metadata = (response if isinstance(response, Future) else response.upload_completion).result()
-        except CheckpointException as error:
-            self.failure = error
-        except BaseException as error:
-            explained = self._explained(error)
-            if self._call is not None:
-                self._call.cancel()  # the processes of other ranks may wait for this one
-            raise explained from None
-        finally:
-            if self._call is not None:
-                self._call.set_on_cancel(None)
+        return writer
 
     def _stop(self, _ranks: object) -> None:
         """End this rank's process, which may wait for one that is gone."""
@@ -157,23 +169,22 @@ class _ProcessSave:
             process.kill()
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the failure of this rank, also if its process ended or was interrupted."""
+        """The failure of this rank, if its process ended or was interrupted."""
         if self._is_stopped:
             return RuntimeError("this rank's process was ended, because the save failed on another rank")
         process = _process()
         if process is None or not _has_ended(process):
             if isinstance(error, Exception):
-                return portable(error)
+                return error
             how = f"was interrupted ({type(error).__name__})"
         else:
             process.join(_END_S)
             how = _how_it_ended(process.exitcode)
-        uri = self._writer.checkpoint_id
         return RankLostError(
-            f"the background process of rank {self._rank} {how} while it saved {uri}, which may be "
+            f"the background process of rank {self._ranks.rank} {how} while it saved {self._uri}, which may be "
             "committed or not. Look (cloudckpt.latest) before you save there again; the next save starts a new process",
-            uri=uri,
-            ranks=(self._rank,),
+            uri=self._uri,
+            ranks=(self._ranks.rank,),
         )
 
 
@@ -195,10 +206,7 @@ def _process() -> multiprocessing.process.BaseProcess | None:
     return process
 
 
-def _is_running(refusal: BaseException | None) -> bool:
-    """Return whether this rank has a process. Raises the `refusal`, if it cannot save."""
-    if refusal is not None:
-        raise refusal
+def _is_running() -> bool:
     process = _process()
     return process is not None and not _has_ended(process)
 
@@ -209,18 +217,46 @@ def _has_ended(process: multiprocessing.process.BaseProcess) -> bool:
 
 
 class _Staged(AsyncStager):
-    """Gives torch a state dict that is staged already."""
+    """Gives torch a state dict that is staged already, or being staged."""
 
-    _synchronize_after_execute = False
+    _should_synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
+    def __init__(self, staging: StagedState) -> None:
+        self._staging = staging
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:  # noqa: ARG002  # torch's signature
+        staging = self._staging
+        if staging.completed.done() and staging.completed.exception() is None:
+            return staging.state_dict
+        staged: Future[dict[str, Any]] = Future()
+
+        def pass_on(completed: Future[None]) -> None:
+            error = completed.exception()
+            if error is None:
+                staged.set_result(staging.state_dict)
+            else:
+                staged.set_exception(error)
+
+        staging.completed.add_done_callback(pass_on)
+        return staged
 
     def synchronize_staging(self) -> None:
-        """Do nothing: torch asks for it only where `_synchronize_after_execute` is true."""
+        """Do nothing: the caller waits for the copy."""
 
     def close(self) -> None:
-        """Do nothing: it holds nothing."""
+        """Do nothing: the stager belongs to its owner."""
+
+
+def _failure(step: str, failures: dict[int, Any]) -> CheckpointException:
+    return CheckpointException(step, failures)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    return portable(error) if isinstance(error, Exception) else error
 
 
 def _is_picklable(value: object) -> bool:

@@ -29,14 +29,14 @@ from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
 from cloudckpt.background.answers import refuse_attributes
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import forget, keep, own_stager
-from cloudckpt.background.process import save_by_process
+from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.collectives import CollectiveCall, begin_call, unguarded_ranks
 from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.errors import portable
+from cloudckpt.errors import RankLostError, portable
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.tensors.copying import Staging
 
@@ -193,6 +193,7 @@ class BackgroundSave:
     ranks: DistWrapper
     process_group: dist.ProcessGroup | None
     no_dist: bool
+    process: ProcessSave | None = None
     handle: AsyncSave | None = None
     thread: threading.Thread | None = None
 
@@ -213,8 +214,9 @@ class BackgroundSave:
         self.writer.begin(self.ranks.rank)
         staging.completed.add_done_callback(functools.partial(_announce_copy, staging, self.writer.lifecycle))
         tell_others = None
-        if self.by_process and not self.no_dist:
-            self.process_group = background_group(self.process_group)  # all ranks are here
+        if self.by_process:
+            self._start_process(staging)
+            cancellation.enter("uploading")
         elif self.call is not None:
             self.call.set_on_cancel(cancellation.cancel)
             tell_others = self.call.cancel
@@ -241,12 +243,31 @@ class BackgroundSave:
             raise error
         return handle
 
+    def _start_process(self, staging: Staging | ExternalStaging) -> None:
+        assert isinstance(staging, ExternalStaging)  # noqa: S101  # `begin_staging` has made it
+        self.process = ProcessSave(
+            self.writer,
+            planner=self.planner,
+            ranks=self.ranks,
+            make_group=lambda: self.process_group if self.no_dist else background_group(self.process_group),
+            no_dist=self.no_dist,
+        )
+        try:
+            self.process.start(staging)
+        except CheckpointException as error:
+            if self.call is not None and not isinstance(error, RankLostError):
+                self.call.end(None)  # the others raise it, too
+            self.writer.lifecycle.end(error)
+            raise
+
     def abandon(self, error: BaseException) -> None:
         """End the save whose `begin` raised: nobody has its handle."""
         if self.thread is not None and self.thread.ident is not None and self.handle is not None:
             self.handle.cancel()
             return
         forget(self.handle)
+        if self.process is not None:
+            end_process()
         if self.call is not None:
             self.call.end(error)
 
@@ -260,7 +281,10 @@ class BackgroundSave:
     ) -> None:
         outcome: SavedMetadata | BaseException
         try:
-            outcome = self._save(staging, cancellation, is_overlapped=is_overlapped)
+            if self.process is not None:
+                outcome = self.process.result()
+            else:
+                outcome = self._save(staging, cancellation, is_overlapped=is_overlapped)
         except BaseException as error:  # the handle holds it
             traceback.clear_frames(error.__traceback__)  # the frames hold the copy
             outcome = error
@@ -272,7 +296,7 @@ class BackgroundSave:
         finally:  # a waiter for the handle waits for this thread
             concurrent.futures.wait([staging.completed])  # the memory is written to until then
             staging.state_dict = {}  # or its tensors would live until the next save
-            self.staging = self.planner = self.handle = None
+            self.staging = self.planner = self.process = self.handle = None
             handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
             forget(handle)
@@ -301,22 +325,10 @@ class BackgroundSave:
             if self.call is not None:
                 self.call.end(error)  # or the others would wait for this rank
             raise
-        state_dict = {} if refusal is not None else staging.state_dict
-        if self.by_process:
-            cancellation.enter("uploading")
-            return save_by_process(
-                state_dict,
-                writer,
-                planner=planner,
-                ranks=self.ranks,
-                process_group=self.process_group,
-                no_dist=self.no_dist,
-                refusal=refusal,
-            )
         writer.follow(cancellation, snapshot)
         try:
             return run_save(
-                state_dict,
+                {} if refusal is not None else staging.state_dict,
                 writer,
                 planner=planner,
                 ranks_context=contextlib.nullcontext(self.ranks) if self.call is None else self.call.ended(),

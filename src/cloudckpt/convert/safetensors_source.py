@@ -214,9 +214,8 @@ class SafetensorsSource:
 
     def _index(self, name: str) -> dict[str, str]:
         context, url = self._context, self._context.client.url(name)
-        document = context.client.read(name, max_bytes=_MAX_INDEX_BYTES)
-        if document is None:
-            raise CheckpointNotFoundError(f"{url} does not exist. Check the URI", uri=url)
+        with naming_missing_file():  # `observe` looks again at the whole
+            document = context.client.call(context.store.read, name, max_bytes=_MAX_INDEX_BYTES)
         try:
             weight_map = json.loads(document)["weight_map"]
             names = {str(tensor): str(file) for tensor, file in weight_map.items()}

@@ -219,7 +219,7 @@ class FilesJob(SaveJob):
         keys = [key for key in _list_receipts(context, self.attempt) if key not in known]
 
         def read(key: str) -> None:
-            data = memoryview(context.client.read(key, max_bytes=_MAX_RECEIPT_BYTES) or b"")
+            data = memoryview(context.client.call(context.store.read, key, max_bytes=_MAX_RECEIPT_BYTES))
             document = data[_CRC_DIGITS:]
             if bytes(data[:_CRC_DIGITS]) != b"%08x" % crc32c_of([document]):
                 raise IncompleteSaveError(

@@ -40,12 +40,12 @@ def list_folders(client: StoreClient) -> list[str]:
     )
 
 
-def list_entries(client: StoreClient, *, prefix: str = "") -> tuple[Entry, ...]:
+def list_entries(client: StoreClient) -> tuple[Entry, ...]:
     """Return all entries of a log, lowest number first. That there is none is confirmed."""
     return client.observe(
-        lambda: _list_once(client, prefix),
+        lambda: _list_once(client, ""),
         doubt=lambda entries: not entries,
-        changing=lambda: _changing(client, prefix),
+        changing=lambda: _changing(client),
     )
 
 

@@ -29,7 +29,7 @@ def main() -> int:
         ("lines in src/", count_lines(ROOT / "src"), "≤", 33_000),
         ("modules", len(list(modules())), "≤", 150),
         ("modules with torch's checkpoint types outside dcp", len(list(importers_of_dcp())), "≤", 0),
-        ("parameters `retrier: Retrier`", count_retriers(), "≤", 0),
+        ("clients made apart, or beside a store in a signature", count_pairs(), "≤", 0),
         ("modules outside stores, uri, doctor that ask a scheme", len(list(scheme_deciders())), "≤", 0),
         ("modules in circles of imports", len(circular_modules()), "≤", 0),
         ("modules imported by exactly one other module", len(imported_once()), "≤", 40),
@@ -125,13 +125,18 @@ def importers_of_dcp() -> Iterator[Path]:
             yield path
 
 
-def count_retriers() -> int:
-    """Count the parameters that hand on a retrier beside the store that it is for."""
-    return sum(
-        isinstance(node, ast.arg) and node.annotation is not None and "Retrier" in ast.unparse(node.annotation)
-        for path in modules()
-        for node in _nodes(path)
-    )
+def count_pairs() -> int:
+    """Count the functions that take a store beside its client, and the clients that are made outside `io/client.py`."""
+    count = 0
+    for path in modules():
+        for node in _nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                found = {ast.unparse(one.annotation).split(" |")[0] for one in arguments if one.annotation is not None}
+                count += {"Store", "StoreClient"} <= found
+            is_made = isinstance(node, ast.Call) and ast.unparse(node.func) == "StoreClient"
+            count += is_made and path != PACKAGE / "io" / "client.py"
+    return count
 
 
 def scheme_deciders() -> Iterator[Path]:

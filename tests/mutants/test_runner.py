@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from tests.mutants.__main__ import CHECKOUT
-from tests.mutants.table import MUTANTS
+from tests.mutants.table import MUTANTS, read_mutants
 
 
 def test_the_table_fits_the_checkout() -> None:
@@ -27,3 +28,13 @@ def test_the_table_fits_the_checkout() -> None:
             problems.append(f"{defect}: its name or its promise is not of the usual form")
     assert problems == []
     assert len(MUTANTS) >= 40
+
+
+def test_row_of_the_table_without_its_parts_is_refused() -> None:
+    """If this fails, a defect that is written wrongly is lost, and nobody learns that no test is held to it."""
+    row = "one-name\nG1: it breaks.\nfile.py\ntests/test_it.py\n-   old\n-\n- more\n+   new\n"
+    (mutant,) = read_mutants(row).values()
+    assert (mutant.old, mutant.new, mutant.tests) == ("  old\n\nmore", "  new", ("tests/test_it.py",))
+    for wrong in (f"{row}\n{row}", row.replace("tests/test_it.py\n", ""), row.replace("-", "+")):
+        with pytest.raises(ValueError, match="it occurs twice, or lacks"):
+            read_mutants(wrong)

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import checks, cleanup, convert, dev_server, diff, ls, show, watch
+from cloudckpt.cli import convert, ls, maintenance, show
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
@@ -103,19 +103,19 @@ def _configure(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
     "latest": ls.latest,
-    "watch": watch.watch,
+    "watch": ls.watch,
     "du": ls.du,
     "show": show.show,
     "cat": show.cat,
-    "diff": diff.diff,
-    "verify": checks.verify,
-    "rm": cleanup.rm,
-    "gc": cleanup.gc,
-    "doctor": checks.doctor,
+    "diff": show.diff,
+    "verify": maintenance.verify,
+    "rm": maintenance.rm,
+    "gc": maintenance.gc,
+    "doctor": maintenance.doctor,
     "cp": convert.cp,
     "export": convert.export,
     "import": convert.import_,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(expand_options(_command))
-app.command("dev-server")(dev_server.dev_server)  # it takes no options of a store
+app.command("dev-server")(maintenance.dev_server)  # it takes no options of a store

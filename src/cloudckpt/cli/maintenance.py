@@ -1,24 +1,29 @@
-"""``cloudckpt rm`` and ``gc``."""
+"""``cloudckpt rm``, ``gc``, ``verify``, ``doctor`` and ``dev-server``."""
 
 from __future__ import annotations
 
 import itertools
+import shlex
+import time
 from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console, age, count, size
+from cloudckpt.cli._console import Console, age, count, describe_report, rate, size
 from cloudckpt.cli._errors import NO, WRONG_USAGE
 from cloudckpt.cli._options import CommonOptions, parse_duration
 from cloudckpt.cli.ls import document_of
 
 if TYPE_CHECKING:
+    from cloudckpt.events import Event
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.inspect.removal import GarbageReport
     from cloudckpt.options import Options
 
 _MAX_NAMED = 5
+_POLL_S = 0.2
 _MEMBERS = ("root", "dry_run", "num_objects", "num_uploads", "num_bytes", "locations", "skipped", "failed")
 _CHECKPOINTS = ("committed", "damaged", "newer")
 
@@ -159,3 +164,123 @@ def _print_report(console: Console, report: GarbageReport) -> None:
     )
     if report.is_nothing_there:
         console.say(f"{report.root}: cloudckpt has written nothing there; is it the right place?")
+
+
+def verify(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The checkpoint.")],
+    *,
+    common: CommonOptions,
+) -> None:
+    """Read every byte of a checkpoint and compare it with what was saved; exit with 1 if anything is damaged.
+
+    Example: cloudckpt verify s3://bucket/run/step-100
+    """
+    from cloudckpt.errors import CorruptCheckpointError
+    from cloudckpt.inspect.verification import verify as verify_checkpoint
+
+    console = common.console
+    problems: list[str] = []
+    with console.progress("verifying") as show_progress:
+        done_bytes = total_bytes = 0
+
+        def on_event(event: Event) -> None:
+            nonlocal done_bytes, total_bytes
+            if event.name == "verify.planned":
+                total_bytes += event.num_bytes
+            elif event.name == "verify.range_read":
+                done_bytes += event.num_bytes
+            show_progress(done_bytes, total_bytes)
+
+        options = common.options(on_event=on_event)
+        try:
+            report = verify_checkpoint(uri, options=options)
+        except CorruptCheckpointError as error:
+            problems += error.problems
+    if problems:
+        if common.as_json:
+            console.document({"uri": uri, "is_whole": False, "problems": problems})
+        else:
+            for problem in problems:
+                console.line(problem)
+            console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
+        raise typer.Exit(NO)
+    if common.as_json:
+        found = describe_report(report, report.verify_s)
+        console.document({"uri": report.uri, "is_whole": True, "problems": [], **found})
+        return
+    console.line(
+        f"{report.uri} is whole: {size(report.num_bytes)} in {count(report.num_objects, 'object')}, "
+        f"{count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')}"
+    )
+    console.say(f"Read in {report.verify_s:.1f} s, {rate(report.bytes_per_s)}.")
+
+
+def doctor(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The folder of the checkpoints.")],
+    *,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Write nothing, and check only what loads need.", show_default=False)
+    ] = False,
+    deadline: Annotated[
+        float, typer.Option("--deadline", min=0.1, metavar="SECONDS", help="Begin no check after this time.")
+    ] = 60.0,
+    common: CommonOptions,
+) -> None:
+    """Find out if saves to URI will work: credentials, clock, bucket, permissions, promises of the store.
+
+    What it writes lies below URI, and is removed again. Exits with 1 if a check failed that matters.
+
+    Example: cloudckpt doctor s3://bucket/run
+    """
+    from cloudckpt.doctor import examine
+
+    console = common.console
+    if not common.as_json:
+        console.say(f"Examining {uri} …")
+    options = common.options()
+    report = examine(uri, read_only=read_only, deadline_s=deadline, options=options)
+    if common.as_json:
+        document = {"uri": report.uri, "is_healthy": report.is_healthy, "checks": report.checks}
+        console.document({**document, "service": report.service})
+    else:
+        for line in str(report).split("\n"):
+            console.line(line)
+    if not report.is_healthy:
+        raise typer.Exit(NO)
+
+
+class _Kind(str, Enum):
+    s3 = "s3"
+    gcs = "gcs"
+
+
+def dev_server(
+    kind: Annotated[_Kind, typer.Argument(help="The service whose API the server speaks.")] = _Kind.s3,
+    *,
+    bucket: Annotated[str, typer.Option(metavar="NAME", help="The bucket that is made.")] = "bucket",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 is a free one.")] = 0,
+) -> None:
+    """Run a store with a bucket on this machine, to try cloudckpt without an account, until Ctrl-C.
+
+    It accepts any credentials. Objects are kept in memory, and are lost at the end. Stdout gets the exports for
+    another shell.
+
+    Example: cloudckpt dev-server s3 --port 9000
+    """
+    from cloudckpt.testing.servers import fake_gcs_server, moto_server
+
+    with (moto_server if kind is _Kind.s3 else fake_gcs_server)(port=port) as server:
+        server.create_bucket(bucket)
+        typer.echo(f"{server.name} answers at {server.endpoint_url}. In another shell, paste:\n", err=True)
+        for name, value in server.environment.items():
+            typer.echo(f"export {name}={shlex.quote(value)}")
+        uri = f"{server.scheme}://{bucket}/run"
+        typer.echo(f"\nand then save to {uri}, or run: cloudckpt doctor {uri}", err=True)
+        typer.echo("The server accepts any credentials, from programs on this machine alone.", err=True)
+        typer.echo("Ctrl-C ends the server. Its objects are in memory, and are lost then.", err=True)
+        try:
+            while server.is_running:
+                time.sleep(_POLL_S)
+        except KeyboardInterrupt:  # the way to end it, and no error
+            return
+        raise RuntimeError(f"{server.name} has ended")

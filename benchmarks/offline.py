@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.servers.packages import from_debian
-
 from benchmarks.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +81,8 @@ def prepare(directory: Path, *, python: str, fasts3_binary: Path) -> None:
     subprocess.run([*pip, "download", "--dest", wheels, *target, *constraints, *PACKAGES], check=True)
     subprocess.run([*pip, "wheel", "--wheel-dir", wheels, "--no-deps", *FROM_SOURCE], check=True)
     shutil.copy2(fasts3_binary, binaries / "fasts3")
+    from tests.integration.servers.packages import from_debian  # noqa: PLC0415  # needs packages that `run` installs
+
     for program in _PROGRAMS:
         _copy_with_libraries(Path(from_debian(program, program)), binaries)
 

@@ -75,7 +75,7 @@ class Worker:
     def versions(self) -> dict[str, str]:
         return {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in self._kind.distributions},
+            **{name: _find_version(name) for name in self._kind.distributions},
             f"import of {self._kind.module} after torch": f"{self._import_s * 1e3:.0f} ms",
         }
 
@@ -180,6 +180,15 @@ def _mesh_of_a_pretended_job() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (NUM_PARTS_OF_A_SHARD,))
     finally:
         dist.destroy_process_group()
+
+
+def _find_version(name: str) -> str:
+    """Return the version of the distribution `name`; cloudckpt may run from a checkout that is not installed."""
+    if name != "cloudckpt":
+        return importlib.metadata.version(name)
+    from cloudckpt import __version__  # noqa: PLC0415  # not in the processes of the rivals
+
+    return __version__
 
 
 def main() -> None:

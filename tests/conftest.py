@@ -64,7 +64,7 @@ def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _clocks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has seen of clocks would order the next test's commits, and hide its warnings."""
-    monkeypatch.setattr("cloudckpt.commit.commit_time._newest_ns", 0)
+    monkeypatch.setattr("cloudckpt.commit.attempts._newest_ns", 0)
     monkeypatch.setattr("cloudckpt.stores.clock._warned", set())
     monkeypatch.setattr("cloudckpt.stores.clock._ahead_s", {})
 

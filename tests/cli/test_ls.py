@@ -14,7 +14,7 @@ from tests.kit.wrapped import permanent, transient
 
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id
-from cloudckpt.commit.fences import encode_fence, new_fence
+from cloudckpt.commit.entries import encode_fence, new_fence
 
 
 def test_each_state_is_told(local: LocalPlace, run: Run) -> None:

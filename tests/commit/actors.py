@@ -13,9 +13,8 @@ from tests.commit.model import LATER, Actor, Replayed, World
 
 from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, walk
 from cloudckpt.commit.entries import manifest_key, manifest_number
-from cloudckpt.commit.log import read_log
+from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
-from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,

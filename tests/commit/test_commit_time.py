@@ -19,8 +19,8 @@ from tests.kit.wrapped import FaultyStore, permanent, transient
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
-from cloudckpt.commit import commit_time
-from cloudckpt.commit.commit_time import datetime_of
+from cloudckpt.commit import attempts
+from cloudckpt.commit.attempts import datetime_of
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.open import open_store
@@ -34,14 +34,14 @@ _names = itertools.count()
 def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store whose clock stands still, as that of Amazon S3 does for a second; and a process that has seen nothing."""
     monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: SECOND)
-    monkeypatch.setattr(commit_time, "_newest_ns", 0)
+    monkeypatch.setattr(attempts, "_newest_ns", 0)
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, now_ns: int, *, in_new_process: bool = False) -> None:
     """Set the coordinator's clock."""
-    monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns)
+    monkeypatch.setattr(attempts, "_now_ns", lambda: now_ns)
     if in_new_process:
-        monkeypatch.setattr(commit_time, "_newest_ns", 0)
+        monkeypatch.setattr(attempts, "_newest_ns", 0)
 
 
 def save(uri: str, fill: float = 1.0, **keywords: Any) -> None:

@@ -26,8 +26,7 @@ import cloudckpt
 from cloudckpt import CheckpointManager, Options
 from cloudckpt.commit import entries
 from cloudckpt.commit.entries import FREE_BYTES, manifest_key
-from cloudckpt.commit.log import list_entries, read_log
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import list_entries, read_log, resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,

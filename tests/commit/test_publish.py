@@ -13,9 +13,8 @@ from tests.kit.wrapped import FaultyStore, permanent
 
 from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_key, data_prefix, new_attempt_id, parse_number
 from cloudckpt.commit.entries import manifest_key
-from cloudckpt.commit.log import list_entries
+from cloudckpt.commit.log import list_entries, resolve
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
-from cloudckpt.commit.resolution import resolve
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,

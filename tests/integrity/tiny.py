@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
 from cloudckpt import ObjectStoreReader
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import resolve
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
 from cloudckpt.stores.base import crc32c_of

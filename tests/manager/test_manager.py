@@ -24,8 +24,8 @@ from tests.kit.wrapped import permanent
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
-from cloudckpt.commit import commit_time
-from cloudckpt.commit.fences import encode_fence, new_fence
+from cloudckpt.commit import attempts
+from cloudckpt.commit.entries import encode_fence, new_fence
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.testing.faults import Call, WrappedStore
@@ -753,9 +753,9 @@ def test_nothing_is_removed_while_this_process_restores(memory: Memory) -> None:
 
 def go_to_other_machine(monkeypatch: pytest.MonkeyPatch, now_ns: int) -> None:
     """Begin a process on a machine with this time, which its file system has, too: no other clock corrects it."""
-    monkeypatch.setattr(commit_time, "_newest_ns", 0)
-    monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns)
-    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: commit_time.datetime_of(now_ns))
+    monkeypatch.setattr(attempts, "_newest_ns", 0)
+    monkeypatch.setattr(attempts, "_now_ns", lambda: now_ns)
+    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: attempts.datetime_of(now_ns))
 
 
 def test_just_committed_step_stays_with_any_clock(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -808,10 +808,10 @@ def test_after_the_last_time_of_the_format_steps_are_ordered_by_number(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a clock or a manifest of the year 2300 makes manifests that no reader takes."""
-    monkeypatch.setattr(commit_time, "_newest_ns", 10**19)
+    monkeypatch.setattr(attempts, "_newest_ns", 10**19)
     save_all(CheckpointManager(memory.root, async_=False), 8, 9)
-    monkeypatch.setattr(commit_time, "_newest_ns", 0)
-    monkeypatch.setattr(commit_time, "_now_ns", time.time_ns)
+    monkeypatch.setattr(attempts, "_newest_ns", 0)
+    monkeypatch.setattr(attempts, "_now_ns", time.time_ns)
     manager = CheckpointManager(memory.root, async_=False, keep_last=2)
     save_all(manager, 10, 11)
     assert numbers(manager) == [10, 11]
@@ -826,10 +826,10 @@ def test_a_clock_that_is_behind_a_commit_is_named_once(
     """If this fails, nobody learns that one of the machines writes wrong times."""
     real_ns = time.time_ns
     for hours_behind, num_warnings in ((0.9, 0), (1.1, 1), (50, 1)):
-        monkeypatch.setattr(commit_time, "_newest_ns", 0)
-        monkeypatch.setattr(commit_time, "_now_ns", real_ns)
+        monkeypatch.setattr(attempts, "_newest_ns", 0)
+        monkeypatch.setattr(attempts, "_now_ns", real_ns)
         save_all(CheckpointManager(memory.root, async_=False), int(hours_behind * 10))
-        monkeypatch.setattr(commit_time, "_now_ns", lambda hours=hours_behind: real_ns() - int(hours * 3600e9))
+        monkeypatch.setattr(attempts, "_now_ns", lambda hours=hours_behind: real_ns() - int(hours * 3600e9))
         CheckpointManager(memory.root).restore(state_of())
         found = [one.getMessage() for one in caplog.records if "clock" in one.getMessage()]
         assert len(found) == num_warnings, hours_behind

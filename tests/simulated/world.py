@@ -16,7 +16,7 @@ from tests.simulated.oracle import Operation, can_have_happened
 from tests.simulated.scheduler import Actor, Fate
 
 import cloudckpt
-from cloudckpt.commit.fences import MAX_FENCE_BYTES
+from cloudckpt.commit.entries import MAX_FENCE_BYTES
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,

@@ -195,7 +195,7 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], columns:
 
 def _tell_nothing(console: Console, root: str, options: Options) -> None:
     """Say what is there instead of checkpoints. Raises `CheckpointNotFoundError` if that is nothing."""
-    from cloudckpt.commit.resolution import describe_folders, list_kept_folders
+    from cloudckpt.commit.log import describe_folders, list_kept_folders
     from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.io.client import open_client
     from cloudckpt.uri import parse_location

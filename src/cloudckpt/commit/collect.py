@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
-from cloudckpt.commit.entries import Entry, check_ours, manifest_key, put_entry, put_fence, read_entry
-from cloudckpt.commit.fences import Fence
+from cloudckpt.commit.entries import Entry, Fence, check_ours, manifest_key, put_entry, put_fence, read_entry
 from cloudckpt.commit.garbage import FoundItem, Inventory, RemovalPlan, plan_removal
 from cloudckpt.commit.log import Log, list_entries, read_current, read_log
 from cloudckpt.commit.publish import check_still_next, split_into_batches

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
+import msgspec
 from awscrt.checksums import crc32c
 
-from cloudckpt.commit.commit_time import datetime_of, note_commit_time_ns, ns_of, parse_commit_time_ns
-from cloudckpt.commit.fences import MAX_FENCE_BYTES, Fence, decode_fence, encode_fence, is_fence, new_fence
+from cloudckpt._version import __version__
+from cloudckpt.commit.attempts import datetime_of, note_commit_time_ns, ns_of, parse_commit_time_ns
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -26,6 +28,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ShortObjectError,
     StoreError,
+    UnsupportedFormatError,
     UnsupportedOperationError,
 )
 from cloudckpt.format.codec import Summary, decode, decode_summary
@@ -46,6 +49,22 @@ _BEGINNING = b'{"format":"cloudckpt'
 """The first bytes of every entry that cloudckpt writes, manifest or fence."""
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
 _MOST_VANISHED = 2
+# Errors that say that the object was not written. Any other may have come after it was, unless it says that it did not.
+_REFUSALS = (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ChecksumRefusedError,
+    CredentialsError,
+    ObjectExistsError,
+    UnsupportedOperationError,
+)
+MAX_FENCE_BYTES = 128
+"""Any manifest is longer, so that a listing tells the two apart."""
+_FENCE_FORMAT = "cloudckpt-fence"
+_FENCE_MAJOR = 1
+_FENCE_BEGINNING = b'{"format":"%s"' % _FENCE_FORMAT.encode()
+_FENCE_END = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
+_FENCE_ID = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +177,6 @@ def check_ours(client: StoreClient, entries: Iterable[Entry]) -> None:
                 "checkpoint is beside it. Nothing was written or deleted",
                 uri=client.uri,
             )
-
-
-# Errors that say that the object was not written. Any other may have come after it was, unless it says that it did not.
-_REFUSALS = (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ChecksumRefusedError,
-    CredentialsError,
-    ObjectExistsError,
-    UnsupportedOperationError,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,3 +352,78 @@ def _is_fence(client: StoreClient, key: str) -> bool:
             raise
         return False
     return document is not None and is_fence(document)
+
+
+class Fence(msgspec.Struct, frozen=True, kw_only=True):
+    """Says which manifest counts, without being one."""
+
+    format: str
+    version: tuple[int, int]
+    id: str
+    keeps: int | None
+    """The number of the manifest that counts; None where the checkpoint was deleted, or never was."""
+
+
+class _FenceHead(msgspec.Struct):
+    version: tuple[int, int]
+
+
+# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+_FENCE_DECODER = msgspec.json.Decoder(Fence)
+_HEAD_DECODER = msgspec.json.Decoder(_FenceHead)
+
+
+def new_fence(*, keeps: int | None) -> Fence:
+    """Return a fence with an id of its own, by which its writer recognises it."""
+    return Fence(format=_FENCE_FORMAT, version=(_FENCE_MAJOR, 0), id=_new_id(), keeps=keeps)
+
+
+def encode_fence(fence: Fence) -> bytes:
+    """The document: compact JSON whose last member is the CRC32C of all that stands before it."""
+    body = msgspec.json.encode(fence)[:-1]
+    return body + b',"crc32c":"%08x"}' % crc32c(body)
+
+
+def is_fence(document: bytes) -> bool:
+    """Return whether the document begins as a fence does. `decode_fence` checks that it is whole."""
+    return document.startswith(_FENCE_BEGINNING)
+
+
+def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
+    """The fence in `document`, which is the entry with that number.
+
+    Raises `InvalidManifestError` where it is damaged, and `UnsupportedFormatError` for a newer major version.
+    """
+    tail = _FENCE_END.search(document)
+    if tail is None or len(document) > MAX_FENCE_BYTES:
+        raise _invalid_fence(uri, f"its {len(document)} bytes do not end in a checksum, or are too many")
+    if int(tail.group(1), 16) != (actual := crc32c(document[: tail.start()])):
+        raise _invalid_fence(uri, f"its checksum is {actual:08x}, but it was written as {tail.group(1).decode()}")
+    try:
+        major = _HEAD_DECODER.decode(document).version[0]
+        if major > _FENCE_MAJOR:
+            raise UnsupportedFormatError(
+                f"{uri} was written in version {major} of the format of fences; this cloudckpt, {__version__}, reads "
+                f"up to {_FENCE_MAJOR}.x. Upgrade cloudckpt to load the checkpoint",
+                uri=uri,
+            )
+        fence = _FENCE_DECODER.decode(document)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid_fence(uri, str(error)) from error
+    if fence.version < (1, 0) or fence.version[1] < 0 or not _FENCE_ID.fullmatch(fence.id):
+        raise _invalid_fence(uri, f"it has the version {fence.version} and the id {fence.id!r}")
+    if fence.keeps is not None and not 0 <= fence.keeps < number:
+        raise _invalid_fence(uri, f"it keeps the number {fence.keeps}, which does not come before its own")
+    return fence
+
+
+def _new_id() -> str:
+    return secrets.token_hex(6)
+
+
+def _invalid_fence(uri: str, why: str) -> InvalidManifestError:
+    return InvalidManifestError(
+        f"{uri} is a damaged fence: {why}. The current checkpoint is unknown: load another one, or restore "
+        "the object from a backup",
+        uri=uri,
+    )

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 
 from cloudckpt.commit.entries import (
+    Fence,
     PutOutcome,
     manifest_key,
     max_manifest_bytes,
     put_entry,
     read_entry,
 )
-from cloudckpt.commit.fences import Fence
 from cloudckpt.commit.log import Log, list_entries, read_log
 from cloudckpt.errors import (
     OVERWRITE_HINT,

@@ -12,10 +12,9 @@ from datetime import datetime, timezone
 import msgspec
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.commit_time import ns_of
+from cloudckpt.commit.attempts import ns_of
 from cloudckpt.commit.entries import manifest_key, read_manifest
-from cloudckpt.commit.log import read_log
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.convert.bodies import CopiedBody
 from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, TargetJob, choose_part_bytes, upload
 from cloudckpt.errors import (

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import resolve
 from cloudckpt.convert.bodies import TensorFile, plan_files
 from cloudckpt.convert.conversion import (
     BodyIn,

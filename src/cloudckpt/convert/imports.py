@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cloudckpt.api import save
-from cloudckpt.commit.resolution import TORCH_METADATA_KEY, has_torch_checkpoint
+from cloudckpt.commit.log import TORCH_METADATA_KEY, has_torch_checkpoint
 from cloudckpt.convert.bodies import plan_files
 from cloudckpt.convert.conversion import (
     Conversion,

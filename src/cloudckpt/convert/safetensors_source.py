@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from cloudckpt.commit.entries import manifest_number
-from cloudckpt.commit.resolution import TORCH_METADATA_KEY
+from cloudckpt.commit.log import TORCH_METADATA_KEY
 from cloudckpt.convert.conversion import check_unchanged, folder_and_name, head_file, naming_missing_file
 from cloudckpt.errors import (
     CheckpointChangedError,

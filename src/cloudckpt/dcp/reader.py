@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
-from cloudckpt.commit.resolution import has_torch_checkpoint, resolve
+from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
 from cloudckpt.dcp.load_items import consumers_of
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
-from cloudckpt.commit.commit_time import newest_commit_time_ns, note_commit_time_ns
+from cloudckpt.commit.attempts import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt.dcp.content import content_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.dcp.write_items import plan_items

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import resolve
 from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.client import open_client
 from cloudckpt.options import Options

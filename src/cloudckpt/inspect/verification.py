@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import resolve
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.format.model import Manifest
 from cloudckpt.options import Options

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject, gc, walk_checkpoint

@@ -9,7 +9,7 @@ from datetime import datetime
 from numbers import Integral
 from typing import Literal, TypeAlias
 
-from cloudckpt.commit.commit_time import commit_order
+from cloudckpt.commit.attempts import commit_order
 from cloudckpt.errors import InvalidOptionError
 
 Mode: TypeAlias = Literal["min", "max"]

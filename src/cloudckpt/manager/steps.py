@@ -11,8 +11,7 @@ from datetime import datetime
 from typing import Any, SupportsFloat, TypeVar
 
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
-from cloudckpt.commit.log import read_log_once
-from cloudckpt.commit.resolution import lists_rank_checkpoints, lists_torch_checkpoint
+from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._workers import each_done
-from cloudckpt.commit.resolution import resolve
+from cloudckpt.commit.log import resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,

@@ -16,10 +16,9 @@ import msgspec
 import torch
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import data_key, new_attempt_id
-from cloudckpt.commit.commit_time import draw_commit_time_ns
+from cloudckpt.commit.attempts import data_key, draw_commit_time_ns, new_attempt_id
 from cloudckpt.commit.entries import CommitTimes, Entry, check_ours, manifest_key, manifest_number, read_entry
-from cloudckpt.commit.log import list_entries, read_log, read_log_once
+from cloudckpt.commit.log import list_entries, lists_torch_checkpoint, read_log, read_log_once
 from cloudckpt.commit.publish import (
     check_conditional_create,
     check_objects_present,
@@ -27,7 +26,6 @@ from cloudckpt.commit.publish import (
     publish,
     remove_superseded,
 )
-from cloudckpt.commit.resolution import lists_torch_checkpoint
 from cloudckpt.errors import (
     OVERWRITE_HINT,
     CheckpointExistsError,

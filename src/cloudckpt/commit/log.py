@@ -68,28 +68,23 @@ def _list_once(client: StoreClient, prefix: str) -> tuple[Entry, ...]:
     return tuple(sorted((entry for entry in found if entry is not None), key=lambda entry: entry.number))
 
 
-def read_log(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
+def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
     """Return the log. Only an entry that looks like a fence is opened; raises what the decoders raise.
 
-    That nothing is current is confirmed.
-
-    Args:
-        client: The store.
-        prefix: The prefix of the checkpoint's keys in the store.
-        is_lenient: Below a fence that cannot be read, the highest manifest is current. If there is none, the fence is:
-            it may be a manifest that was cut, and opening it shows the damage.
+    That nothing is current is confirmed. With `is_lenient`, below a fence that cannot be read the highest manifest is
+    current. If there is none, the fence is: it may be a manifest that was cut, and opening it shows the damage.
 
     Raises:
         CheckpointChangedError: Fences vanish again and again between the listing and the read.
 
     """
-    return _read_log(client, prefix, is_lenient=is_lenient, is_doubtful=lambda log: log.current is None)
+    return _read_log(client, "", is_lenient=is_lenient, is_doubtful=lambda log: log.current is None)
 
 
 def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
     """Return the log of one listing, which can lack what is there, for a caller that looks again by itself.
 
-    The arguments and errors are those of `read_log`.
+    It is that of the checkpoint whose keys begin with `prefix`. Otherwise as `read_log`.
     """
     return _read_log(client, prefix, is_lenient=is_lenient, is_doubtful=lambda _: False)
 

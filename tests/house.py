@@ -23,7 +23,7 @@ _INDIRECT = re.compile(r"(?:Of|What|Whether|As|Where|Who|How|Until)\b")
 def main() -> int:
     """Print the table. Returns 1 where a bar is missed, else 0."""
     put_frames, read_frames = count_frames()
-    protocol = [*(PACKAGE / "distributed").glob("*.py"), PACKAGE / "dcp" / "collectives.py"]
+    protocol = [PACKAGE / "dcp" / "rendezvous.py", PACKAGE / "dcp" / "collectives.py"]
     test_lines = count_lines(ROOT / "tests")
     rows: list[tuple[str, int, str, int]] = [
         ("lines in src/", count_lines(ROOT / "src"), "≤", 33_000),

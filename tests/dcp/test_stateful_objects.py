@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.dcp.stateful_objects import hand_over, refuse_left
+from cloudckpt.dcp.completeness import hand_over, refuse_left
 from cloudckpt.errors import StateDictMismatchError
 
 Left = Sequence[tuple[tuple[Any, ...], int, int]]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.dcp.collectives import CollectiveCall
-from cloudckpt.distributed.rendezvous import Rendezvous
+from cloudckpt.dcp.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.multirank
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.distributed.rendezvous import Rendezvous
+from cloudckpt.dcp.rendezvous import Rendezvous, c10d
 from cloudckpt.errors import RankLostError
 from cloudckpt.telemetry.timeline import meeting
 
@@ -34,7 +34,6 @@ _T = TypeVar("_T")
 _GUARDED_BACKENDS = {"gloo", "nccl", "nccl2", "nccl-lazy", "nccl-legacy", "xccl", "hccl", "ucc"}
 _MAX_COLLECTIVE_S = 1800.0
 _SIGNAL_CHECK_S = 0.5
-c10d: Any = dist  # with names that torch's stubs leave out
 
 
 class _Connections:

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.collectives import guarded_collectives
+from cloudckpt.dcp.completeness import close, hand_over, leave_open, refuse_left
 from cloudckpt.dcp.live_entry import LiveEntry, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
-from cloudckpt.dcp.stateful_objects import close, hand_over, leave_open, refuse_left
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import (
     CheckpointChangedError,

@@ -87,6 +87,7 @@ _MAX_FAREWELL_S = 2.0
 _STORE_FAREWELL_S = 20 * _MAX_POLL_S
 _MAX_NAMED_RANKS = 16
 _STATE_KEY = "state"
+c10d: Any = dist  # with names that torch's stubs leave out
 
 
 class Rendezvous:
@@ -296,8 +297,8 @@ class Rendezvous:
             connection = self.store.clone()
         # The store may outlive a group, and the next one of the same name has the same keys.
         life = str(connection.add(f"life-{self.rank}", 1))
-        self.store = dist.PrefixStore(life, self.store)  # type: ignore[attr-defined]  # the stubs leave it out
-        connection = dist.PrefixStore(life, connection)  # type: ignore[attr-defined]
+        self.store = c10d.PrefixStore(life, self.store)
+        connection = c10d.PrefixStore(life, connection)
         self._take_state(connection.compare_set(_STATE_KEY, "", _encode(GroupState())))
         return connection
 

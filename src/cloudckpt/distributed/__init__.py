@@ -1,1 +1,0 @@
-"""The rendezvous of ranks in bounded time. `cloudckpt.dcp.collectives` makes its collectives behind it."""

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
         WrapperDescription,
     )
     from cloudckpt.inspect.removal import Garbage, GarbageReport, KeptObject
-    from cloudckpt.manager.failures import SaveFailure
+    from cloudckpt.manager.policies import SaveFailure, StepInfo
     from cloudckpt.manager.preemption import Preemption, PreemptionReport
     from cloudckpt.manager.restore import Restored
     from cloudckpt.manager.retention import RetentionReport
-    from cloudckpt.manager.retention_policy import StepInfo
 
 __all__ = [
     "AsyncSave",
@@ -65,11 +64,10 @@ _LAZY = {
     "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription "
     "ValueDescription WrapperDescription",
     "cloudckpt.inspect.removal": "Garbage GarbageReport KeptObject",
-    "cloudckpt.manager.failures": "SaveFailure",
+    "cloudckpt.manager.policies": "SaveFailure StepInfo",
     "cloudckpt.manager.preemption": "Preemption PreemptionReport",
     "cloudckpt.manager.restore": "Restored",
     "cloudckpt.manager.retention": "RetentionReport",
-    "cloudckpt.manager.retention_policy": "StepInfo",
 }
 
 if not TYPE_CHECKING:  # a type checker would take it that every name exists

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Event, Options
 from cloudckpt.errors import InvalidOptionError, SaveInFlightError, StoreError
-from cloudckpt.manager.failures import Failures
+from cloudckpt.manager.policies import Failures
 from cloudckpt.types import SaveFailure
 
 WAIT_S = 60.0

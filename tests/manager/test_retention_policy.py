@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded
+from cloudckpt.manager.policies import RetentionPolicy, StepInfo, find_superseded
 
 EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

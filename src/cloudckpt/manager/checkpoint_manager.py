@@ -33,18 +33,20 @@ from cloudckpt.errors import (
     SaveInFlightError,
 )
 from cloudckpt.events import Event
-from cloudckpt.manager.failures import Failures, OnFailure, SaveFailure
-from cloudckpt.manager.restore import Restored, find_step_uris, load_newest, raise_missing
-from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
-from cloudckpt.manager.retention_policy import (
+from cloudckpt.manager.policies import (
+    Failures,
     Mode,
+    OnFailure,
     RetentionPolicy,
+    SaveFailure,
     StepInfo,
     check_mode,
     is_positive,
     keep_newest_of_each_step,
     sort_best_first,
 )
+from cloudckpt.manager.restore import Restored, find_step_uris, load_newest, raise_missing
+from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
 from cloudckpt.manager.steps import (
     METRICS_KEY,
     STEP_KEY,

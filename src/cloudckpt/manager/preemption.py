@@ -24,7 +24,7 @@ from cloudckpt.background.in_flight import latest
 from cloudckpt.background.runner import GlooGroupCache
 from cloudckpt.dcp.protocol import last_save_seconds
 from cloudckpt.errors import InvalidOptionError, RankLostError
-from cloudckpt.manager.failures import SaveFailure
+from cloudckpt.manager.policies import SaveFailure
 
 _log = logging.getLogger("cloudckpt")
 

@@ -14,7 +14,7 @@ from cloudckpt.commit.log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject, gc, walk_checkpoint
-from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
+from cloudckpt.manager.policies import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell

@@ -21,7 +21,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.inspect.catalog import look_at_folders
 from cloudckpt.io.client import MOST_LOOKS, StoreClient, open_client
-from cloudckpt.manager.retention_policy import StepInfo, sort_newest_first
+from cloudckpt.manager.policies import StepInfo, sort_newest_first
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location

@@ -48,7 +48,7 @@ from cloudckpt.stores.base import (
     num_bytes,
 )
 from cloudckpt.stores.http_errors import STATUSES, is_out_of_files, mask
-from cloudckpt.stores.local.errors import ERRNO_TABLE
+from cloudckpt.stores.local.store import ERRNO_TABLE
 from cloudckpt.uri import Location
 
 Filesystem = Any  # fsspec.spec.AbstractFileSystem, whose methods have no types

@@ -21,7 +21,7 @@ from typing_extensions import Self
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
 from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
-from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
+from cloudckpt.stores.open import is_loopback, parse_endpoint
 
 _MOST_CLIENTS = 16
 _LONGEST_CONNECT_S = 20.0
@@ -89,8 +89,11 @@ class SDKClient(abc.ABC):
     """True once the service has refused its credentials: its users ask the cache for another client."""
     successor: Any = None
     """The client with other credentials that took its place, if there is one."""
-    credentials_source: str
-    """The source of the credentials, for an error."""
+
+    @property
+    @abc.abstractmethod
+    def credentials_source(self) -> str:
+        """The source of the credentials, for an error."""
 
     @abc.abstractmethod
     def identity(self) -> tuple[object, ...] | None:

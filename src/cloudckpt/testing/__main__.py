@@ -23,7 +23,7 @@ from cloudckpt.doctor import examine
 from cloudckpt.doctor.environment import scratch_location
 from cloudckpt.errors import CloudckptError, install_advice
 from cloudckpt.options import Options
-from cloudckpt.stores.storage_options import parse_assignments
+from cloudckpt.stores.open import parse_assignments
 from cloudckpt.uri import Location
 
 HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
@@ -90,7 +90,7 @@ def _run_clauses(target: CheckedStore, *, keyword: str, verbose: bool) -> int:
         def target(self) -> CheckedStore:
             return target
 
-    suite = Path(__file__).with_name("command_suite.py")
+    suite = Path(__file__).with_name("contract.py")
     with mock.patch.dict(os.environ):
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):

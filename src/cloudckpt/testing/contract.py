@@ -17,6 +17,9 @@ break, and say why. A clause that does not apply to a store is skipped.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 # This must precede the imports: pytest explains failed assertions only in modules that it has rewritten.
@@ -25,6 +28,7 @@ pytest.register_assert_rewrite(
 )
 
 from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
 from cloudckpt.testing.contract_reads import ReadClauses
 from cloudckpt.testing.contract_uploads import UploadClauses
 from cloudckpt.testing.contract_writes import WriteClauses
@@ -44,3 +48,19 @@ class StoreContract(WriteClauses, UploadClauses, ReadClauses):
     def store(self) -> Store:
         """Return an empty store at a fresh root."""
         raise NotImplementedError("define the fixture 'store' in the class that inherits from StoreContract")
+
+
+_numbers = itertools.count()
+
+
+class TestStore(StoreContract):
+    """The clauses for the store that ``python -m cloudckpt.testing`` was called with, each under its own root."""
+
+    @pytest.fixture
+    def store(self, target: Any) -> Store:
+        """Open a fresh root of the user's store. `target` is the `CheckedStore` of `cloudckpt.testing.__main__`."""
+        self.num_racing_rounds = target.num_rounds
+        self.num_paging_keys = target.num_keys
+        opened = open_store(target.root.child(f"clause-{next(_numbers)}"), target.options)
+        self.shared_between_processes = not opened.capabilities.is_private
+        return opened

@@ -49,7 +49,7 @@ from cloudckpt.stores.http_errors import (
     describe_foreign,
 )
 from cloudckpt.stores.http_store import HTTPSession
-from cloudckpt.stores.storage_options import (
+from cloudckpt.stores.open import (
     PARSER,
     list_parsers,
     option,
@@ -298,7 +298,7 @@ class GCSClient(SDKClient):
         return token if isinstance(token, str) else None
 
     @property
-    def credentials_source(self) -> str:  # type: ignore[override]  # known only once it has been found
+    def credentials_source(self) -> str:
         if self.config.credentials is not None:
             return "the storage option credentials"
         if self.config.credentials_file is not None:

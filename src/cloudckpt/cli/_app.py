@@ -90,12 +90,13 @@ def _print_version(is_asked: bool) -> None:  # noqa: FBT001  # Typer calls it so
 @app.callback()
 def _configure(
     *,
-    verbose: Annotated[bool, VERBOSE] = False,  # noqa: ARG001  # its callback acts
-    quiet: Annotated[bool, QUIET] = False,  # noqa: ARG001
-    version: Annotated[  # noqa: ARG001  # its callback answers
+    verbose: Annotated[bool, VERBOSE] = False,
+    quiet: Annotated[bool, QUIET] = False,
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
+    del verbose, quiet, version  # their callbacks have acted
     # A command is one process, so torch's remark that it saves without other ranks helps nobody.
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
 

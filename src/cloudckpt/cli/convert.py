@@ -32,6 +32,7 @@ _OF_ONE_CHECKPOINT = (
     UnsupportedFormatError,
 )
 """Errors that do not keep cp --all from copying the other checkpoints."""
+_SHARD_SIZE: Any = "5GB"  # Typer parses it
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="The source.")]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The target.")]
@@ -182,7 +183,7 @@ def export(
         typer.Option(
             parser=parse_size, metavar="SIZE", help="Largest safetensors file: 5GB (10^9), 5GiB (2^30), or bytes."
         ),
-    ] = "5GB",  # type: ignore[assignment]  # Typer parses it
+    ] = _SHARD_SIZE,
     skip_non_tensors: Annotated[
         bool, typer.Option("--skip-non-tensors", help="Leave out what safetensors files cannot hold.")
     ] = False,

@@ -45,6 +45,8 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
 _USUAL, _LONG = 5, 10
 """The number of columns without an option, and with ``--long``."""
 _RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "OVERWRITES")
+_HOUR: Any = "1h"  # Typer parses it
+_INTERVAL: Any = "10s"
 _STEP = re.compile(r"([0-9]+)$")
 _MIN_INTERVAL, _MAX_INTERVAL = timedelta(seconds=1), timedelta(hours=1)
 
@@ -78,7 +80,7 @@ def ls(
             metavar="TIME",
             help="A save that is not committed, and of which nothing was written for so long, is garbage.",
         ),
-    ] = "1h",  # type: ignore[assignment]  # Typer parses it
+    ] = _HOUR,
     check: Annotated[
         bool, typer.Option("--check", help="Also check each manifest's entries of tensors; `verify` checks the data.")
     ] = False,
@@ -248,7 +250,7 @@ def watch(
     *,
     interval: Annotated[
         timedelta, typer.Option(parser=parse_interval, metavar="TIME", help="From one listing to the next: 1s to 1h.")
-    ] = "10s",  # type: ignore[assignment]  # Typer parses it
+    ] = _INTERVAL,
     until_step: Annotated[
         int | None,
         typer.Option(min=0, metavar="N", help="End once step N or a later one is committed."),

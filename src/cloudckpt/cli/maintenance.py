@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cloudckpt.options import Options
 
 _MAX_NAMED = 5
+_DAY: Any = "24h"  # Typer parses it
 _POLL_S = 0.2
 _MEMBERS = ("root", "dry_run", "num_objects", "num_uploads", "num_bytes", "locations", "skipped", "failed")
 _CHECKPOINTS = ("committed", "damaged", "newer")
@@ -109,7 +110,7 @@ def gc(
             metavar="TIME",
             help="Keep what belongs to a save with a sign of life in this time: longer than any save takes.",
         ),
-    ] = "24h",  # type: ignore[assignment]  # Typer parses it
+    ] = _DAY,
     yes: Yes = False,
     dry_run: DryRun = False,
     common: CommonOptions,

@@ -136,7 +136,8 @@ class StoreClient:
         self.store = store
         self.hedger = hedger or Hedger(ConcurrencyLimit(DEFAULT_CONNECTIONS), budget_bytes=0)
         self.recorder = recorder if recorder is not None else Recorder()
-        self._calls = _Calls(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
+        self.calls = _Calls(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
+        """For this module alone."""
 
     def at(self, store: Store) -> StoreClient:
         """Return a client of another store, which is stopped together with this one and counts into its numbers."""
@@ -146,26 +147,24 @@ class StoreClient:
 
     def restarted(self) -> StoreClient:
         """Return a client of the same store for calls that are made even if this one was stopped."""
-        other, mine = copy.copy(self), self._calls
-        other._calls = _Calls(  # noqa: SLF001  # it is ours
-            retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock
-        )
+        other, mine = copy.copy(self), self.calls
+        other.calls = _Calls(retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock)
         return other
 
     @property
     def num_requests(self) -> int:
         """Attempts so far, over all calls, the first of each and hedged ones included."""
-        return self._calls.num_requests + self.hedger.num_hedges
+        return self.calls.num_requests + self.hedger.num_hedges
 
     @property
     def num_retries(self) -> int:
         """Repetitions so far, over all calls."""
-        return self._calls.num_retries
+        return self.calls.num_retries
 
     def stop(self, refusal: BaseException | None = None) -> None:
         """Give up every call that would have to be repeated. From a `refusal` on, none begins: they raise it."""
-        self._calls.refusal = refusal or self._calls.refusal
-        self._calls.stopped.set()
+        self.calls.refusal = refusal or self.calls.refusal
+        self.calls.stopped.set()
 
     @property
     def uri(self) -> str:
@@ -319,7 +318,7 @@ class Attempts:
 
     def __init__(self, client: StoreClient) -> None:
         _this_process.refuse_in_fork()
-        self._client, self._calls = client, client._calls  # noqa: SLF001  # one module, one topic
+        self._client, self.calls = client, client.calls
         self._begun_ns = now_ns()
         self.renew()
 
@@ -330,21 +329,21 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.recorder.spent("transfer", self._begun_ns)
-        with self._calls.lock:
-            self._calls.num_ended += 1
+        with self.calls.lock:
+            self.calls.num_ended += 1
 
     def renew(self) -> None:
         """Forget the failures so far, after progress."""
         self._num_failures = self._num_unsent = 0
-        self._num_ended = self._calls.num_ended
-        self._deadline_s = self._calls.clock.monotonic() + self._calls.timeout_s
+        self._num_ended = self.calls.num_ended
+        self._deadline_s = self.calls.clock.monotonic() + self.calls.timeout_s
 
     def begin(self) -> None:
         """Count an attempt. Raises the refusal that the client was stopped with."""
-        if self._calls.refusal is not None:
-            raise self._calls.refusal
-        with self._calls.lock:
-            self._calls.num_requests += 1
+        if self.calls.refusal is not None:
+            raise self.calls.refusal
+        with self.calls.lock:
+            self.calls.num_requests += 1
 
     def wait_after(self, error: Exception) -> bool:
         """Wait before the next attempt. False if `error` is final, and to be raised.
@@ -357,7 +356,7 @@ class Attempts:
             if isinstance(error, (CloudckptError, MemoryError)):
                 return False
             raise StoreError(f"the store failed with {type(error).__name__}: {error}", key="", operation="") from error
-        calls = self._calls
+        calls = self.calls
         has_progressed = isinstance(error, InterruptedReadError) and error.received_bytes > 0
         if has_progressed or (error.is_unsent and self._num_ended != calls.num_ended):
             self.renew()
@@ -373,7 +372,7 @@ class Attempts:
         return self._wait(error, delay_s)
 
     def _wait(self, error: StoreError, delay_s: float) -> bool:
-        calls = self._calls
+        calls = self.calls
         more = fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
         _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
         with calls.lock:
@@ -390,7 +389,7 @@ class Doubts:
     """The evidence of the looks so far at one thing. `StoreClient.observe` says when it is believed."""
 
     def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
-        self._calls = client._calls  # noqa: SLF001  # one module, one topic
+        self.calls = client.calls
         self._changing = changing
         self._evidence: list[Hashable] = []
 
@@ -414,8 +413,8 @@ class Doubts:
         if error is not None:
             _log.info("looking again, since this may be wrong: %s", error)
             longest_s = min(FIRST_LOOK_DELAY_S * 2.0 ** (len(self._evidence) - 1), _LONGEST_LOOK_DELAY_S)
-            if self._calls.clock.wait(self._calls.stopped, self._calls.clock.jitter() * longest_s):
-                raise self._calls.refusal or CloudckptError(
+            if self.calls.clock.wait(self.calls.stopped, self.calls.clock.jitter() * longest_s):
+                raise self.calls.refusal or CloudckptError(
                     f"another call failed first, so this was not looked at again: {error}"
                 ) from error
         return False

@@ -16,6 +16,8 @@ from tests.kit.in_memory import Memory
 from tests.kit.leftovers import Leftovers
 from tests.kit.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
 
+from cloudckpt.stores.clock import MachineClock
+
 _numbers = itertools.count()
 secrets_watch.install()
 
@@ -64,9 +66,8 @@ def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _clocks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has seen of clocks would order the next test's commits, and hide its warnings."""
-    monkeypatch.setattr("cloudckpt.commit.attempts._newest_ns", 0)
-    monkeypatch.setattr("cloudckpt.stores.clock._warned", set())
-    monkeypatch.setattr("cloudckpt.stores.clock._ahead_s", {})
+    monkeypatch.setattr("cloudckpt.stores.clock.MACHINE", MachineClock())
+    monkeypatch.setattr("cloudckpt._this_process.said", {})
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,7 @@ def main() -> int:
         ("lines of tests", test_lines, "≤", 36_000),
         ("harness among them, percent", round(100 - 100 * count_test_bodies() / test_lines), "≤", 55),
         ("tests whose name begins with what, who, of", len(list(riddles())), "≤", 0),
+        ("private names of src that tests replace", len(list(private_patches())), "≤", 0),
         ("mutants in the table", count_mutants(), "≥", 40),
         ("names in cloudckpt.__all__", count_public_names(), "≤", 45),
     ]
@@ -184,6 +185,38 @@ def count_test_bodies() -> int:
 def riddles() -> Iterator[str]:
     """Yield the tests whose name puts off its subject."""
     return (test.name for test in _tests() if re.match(r"test_(?:what|who\w*|of)_", test.name))
+
+
+def private_patches() -> Iterator[str]:
+    """Yield the places where a test replaces a private name of the package."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        nodes = [*_nodes(path)]
+        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        ours = {
+            alias.asname or alias.name.partition(".")[0]
+            for node in imports
+            for alias, imported in zip(node.names, _imports(node), strict=False)
+            if imported.startswith("cloudckpt")
+        }
+        for node in nodes:
+            for name in _replaced(node):
+                if name.partition(".")[0] in ours | {"cloudckpt"} and re.search(r"\._[A-Za-z]\w*$", name):
+                    yield f"{path.relative_to(ROOT)}: {name}"
+
+
+def _replaced(node: ast.AST) -> list[str]:
+    """Return the dotted names that a statement or a call replaces or empties."""
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
+        return [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute | ast.Subscript)]
+    if not isinstance(node, ast.Call):
+        return []
+    function, texts = ast.unparse(node.func), [ast.unparse(one).strip("\"'") for one in node.args[:2]]
+    if function.endswith(("setattr", "delattr", "patch.object")):
+        return texts[:1] if isinstance(node.args[0], ast.Constant) else [".".join(texts)]
+    if function.endswith(("setitem", "delitem", "patch", "patch.dict")):
+        return texts[:1]
+    return [function.rpartition(".")[0]] if function.endswith((".clear", ".update", ".add", ".pop")) else []
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:

@@ -1,4 +1,4 @@
-"""State of the whole process: refuse one that was forked, and make garbage collection rare during a call.
+"""State of the whole process: refuse a fork, warn once, and make garbage collection rare during a call.
 
 A process that was forked from one that has used cloudckpt has none of its parent's threads, shares the sockets of its
 clients, and may find locks held by threads that it lacks. Code that only waits for work of the parent, or frees what
@@ -19,6 +19,8 @@ from cloudckpt.errors import ForkedProcessError
 _GC_THRESHOLD = 1_000_000
 
 _user_processes: set[int] = set()
+said: dict[tuple[str, str], object] = {}
+"""By topic and key, each warning that this process has given. Tests replace it."""
 
 
 def refuse_in_fork() -> None:
@@ -38,6 +40,12 @@ def refuse_in_fork() -> None:
 def is_forked() -> bool:
     """True in a process that was forked from one that has used cloudckpt."""
     return bool(_user_processes) and os.getpid() not in _user_processes
+
+
+def is_first(topic: str, key: str) -> bool:
+    """Return True once in a process for each key of a topic, so that its user warns once. Safe between threads."""
+    mine = object()
+    return said.setdefault((topic, key), mine) is mine
 
 
 class OfThisProcess:

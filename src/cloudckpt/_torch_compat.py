@@ -56,6 +56,7 @@ __all__ = [
     "materialize_meta_tensors",
     "negated_view",
     "new_shared_storage",
+    "problems_in",
     "validate_global_plan",
 ]
 
@@ -318,10 +319,14 @@ def materialize_meta_tensors(entries: dict[str, Any]) -> None:
 
 def validate_global_plan(plans: Sequence[Any], metadata: Any) -> list[str]:
     """Return what is wrong with the plans of all ranks together, such as shards that overlap."""
-    verdict = True if _validate_global_plan is None else _validate_global_plan(plans, metadata)
+    return [] if _validate_global_plan is None else problems_in(_validate_global_plan(plans, metadata))
+
+
+def problems_in(verdict: object) -> list[str]:
+    """Return what a torch's check of a plan found: a list of problems, or True."""
     if isinstance(verdict, bool):  # torch 2.11 logs what is wrong
         return [] if verdict else ["see torch's log"]
-    return list(verdict or ())
+    return list(verdict) if isinstance(verdict, Sequence) else []
 
 
 def flatten_sharded_tensors(entries: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_noise_can_be_ignored(local: LocalPlace, run: Run) -> None:
 def test_sharding_makes_no_difference(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a checkpoint of four ranks seems to differ from the same one saved by one rank; or some element is
     compared with another than its own, or with none."""
-    monkeypatch.setattr(comparison, "_BATCH_BYTES", 64)
+    monkeypatch.setattr(comparison, "BATCH_BYTES", 64)
     state = {
         one.name: torch.zeros(one.shape, dtype=getattr(torch, one.dtype)) for one in cloudckpt.describe(GOLDEN).tensors
     }

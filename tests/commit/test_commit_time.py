@@ -14,15 +14,16 @@ import torch
 from awscrt.checksums import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kit.clock import set_time, set_time_in_new_process
 from tests.kit.in_memory import Memory, state_of
 from tests.kit.wrapped import FaultyStore, permanent, transient
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
-from cloudckpt.commit import attempts
 from cloudckpt.commit.attempts import datetime_of
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
 from cloudckpt.stores.base import ObjectInfo, Store
+from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.open import open_store
 
 BEGIN_NS = 1_795_403_713_000_000_000
@@ -32,16 +33,8 @@ _names = itertools.count()
 
 @pytest.fixture(autouse=True)
 def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store whose clock stands still, as that of Amazon S3 does for a second; and a process that has seen nothing."""
-    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: SECOND)
-    monkeypatch.setattr(attempts, "_newest_ns", 0)
-
-
-def set_clock(monkeypatch: pytest.MonkeyPatch, now_ns: int, *, in_new_process: bool = False) -> None:
-    """Set the coordinator's clock."""
-    monkeypatch.setattr(attempts, "_now_ns", lambda: now_ns)
-    if in_new_process:
-        monkeypatch.setattr(attempts, "_newest_ns", 0)
+    """A store whose clock stands still, as that of Amazon S3 does for a second."""
+    monkeypatch.setattr(MemoryStore, "now", lambda *_: SECOND)
 
 
 def save(uri: str, fill: float = 1.0, **keywords: Any) -> None:
@@ -85,10 +78,10 @@ def test_the_order_is_that_of_the_commits(history: list[tuple[str, int, bool]]) 
     expected: list[str] = []
     now_ns = BEGIN_NS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cloudckpt.stores.memory._now", lambda: SECOND)
+        patch.setattr(MemoryStore, "now", lambda *_: SECOND)
         for number, (name, seconds, in_new_process) in enumerate(history):
             now_ns += seconds * 10**9
-            set_clock(patch, now_ns, in_new_process=in_new_process)
+            (set_time_in_new_process if in_new_process else set_time)(patch, now_ns)
             cloudckpt.latest(root)  # as a job that resumes
             save(f"{root}/{name}", float(number), overwrite=True)
             expected = [*(other for other in expected if other != name), name]
@@ -106,9 +99,9 @@ def test_saves_that_read_nothing_are_in_order_with_any_clock(seconds_ahead: list
     with pytest.MonkeyPatch.context() as patch:
         for number, ahead_s in enumerate(seconds_ahead):
             moment = SECOND + timedelta(seconds=60 * number)
-            patch.setattr("cloudckpt.stores.memory._now", lambda moment=moment: moment)
+            patch.setattr(MemoryStore, "now", lambda *_, moment=moment: moment)
             own_ns = BEGIN_NS + (60 * number + ahead_s) * 10**9
-            set_clock(patch, max(own_ns, 0), in_new_process=True)
+            set_time_in_new_process(patch, max(own_ns, 0))
             save(f"{root}/{'afedcb'[number]}")
         assert names(root) == ["afedcb"[number] for number in range(len(seconds_ahead))]
         for info in cloudckpt.list_checkpoints(root):
@@ -120,15 +113,15 @@ def test_own_clock_counts_if_the_store_has_no_times(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
     """If this fails, checkpoints on a file system that gives files the year 1970 are from that year."""
-    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: datetime.fromtimestamp(0, timezone.utc))
-    set_clock(monkeypatch, BEGIN_NS + ahead_s * 10**9)
+    monkeypatch.setattr(MemoryStore, "now", lambda *_: datetime.fromtimestamp(0, timezone.utc))
+    set_time(monkeypatch, BEGIN_NS + ahead_s * 10**9)
     save(memory.uri("a"))
     assert manifest_at(memory.at("a"))["committed_at_ns"] == BEGIN_NS + ahead_s * 10**9
 
 
 def test_upload_of_hours_is_committed_at_the_own_time(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a long save counts as older than what was committed meanwhile: S3 shows when an upload began."""
-    set_clock(monkeypatch, BEGIN_NS + 3 * 3600 * 10**9)
+    set_time(monkeypatch, BEGIN_NS + 3 * 3600 * 10**9)
     real_s = time.monotonic
     monkeypatch.setattr("cloudckpt.pipeline.save.time.monotonic", lambda: real_s() + hours_passed * 3600)
     hours_passed = 0
@@ -153,7 +146,7 @@ def test_a_manager_takes_the_later_of_one_second(memory: Memory, monkeypatch: py
 
     for step in (10, 9, 7, 8):
         begun_ns -= 60 * 10**9
-        set_clock(monkeypatch, begun_ns, in_new_process=True)
+        set_time_in_new_process(monkeypatch, begun_ns)
         one = manager()
         one.restore(state_of())
         one.save(step, state_of(float(step)))
@@ -169,15 +162,15 @@ def test_a_manager_takes_the_later_of_one_second(memory: Memory, monkeypatch: py
 
 def test_manifests_without_a_time_have_that_of_the_store(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a run that began with format 1.0 loses its order, or cannot be listed."""
-    set_clock(monkeypatch, BEGIN_NS)  # that of the machine may be more than a day ahead of the clock below
+    set_time(monkeypatch, BEGIN_NS)  # that of the machine may be more than a day ahead of the clock below
     moments = {"step-9": 2, "step-10": 1, "step-8": 1}
     for name, minute in moments.items():
         save(memory.uri(name))
-        monkeypatch.setattr("cloudckpt.stores.memory._now", lambda minute=minute: SECOND + timedelta(minutes=minute))
+        monkeypatch.setattr(MemoryStore, "now", lambda *_, minute=minute: SECOND + timedelta(minutes=minute))
         rewrite(memory.at(name), version=[1, 0], committed_at_ns=None)
     assert names(memory.root) == ["step-8", "step-10", "step-9"]
     # The writer's clock is behind that of the store; it has listed them.
-    set_clock(monkeypatch, BEGIN_NS - 3600 * 10**9)
+    set_time(monkeypatch, BEGIN_NS - 3600 * 10**9)
     save(memory.uri("step-7"))
     assert names(memory.root)[-1] == "step-7"
 

@@ -39,7 +39,7 @@ from cloudckpt.format.codec import encode
 from cloudckpt.io.client import StoreClient
 from cloudckpt.manager.steps import Steps
 from cloudckpt.stores.base import ObjectInfo, Store
-from cloudckpt.stores.local import LocalStore, files
+from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faults import Call
 from cloudckpt.uri import parse_location
@@ -75,6 +75,20 @@ class Lying(WrappedStore):
 # A path, where one job overwrites a checkpoint while another looks.
 
 
+class Entry:
+    """An entry of a directory that says when it is about to be looked at."""
+
+    def __init__(self, entry: os.DirEntry[str], look: Callable[[str], None]) -> None:
+        self._entry, self._look = entry, look
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def stat(self, **keywords: bool) -> os.stat_result:
+        self._look(self._entry.name)
+        return self._entry.stat(**keywords)
+
+
 class Overwritten:
     """A checkpoint on a path that is overwritten whenever one of the chosen files is about to be looked at."""
 
@@ -83,16 +97,20 @@ class Overwritten:
         self.store = LocalStore(f"{root}/step-2")
         self._number, self._num_looks, self._at = 0, 0, frozenset[int]()
         put(self.store, "manifest.json", encode(manifest_for("a0")))
-        real = files._object_status
+        scan = os.scandir
 
-        def status(entry: os.DirEntry[str], root: str) -> os.stat_result | None:
-            if entry.name.startswith("manifest"):
-                self._num_looks += 1
-                if self._num_looks in self._at:
-                    self._overwrite()
-            return real(entry, root)
+        @contextlib.contextmanager
+        def scanned(path: str) -> Iterator[list[Any]]:
+            with scan(path) as entries:
+                yield [Entry(entry, self._look) for entry in entries]
 
-        monkeypatch.setattr(files, "_object_status", status)
+        monkeypatch.setattr(os, "scandir", scanned)
+
+    def _look(self, name: str) -> None:
+        if name.startswith("manifest"):
+            self._num_looks += 1
+            if self._num_looks in self._at:
+                self._overwrite()
 
     def _overwrite(self) -> None:
         self._number += 1

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 def nothing_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time has no part in the protocol, nor have the ids that are drawn."""
     skip_waits(monkeypatch)
-    monkeypatch.setattr("cloudckpt.commit.entries._new_id", IDS.draw)
+    monkeypatch.setattr("cloudckpt.commit.entries.secrets.token_hex", lambda _num_bytes: IDS.draw())
 
 
 def inspect(world: World, before: Sequence[Progress], after: Sequence[Progress]) -> None:

@@ -116,7 +116,7 @@ def test_an_export_of_shards_is_that_of_whole_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extensions: tuple[cloudckpt.Zstandard, ...]
 ) -> None:
     """If this fails, what several ranks saved comes out scrambled."""
-    monkeypatch.setattr("cloudckpt.convert.exports._TILE_BYTES", 4 * KIB)  # parts that cut rows
+    monkeypatch.setattr("cloudckpt.convert.exports.TILE_BYTES", 4 * KIB)  # parts that cut rows
     run_ranks(_save_sharded, str(tmp_path / "step-1"), extensions, world_size=4)
     options = make_options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
     cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", options=options)

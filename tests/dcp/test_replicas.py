@@ -192,10 +192,9 @@ def test_one_changed_byte_of_a_large_tensor_is_found_by_a_whole_comparison() -> 
 
 
 def test_differing_buffer_comes_from_the_lowest_rank_and_is_named_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """If this fails, statistics that each rank has of its own data are mixed, are refused, or fill the log."""
-    monkeypatch.setattr(replicas, "_warned", set())
     states = [
         {
             "own": {f"{rank}": torch.ones(50_000 * (3 - rank))},

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from tests.docs.markdown import anchors_of, links_of, snippets_of
 from tests.docs.tables import ROOT, TABLES, marked
+from tests.house import private_patches
 
 import cloudckpt
 from cloudckpt import errors, types
@@ -245,3 +246,8 @@ def test_every_target_is_told_of() -> None:
     phony = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)
     assert phony is not None
     assert set(phony[1].split()) == TARGETS
+
+
+def test_no_test_replaces_a_private_name() -> None:
+    """If this fails, a change of the inside of a module breaks a test that is about something else."""
+    assert [*private_patches()] == []

@@ -246,8 +246,8 @@ def test_a_save_in_flight_is_cancelled(
     # Cancelled two seconds after the signal, it has almost all of the time to end.
     farewell_s = WAIT_S - 2.0
     if how == "deadline":
-        monkeypatch.setattr(module, "_CLEANUP_FRACTION", 1.0)
-        monkeypatch.setattr(module, "_MAX_CLEANUP_S", farewell_s)
+        monkeypatch.setattr(module, "CLEANUP_FRACTION", 1.0)
+        monkeypatch.setattr(module, "MAX_CLEANUP_S", farewell_s)
 
     def stall() -> None:
         tell(preemption)

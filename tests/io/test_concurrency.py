@@ -22,13 +22,15 @@ class Outcome:
     num_refused: int
 
 
-def transfer(limit: ConcurrencyLimit, *, num_requests: int, takes_at_once: list[int], seconds: list[int]) -> Outcome:
+def transfer(
+    limit: ConcurrencyLimit, *, num_requests: int, takes_at_once: list[int], seconds: list[int], now_s: float = 0.0
+) -> Outcome:
     """Make so many requests, always as many at once as `limit` allows.
 
     The store refuses a request that begins beside as many as `takes_at_once` says, one value for each request, of which
     the last holds on. A refusal takes a second, any other request one of `seconds`, in turn.
     """
-    now_s, num_begun, num_refused, left = 0.0, 0, 0, num_requests
+    num_begun, num_refused, left = 0, 0, num_requests
     running: list[tuple[float, int, float, bool]] = []
     limits: list[int] = []
     while left or running:
@@ -59,8 +61,7 @@ def test_it_falls_under_throttling_and_comes_back(most: int, takes_at_once: list
     throttled = transfer(limit, num_requests=200, takes_at_once=takes_at_once, seconds=seconds)
     assert all(1 <= current <= most for current in throttled.limits)
     assert (min(throttled.limits) < most) == (throttled.num_refused > 0 and most > 1)
-    limit._decreased_s = float("-inf")  # the clock of the next transfer begins anew
-    calm = transfer(limit, num_requests=most * (most + 2), takes_at_once=[most], seconds=seconds)
+    calm = transfer(limit, num_requests=most * (most + 2), takes_at_once=[most], seconds=seconds, now_s=1e6)
     assert max(calm.limits) == calm.limits[-1] == most
 
 

@@ -207,3 +207,15 @@ def refuse(call: Callable[[], object], expected: type[StoreError]) -> StoreError
         call()
     assert type(caught.value) is expected
     return caught.value
+
+
+def watch_sockets(monkeypatch: pytest.MonkeyPatch, noted: Callable[[socket.socket, int, Any], object]) -> None:
+    """Call `noted` after each option that is set on a socket: they tell how bytes are sent and received."""
+    real = socket.socket.setsockopt
+
+    def setsockopt(connection: socket.socket, level: int, option: int, value: Any) -> None:
+        real(connection, level, option, value)
+        if level == socket.SOL_SOCKET:
+            noted(connection, option, value)
+
+    monkeypatch.setattr(socket.socket, "setsockopt", setsockopt)

@@ -8,9 +8,7 @@ import logging
 import math
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.kit.clock import set_time, set_time_in_new_process
 from tests.kit.in_memory import Gate, Memory, assert_holds, state_of
 from tests.kit.options import make_options
 from tests.kit.wrapped import permanent
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
-from cloudckpt.commit import attempts
+from cloudckpt.commit.attempts import datetime_of
 from cloudckpt.commit.entries import encode_fence, new_fence
 from cloudckpt.errors import AccessDeniedError
+from cloudckpt.stores import clock
 from cloudckpt.stores.base import Store, crc32c_of
+from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faults import Call, WrappedStore
 
 WAIT_S = 60.0
@@ -689,19 +690,18 @@ def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.Log
 
 def test_steps_that_may_not_go_keep_no_others_from_going(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a few protected steps keep retention from removing any other, and the bucket fills up."""
-    monkeypatch.setattr("cloudckpt.manager.retention._MAX_DENIED", 2)
-    save_all(CheckpointManager(memory.root), 1, 2, 3)
-    for step in (1, 2):
+    save_all(CheckpointManager(memory.root), *range(1, 10))
+    for step in range(1, 9):
         for operation in ("put", "delete"):
             memory.at(f"step-{step}").fail(operation, error=lambda: denied("delete"), times=1000)
     manager = CheckpointManager(memory.root, keep_last=1)
-    save_all(manager, 4)
+    save_all(manager, 10)
     assert manager.retention is not None
-    assert names(manager.retention.failed) == ["step-1", "step-2", "step-3"]
+    assert names(manager.retention.failed) == [f"step-{step}" for step in range(1, 10)]
     assert "not tried" in manager.retention.failed[-1].reason
-    save_all(manager, 5)
-    assert numbers(manager) == [1, 2, 5]
-    assert names(manager.retention.removed) == ["step-3", "step-4"]
+    save_all(manager, 11)
+    assert numbers(manager) == [*range(1, 9), 11]
+    assert names(manager.retention.removed) == ["step-9", "step-10"]
 
 
 def test_a_step_whose_metrics_may_not_be_read_may_be_the_best(memory: Memory) -> None:
@@ -753,9 +753,8 @@ def test_nothing_is_removed_while_this_process_restores(memory: Memory) -> None:
 
 def go_to_other_machine(monkeypatch: pytest.MonkeyPatch, now_ns: int) -> None:
     """Begin a process on a machine with this time, which its file system has, too: no other clock corrects it."""
-    monkeypatch.setattr(attempts, "_newest_ns", 0)
-    monkeypatch.setattr(attempts, "_now_ns", lambda: now_ns)
-    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: attempts.datetime_of(now_ns))
+    set_time_in_new_process(monkeypatch, now_ns)
+    monkeypatch.setattr(MemoryStore, "now", lambda *_: datetime_of(now_ns))
 
 
 def test_just_committed_step_stays_with_any_clock(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -808,10 +807,9 @@ def test_after_the_last_time_of_the_format_steps_are_ordered_by_number(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a clock or a manifest of the year 2300 makes manifests that no reader takes."""
-    monkeypatch.setattr(attempts, "_newest_ns", 10**19)
+    clock.MACHINE.newest_ns = 10**19
     save_all(CheckpointManager(memory.root, async_=False), 8, 9)
-    monkeypatch.setattr(attempts, "_newest_ns", 0)
-    monkeypatch.setattr(attempts, "_now_ns", time.time_ns)
+    set_time_in_new_process(monkeypatch)
     manager = CheckpointManager(memory.root, async_=False, keep_last=2)
     save_all(manager, 10, 11)
     assert numbers(manager) == [10, 11]
@@ -824,12 +822,10 @@ def test_a_clock_that_is_behind_a_commit_is_named_once(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, nobody learns that one of the machines writes wrong times."""
-    real_ns = time.time_ns
     for hours_behind, num_warnings in ((0.9, 0), (1.1, 1), (50, 1)):
-        monkeypatch.setattr(attempts, "_newest_ns", 0)
-        monkeypatch.setattr(attempts, "_now_ns", real_ns)
+        set_time_in_new_process(monkeypatch)
         save_all(CheckpointManager(memory.root, async_=False), int(hours_behind * 10))
-        monkeypatch.setattr(attempts, "_now_ns", lambda hours=hours_behind: real_ns() - int(hours * 3600e9))
+        set_time(monkeypatch, ahead_s=-hours_behind * 3600)
         CheckpointManager(memory.root).restore(state_of())
         found = [one.getMessage() for one in caplog.records if "clock" in one.getMessage()]
         assert len(found) == num_warnings, hours_behind
@@ -850,7 +846,7 @@ def test_half_removed_step_is_removed_a_day_later(memory: Memory, monkeypatch: p
     assert manager.retention.kept == (memory.uri("step-2"),)
     save_all(manager, 3)
     assert memory.all_keys("step-1")
-    monkeypatch.setattr("cloudckpt.manager.retention._ALIVE", timedelta(0))
+    set_time(monkeypatch, ahead_s=25 * 3600)
     save_all(manager, 4, 5)
     assert memory.all_keys("step-1") == []
 

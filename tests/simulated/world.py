@@ -25,7 +25,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
 )
 from cloudckpt.stores.base import ObjectInfo, Store
-from cloudckpt.stores.memory import _BUCKETS, MemoryStore
+from cloudckpt.stores.memory import BUCKETS, MemoryStore
 from cloudckpt.testing.faults import WrappedStore
 
 Kind: TypeAlias = Literal["save", "overwrite", "load", "delete", "gc"]
@@ -163,7 +163,7 @@ class World:
     def close(self) -> None:
         for actor in self.running:
             actor.end()
-        _BUCKETS.pop(self.name, None)
+        BUCKETS.pop(self.name, None)
 
     def _begin(self, kind: str, value: int | None, function: Callable[[Wrap], Any]) -> Actor:
         name = f"{kind} {value}" if value is not None else f"{kind} #{len(self._all)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cloudckpt.stores import http_clients, probe
+from cloudckpt.stores import probe
 from cloudckpt.stores.gcs.client import GCSSession
 from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.testing.servers import clean_environment
@@ -20,7 +20,6 @@ def _nothing_ambient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     for name, value in clean.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(http_clients, "_warned_endpoints", set())
     _forget_clients()  # of tests elsewhere
     yield
     _forget_clients()
@@ -29,4 +28,4 @@ def _nothing_ambient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _forget_clients() -> None:
     S3Session.cache.clear()
     GCSSession.cache.clear()
-    probe._found.clear()  # the next test's server may get this one's port
+    probe.FOUND.clear()  # the next test's server may get this one's port

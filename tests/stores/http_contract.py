@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
+from tests.kit.clock import set_time
 from tests.kit.wire import Reply, Wire, WireRule
 from tests.stores.wire_contract import WireContract
 
@@ -57,7 +57,7 @@ class HTTPStoreContract(WireContract):
         """If this fails, nobody learns of a wrong clock; or gc, on a machine that is ahead, takes running saves for
         dead.
         """
-        monkeypatch.setattr(clock, "_own_s", lambda: time.time() + hours_ahead * 3600)
+        set_time(monkeypatch, ahead_s=hours_ahead * 3600)
         new_client = self.at(store, self.endpoint_url(store), timeout_s=60 + hours_ahead)
         for _ in range(2):
             list(new_client.list())

@@ -6,6 +6,7 @@ from datetime import datetime, timezone
 from email.utils import format_datetime
 
 import pytest
+from tests.kit.clock import set_time
 
 from cloudckpt.stores import clock
 
@@ -21,7 +22,7 @@ def answer(host: str, *, seconds_behind: int, age: str | None = None) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_own_s", lambda: OWN_S)
+    set_time(monkeypatch, OWN_S * 10**9)
 
 
 def hours_corrected() -> float:

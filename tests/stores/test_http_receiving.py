@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import urllib3
-from tests.kit.scripted import Answer, Recorded, ScriptedServer
+from tests.kit.scripted import Answer, Recorded, ScriptedServer, watch_sockets
 from tests.stores.tls import make_certificate
 
 from cloudckpt.stores import http_body
@@ -53,14 +53,12 @@ def serve(
     request: pytest.FixtureRequest, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Line]]:
     past: list[None] = []
-    receiving = {"http": "_waiting_in_the_kernel", "https": "_receive_records"}[request.param]
-    received = getattr(http_body, receiving)
 
-    def counted(*args: Any) -> Any:
-        past.append(None)
-        return received(*args)
+    def noted(_: socket.socket, option: int, value: Any) -> None:
+        is_past = (option == socket.SO_RCVTIMEO and any(value)) or (option == socket.SO_RCVLOWAT and value > 1)
+        past.extend([None] if is_past else [])
 
-    monkeypatch.setattr(http_body, receiving, counted)
+    watch_sockets(monkeypatch, noted)
     with contextlib.ExitStack() as stack:
 
         def started(*answers: Answer) -> Line:
@@ -114,8 +112,8 @@ def test_bodies_arrive_whole_and_connections_are_used_again(
     serve: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, sizes: list[int], at_once_bytes: int
 ) -> None:
     """Bytes would be lost, doubled or out of place; or every range would cost a connection of its own."""
-    monkeypatch.setattr(http_body, "_MOST_RECEIVED_BYTES", at_once_bytes)
-    monkeypatch.setattr(http_body, "_GATHERED_BYTES", at_once_bytes)
+    monkeypatch.setattr(http_body, "MOST_RECEIVED_BYTES", at_once_bytes)
+    monkeypatch.setattr(http_body, "GATHERED_BYTES", at_once_bytes)
     line = serve(sending(BODY))
     for _ in range(3):
         target = bytearray(len(BODY))
@@ -202,19 +200,18 @@ def test_more_is_not_awaited_than_comes(
     serve: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, sent: int, share_of_timeout: float
 ) -> None:
     """A load over a slow line would time out though bytes come, and each body's end wait for more than there is."""
-    takes_any, wait_for = threading.Event(), http_body._wait_for
+    takes_any = threading.Event()
 
-    def noted(connection: socket.socket, least_bytes: int, timeout_s: float) -> None:
-        wait_for(connection, least_bytes, timeout_s)
-        if least_bytes == 1:
+    def noted(_: socket.socket, option: int, value: Any) -> None:
+        if (option, value) == (socket.SO_RCVLOWAT, 1):
             takes_any.set()
 
     def send_rest(connection: socket.socket) -> None:
         takes_any.wait(WAIT_S)
         connection.sendall(BODY[sent:])
 
-    monkeypatch.setattr(http_body, "_wait_for", noted)
-    monkeypatch.setattr(http_body, "_SHARE_OF_TIMEOUT", share_of_timeout)
+    watch_sockets(monkeypatch, noted)
+    monkeypatch.setattr(http_body, "SHARE_OF_TIMEOUT", share_of_timeout)
     target = bytearray(len(BODY))
     reader, _ = serve(sending(BODY[:sent], then=send_rest)).ask(timeout_s=2.0)
     reader.fill([memoryview(target)])

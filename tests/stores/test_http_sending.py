@@ -21,7 +21,7 @@ import pytest
 import urllib3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kit.scripted import Answer, Recorded, ScriptedServer, reply
+from tests.kit.scripted import Answer, Recorded, ScriptedServer, reply, watch_sockets
 from tests.stores.tls import make_certificate
 
 from cloudckpt.stores import http_body
@@ -61,13 +61,11 @@ def serve(
     request: pytest.FixtureRequest, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Line]]:
     past: list[socket.socket] = []
-    set_timeout = http_body._set_kernel_timeout
 
-    def noted(connection: socket.socket, option: int, timeout_s: float) -> None:
-        set_timeout(connection, option, timeout_s)
-        past.extend([connection] if timeout_s else [])
+    def noted(connection: socket.socket, option: int, value: Any) -> None:
+        past.extend([connection] if option == socket.SO_SNDTIMEO and any(value) else [])
 
-    monkeypatch.setattr(http_body, "_set_kernel_timeout", noted)
+    watch_sockets(monkeypatch, noted)
     if request.param == "elsewhere":
         monkeypatch.setattr(http_body, "sys", SimpleNamespace(platform="darwin"))
     with contextlib.ExitStack() as stack:

@@ -189,7 +189,7 @@ def test_a_file_that_is_lost_on_the_way_costs_no_save(
 def test_a_timeline_has_a_bound_and_says_what_it_left_out(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, tracing a save of many objects fills the memory or the disk."""
     monkeypatch.setattr("cloudckpt.telemetry.timeline.MAX_EVENTS", 40)
-    monkeypatch.setattr("cloudckpt.telemetry.timeline._MAX_BUFFERED_EVENTS", 7)
+    monkeypatch.setattr("cloudckpt.telemetry.timeline.MAX_BUFFERED_EVENTS", 7)
     cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=make_options(trace=trace, **SMALL))
     timeline = verb_of(trace, "save")
     assert sum(event["ph"] != "M" for event in timeline.events) == timeline.about["num_events"] == 40

@@ -57,8 +57,8 @@ def test_the_limit_is_that_of_the_first_checkpoint(
 
 def test_the_largest_difference_is_that_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, the report of a large tensor says how far its last 64 MiB are apart, and passes over the rest."""
-    monkeypatch.setattr(comparison, "_BATCH_BYTES", 64)
-    monkeypatch.setattr(comparison, "_SLICE_ELEMENTS", 4)
+    monkeypatch.setattr(comparison, "BATCH_BYTES", 64)
+    monkeypatch.setattr(comparison, "SLICE_ELEMENTS", 4)
     root = f"memory://comparison-{next(_names)}"
     before = torch.ones(100, dtype=torch.float64)
     after = before.clone()

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 import re
 import secrets
-import threading
-import time
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt.stores.clock import warn_of_clock
+from cloudckpt.stores import clock
 
 ATTEMPT = re.compile(r"[0-9]{8}T[0-9]{9}Z-[0-9a-f]{12}(?:-r(?P<number>[0-9]{1,18})(?:-c[0-9a-f]{32})?)?")
 """The form of an attempt's id, for ``fullmatch``."""
@@ -31,8 +29,6 @@ _EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
 _RESOLUTION_S = 1.0
 """The coarsest that a store's times are."""
 _DIGITS = re.compile(r"([0-9]+)")
-_lock = threading.Lock()
-_newest_ns = 0
 
 
 def new_attempt_id(mark: str = "") -> str:
@@ -82,36 +78,33 @@ def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: 
         longest_since_s: That was at most so many seconds ago.
 
     """
-    global _newest_ns  # noqa: PLW0603  # one clock for each process
-    now_ns = _now_ns()
+    machine = clock.MACHINE
+    now_ns = machine.time_ns()
     if written_at is not None and written_at > _EARLIEST:
         begin_ns = ns_of(written_at)
         now_ns = max(begin_ns, now_ns)
         if longest_since_s < math.inf:
             now_ns = min(now_ns, begin_ns + int((longest_since_s + _RESOLUTION_S) * 1e9))
-    with _lock:
-        _newest_ns = min(max(now_ns, _newest_ns + _TICK_NS), _LATEST_NS) // _TICK_NS * _TICK_NS
-        return _newest_ns
+    with machine.lock:
+        machine.newest_ns = min(max(now_ns, machine.newest_ns + _TICK_NS), _LATEST_NS) // _TICK_NS * _TICK_NS
+        return machine.newest_ns
 
 
 def note_commit_time_ns(seen_ns: int | None, *, url: str = "") -> None:
     """Let every later `draw_commit_time_ns` return more than `seen_ns`, which the manifest at `url` holds."""
-    global _newest_ns  # noqa: PLW0603  # the clock of this process
     if seen_ns is None:
         return
-    with _lock:
-        _newest_ns = max(_newest_ns, seen_ns)
+    machine = clock.MACHINE
+    with machine.lock:
+        machine.newest_ns = max(machine.newest_ns, seen_ns)
     if url:
-        warn_of_clock(min(0.0, (_now_ns() - seen_ns) / 1e9), f"the time of commit that {url} has", whose="machine")
+        ahead_s = min(0.0, (machine.time_ns() - seen_ns) / 1e9)
+        clock.warn_of_clock(ahead_s, f"the time of commit that {url} has", whose="machine")
 
 
 def newest_commit_time_ns() -> int:
     """Return the latest time that this process has drawn or seen, to hand it on to another process."""
-    return _newest_ns
-
-
-def _now_ns() -> int:
-    return time.time_ns()
+    return clock.MACHINE.newest_ns
 
 
 def parse_commit_time_ns(head: bytes) -> int | None:

@@ -375,7 +375,7 @@ _HEAD_DECODER = msgspec.json.Decoder(_FenceHead)
 
 def new_fence(*, keeps: int | None) -> Fence:
     """Return a fence with an id of its own, by which its writer recognises it."""
-    return Fence(format=_FENCE_FORMAT, version=(_FENCE_MAJOR, 0), id=_new_id(), keeps=keeps)
+    return Fence(format=_FENCE_FORMAT, version=(_FENCE_MAJOR, 0), id=secrets.token_hex(6), keeps=keeps)
 
 
 def encode_fence(fence: Fence) -> bytes:
@@ -415,10 +415,6 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
     if fence.keeps is not None and not 0 <= fence.keeps < number:
         raise _invalid_fence(uri, f"it keeps the number {fence.keeps}, which does not come before its own")
     return fence
-
-
-def _new_id() -> str:
-    return secrets.token_hex(6)
 
 
 def _invalid_fence(uri: str, why: str) -> InvalidManifestError:

@@ -55,7 +55,7 @@ _RESERVED_NAME = "__metadata__"
 _MAX_SHOWN = 3
 _CONNECTIONS_OF_EACH = 2
 """Connections of each upload for the bytes that it sends."""
-_TILE_BYTES = MIB
+TILE_BYTES = MIB
 _OTHER_FILES = (".bin", ".ckpt", ".pt", ".pth", ".safetensor")
 _WILDCARD = re.compile(r"[*?[]")
 _MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
@@ -339,7 +339,7 @@ class Files:
             last=last,
             progress=self._progress,
             budget_bytes=budget_bytes,
-            tile_bytes=_TILE_BYTES,
+            tile_bytes=TILE_BYTES,
             stop_reading=stop_reading,
         )
         return {receipt.key: receipt.size_bytes for receipt in receipts}

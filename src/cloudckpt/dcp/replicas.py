@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._this_process import is_first
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, answers_planners
@@ -400,13 +401,9 @@ def _describe(copies: Sequence[Copy]) -> str:
     return f"{first.item.index.fqn!r} of {ranks_text(others)} differs from that of rank {first.rank}"
 
 
-_warned: set[str] = set()
-
-
 def _warn_once(description: str, number: int, uri: str) -> None:
-    if description in _warned:
+    if not is_first("replicas", description):
         return
-    _warned.add(description)
     more = f", and so for {number - 1} more" if number > 1 else ""
     _log.warning(
         "%s in %s%s. Of each such entry the checkpoint has the lowest rank's. If each rank's counts, save it under a "

@@ -24,7 +24,7 @@ from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.values import load_stored
 from cloudckpt.uri import parse_location
 
-_BATCH_BYTES = 64 * MIB
+BATCH_BYTES = 64 * MIB
 _MAX_TEXT_CHARS = 4096
 
 Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
@@ -170,11 +170,11 @@ def _read_pieces(reader: CheckpointReader, pieces: Sequence[_Piece]) -> list[Any
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Group pieces into batches of at most `_BATCH_BYTES`, or of one piece."""
+    """Group pieces into batches of at most `BATCH_BYTES`, or of one piece."""
     batch: list[_Piece] = []
     num_bytes = 0
     for piece in pieces:
-        if batch and num_bytes + piece.end - piece.begin > _BATCH_BYTES:
+        if batch and num_bytes + piece.end - piece.begin > BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
         batch.append(piece)
@@ -210,7 +210,7 @@ class _Comparer:
                 yield _Piece(name=name, begin=0, end=num_bytes)
                 continue
             self._tallies[name] = Tally()
-            step_bytes = _BATCH_BYTES // ITEMSIZE_BYTES[tensor.dtype] * ITEMSIZE_BYTES[tensor.dtype]
+            step_bytes = BATCH_BYTES // ITEMSIZE_BYTES[tensor.dtype] * ITEMSIZE_BYTES[tensor.dtype]
             for begin in range(0, num_bytes, step_bytes):
                 yield _Piece(name=name, begin=begin, end=min(begin + step_bytes, num_bytes), dtype=tensor.dtype)
 
@@ -290,7 +290,7 @@ def _tensor_text(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-_SLICE_ELEMENTS = 1 << 20
+SLICE_ELEMENTS = 1 << 20
 
 
 class Tally:
@@ -305,7 +305,7 @@ class Tally:
         self.num_elements += len(before)
         if torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
             return
-        for first, second in zip(before.split(_SLICE_ELEMENTS), after.split(_SLICE_ELEMENTS), strict=True):
+        for first, second in zip(before.split(SLICE_ELEMENTS), after.split(SLICE_ELEMENTS), strict=True):
             self._add_slice(first, second, rtol=rtol, atol=atol)
 
     def _add_slice(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:

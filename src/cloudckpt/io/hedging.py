@@ -33,7 +33,7 @@ _MOST_AT_ONCE = 4
 _TIMES_SLOWER = 3.0
 _LEAST_PEERS = 4
 _MOST_PEERS = 64
-_LEAST_ALLOWED = 2
+LEAST_ALLOWED = 2
 _ONE_IN = 20
 _WATCH_EVERY_S = 0.5  # each look is a wait for the GIL, of a training loop too
 
@@ -47,7 +47,7 @@ def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
 
 def max_hedges(num_requests: int) -> int:
     """Return how many of `num_requests` may be repeated: one in twenty, and always a few."""
-    return max(num_requests // _ONE_IN, _LEAST_ALLOWED)
+    return max(num_requests // _ONE_IN, LEAST_ALLOWED)
 
 
 class ConcurrencyLimit:

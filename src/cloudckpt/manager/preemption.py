@@ -32,9 +32,9 @@ SaveOutcome: TypeAlias = Literal["none", "committed", "failed", "cancelled", "no
 """Outcome of a save. ``"none"``: there was no save. ``"no time"``: it was not started, because it would not have ended
 before the deadline. ``"unfinished"``: it had not ended at the deadline, although it was cancelled."""
 
-_MAX_CLEANUP_S = 2.0
-_CLEANUP_FRACTION = 0.1
-"""Fraction of the deadline, at most `_MAX_CLEANUP_S`, in which a cancelled save removes what it wrote."""
+MAX_CLEANUP_S = 2.0
+CLEANUP_FRACTION = 0.1
+"""Fraction of the deadline, at most `MAX_CLEANUP_S`, in which a cancelled save removes what it wrote."""
 _SLACK = 1.2
 """Expected duration of the last save, relative to that of the save before."""
 _preemption_groups = GlooGroupCache()
@@ -196,7 +196,7 @@ class Preemption(OfThisProcess):
 
     @property
     def _cleanup_s(self) -> float:
-        return min(_MAX_CLEANUP_S, _CLEANUP_FRACTION * self._deadline_s)
+        return min(MAX_CLEANUP_S, CLEANUP_FRACTION * self._deadline_s)
 
     def _reduce_min(self, value: float, *, within_s: float) -> float:
         """Return the minimum of `value` over all ranks."""

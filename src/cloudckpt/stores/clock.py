@@ -8,13 +8,33 @@ import time
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
+from cloudckpt._this_process import is_first
+
 _log = logging.getLogger("cloudckpt")
 
 _MOST_APART_S = 3600.0
-_lock = threading.Lock()
-_warned: set[str] = set()
-_ahead_s: dict[str, float] = {}
-"""Seconds by which this machine's clock is ahead of that of each host, by its last answer that tells it."""
+
+
+class MachineClock:
+    """The clock of this machine, and what this process has seen of others. Tests replace `MACHINE`.
+
+    Attributes:
+        newest_ns: The latest time of a commit that this process has drawn or seen.
+        ahead_s: Seconds by which this clock is ahead of that of each host, by its last answer that tells it.
+
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.newest_ns = 0
+        self.ahead_s: dict[str, float] = {}
+
+    def time_ns(self) -> int:
+        """Return the time of this machine since 1970."""
+        return time.time_ns()
+
+
+MACHINE = MachineClock()
 
 
 def compare_with_store(date: str | None, age: str | None, host: str) -> None:
@@ -23,10 +43,10 @@ def compare_with_store(date: str | None, age: str | None, host: str) -> None:
     `date` and `age` are the headers: a cache on the way keeps the date, and says how long ago that was.
     """
     try:
-        ahead_s = _own_s() - parsedate_to_datetime(date or "").timestamp() - int(age or 0)
+        ahead_s = MACHINE.time_ns() / 1e9 - parsedate_to_datetime(date or "").timestamp() - int(age or 0)
     except (ValueError, TypeError):
         return
-    _ahead_s[host] = ahead_s
+    MACHINE.ahead_s[host] = ahead_s
     warn_of_clock(ahead_s, f"that of {host}", whose="store")
 
 
@@ -39,12 +59,8 @@ def warn_of_clock(ahead_s: float, of: str, *, whose: str) -> None:
         whose: The kind of the other clock. One warning for each.
 
     """
-    if abs(ahead_s) <= _MOST_APART_S:
+    if abs(ahead_s) <= _MOST_APART_S or not is_first("clock", whose):
         return
-    with _lock:
-        if whose in _warned:
-            return
-        _warned.add(whose)
     _log.warning(
         "this machine's clock is %.1f hours %s %s. One of the two is wrong: set it (NTP). Checkpoints keep the order "
         "of their commits, but show wrong times, and gc can take a running save for dead",
@@ -60,9 +76,5 @@ def now() -> datetime:
     For ages of what a store holds: a clock that is ahead makes running saves look dead. If stores differ, it is the
     earliest time, by which the most is spared.
     """
-    ahead_s = max(list(_ahead_s.values()), default=0.0)
-    return datetime.fromtimestamp(_own_s() - (ahead_s if ahead_s > _MOST_APART_S else 0.0), timezone.utc)
-
-
-def _own_s() -> float:
-    return time.time()
+    ahead_s = max(list(MACHINE.ahead_s.values()), default=0.0)
+    return datetime.fromtimestamp(MACHINE.time_ns() / 1e9 - (ahead_s if ahead_s > _MOST_APART_S else 0.0), timezone.utc)

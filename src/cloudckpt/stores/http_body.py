@@ -28,10 +28,10 @@ _MOST_SENT_BYTES = 1024 * 1024 * 1024
 _MOST_VIEWS = 1024  # IOV_MAX
 
 _MOST_READ_BYTES = 1024 * 1024
-_MOST_RECEIVED_BYTES = 8 * 1024 * 1024
+MOST_RECEIVED_BYTES = 8 * 1024 * 1024
 _FEWEST_RECEIVED_BYTES = 256 * 1024
-_SHARE_OF_TIMEOUT = 0.25
-_GATHERED_BYTES = 512 * 1024
+SHARE_OF_TIMEOUT = 0.25
+GATHERED_BYTES = 512 * 1024
 _MOST_HELD_BYTES = 32 * 1024  # OpenSSL may have most of one record already
 
 
@@ -201,7 +201,7 @@ class ResponseBody:
                 _receive_records(response, connection, rest)
                 return
             with _waiting_in_the_kernel(connection, socket.SO_RCVTIMEO):
-                for batch in batches(rest, max_bytes=_MOST_RECEIVED_BYTES, max_views=_MOST_VIEWS):
+                for batch in batches(rest, max_bytes=MOST_RECEIVED_BYTES, max_views=_MOST_VIEWS):
                     left = batch
                     while left:
                         count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
@@ -267,12 +267,12 @@ def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> 
     timeout_s = connection.gettimeout() or 0.0
     left_bytes = num_bytes(views)
     is_gathering = True
-    _wait_for(connection, _GATHERED_BYTES, timeout_s * _SHARE_OF_TIMEOUT)
+    _wait_for(connection, GATHERED_BYTES, timeout_s * SHARE_OF_TIMEOUT)
     try:
         for view in views:
             begin = 0
             while begin < view.nbytes:
-                if is_gathering and left_bytes < _GATHERED_BYTES + _MOST_HELD_BYTES:
+                if is_gathering and left_bytes < GATHERED_BYTES + _MOST_HELD_BYTES:
                     is_gathering = False
                     _wait_for(connection, 1, timeout_s)
                 try:
@@ -305,7 +305,7 @@ def _waiting_in_the_kernel(connection: socket.socket, option: int) -> Iterator[N
     the call moves a byte at least; a signal or a slow line then ends it with the bytes so far. `option` is SO_RCVTIMEO
     or SO_SNDTIMEO.
     """
-    _set_kernel_timeout(connection, option, (connection.gettimeout() or 0.0) * _SHARE_OF_TIMEOUT)
+    _set_kernel_timeout(connection, option, (connection.gettimeout() or 0.0) * SHARE_OF_TIMEOUT)
     os.set_blocking(connection.fileno(), True)
     try:
         yield

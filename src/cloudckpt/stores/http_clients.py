@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
+from cloudckpt._this_process import is_first
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
 from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
@@ -156,9 +157,6 @@ class ClientCache(Generic[Config, Client]):
         return self._make_for.cache_info().currsize
 
 
-_warned_endpoints: set[str] = set()
-
-
 def is_clear_text(endpoint_url: str) -> bool:
     """Return True if others on the way to the endpoint can read and change what is sent."""
     parts = urlsplit(endpoint_url)
@@ -174,9 +172,8 @@ def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
         parse_endpoint("the storage options", endpoint_url)
     except ValueError as error:
         raise InvalidOptionError(f"The {store} endpoint (see {variables}) {error}") from None
-    if not is_clear_text(endpoint_url) or endpoint_url in _warned_endpoints:
+    if not is_clear_text(endpoint_url) or not is_first("endpoint", endpoint_url):
         return
-    _warned_endpoints.add(endpoint_url)
     text = (
         f"The {store} endpoint {endpoint_url} is plain HTTP: anyone on the way can read and change checkpoints, and "
         "take tokens from it. Use https:// where you can."

@@ -71,7 +71,7 @@ class _Bucket:
     uploads: dict[str, _Upload] = field(default_factory=dict)
 
 
-_BUCKETS: dict[str, _Bucket] = {}
+BUCKETS: dict[str, _Bucket] = {}
 
 DEFAULT_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 32, max_parts=10_000, max_put_bytes=1 << 32)
 
@@ -86,7 +86,7 @@ class MemoryStore(Store):
     def __init__(self, name: str, prefix: str = "", *, limits: Limits = DEFAULT_LIMITS, pid: int | None = None) -> None:
         self._name = name
         self._prefix = f"{prefix}/" if prefix else ""
-        self._shared = _BUCKETS.setdefault(name, _Bucket(pid=os.getpid()))
+        self._shared = BUCKETS.setdefault(name, _Bucket(pid=os.getpid()))
         self._pid = self._shared.pid if pid is None else pid  # a pickled store is of the process that it comes from
         self.limits = limits
         self.capabilities = Capabilities(
@@ -103,6 +103,11 @@ class MemoryStore(Store):
     def at(cls, location: Location, _options: Options) -> MemoryStore:
         """Return the store at `location`."""
         return cls(location.authority, location.path)
+
+    @staticmethod
+    def now() -> datetime:
+        """Return the time that an object gets which is written now. Tests replace it."""
+        return datetime.now(tz=timezone.utc)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = functools.partial(MemoryStore, limits=self.limits, pid=self._pid)
@@ -121,14 +126,14 @@ class MemoryStore(Store):
         with bucket.lock:
             if if_absent and self._prefix + key in bucket.objects:
                 raise self.error(ObjectExistsError, "put", key, "an object exists here already.")
-            bucket.objects[self._prefix + key] = _MemoryObject(body=body, modified_at=_now())
+            bucket.objects[self._prefix + key] = _MemoryObject(body=body, modified_at=self.now())
 
     def create_multipart(self, key: str) -> str:
         check_key(self, key, "create_multipart")
         bucket = self._bucket("create_multipart")
         upload_id = uuid.uuid4().hex
         with bucket.lock:
-            bucket.uploads[upload_id] = _Upload(key=self._prefix + key, started_at=_now())
+            bucket.uploads[upload_id] = _Upload(key=self._prefix + key, started_at=self.now())
         return upload_id
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
@@ -163,7 +168,7 @@ class MemoryStore(Store):
                     )
                     raise self.error(StoreError, "complete_multipart", key, problem)
             body = b"".join(upload.parts[uploaded.part.number] for uploaded in ordered)
-            bucket.objects[upload.key] = _MemoryObject(body=body, modified_at=_now())
+            bucket.objects[upload.key] = _MemoryObject(body=body, modified_at=self.now())
             del bucket.uploads[upload_id]
 
     def abort_multipart(self, key: str, upload_id: str) -> None:  # the id says it all here
@@ -227,7 +232,7 @@ class MemoryStore(Store):
         body = MemoryStore(name)._object("copy_from", key).body  # noqa: SLF001  # its own class
         bucket = self._bucket("copy_from")
         with bucket.lock:
-            bucket.objects[self._prefix + target_key] = _MemoryObject(body=body, modified_at=_now())
+            bucket.objects[self._prefix + target_key] = _MemoryObject(body=body, modified_at=self.now())
         return crc32c_of([memoryview(body)])
 
     def _bucket(self, operation: str) -> _Bucket:
@@ -262,7 +267,3 @@ class MemoryStore(Store):
 
 def _token(body: bytes) -> str:
     return f"{crc32c_of([memoryview(body)]):08x}-{len(body)}"
-
-
-def _now() -> datetime:
-    return datetime.now(tz=timezone.utc)

@@ -41,7 +41,7 @@ _UNCONDITIONAL = (
     "accept that with Options(commit='unconditional')."
 )
 
-_found: dict[tuple[str, str], Capabilities] = {}
+FOUND: dict[tuple[str, str], Capabilities] = {}
 _locks: dict[tuple[str, str], threading.Lock] = {}
 _lock = threading.Lock()
 
@@ -59,16 +59,16 @@ def probe(store: Store, *, endpoint: str, bucket: str, condition: str) -> Capabi
     with _lock:
         lock = _locks.setdefault((endpoint, bucket), threading.Lock())
     with lock:
-        known = _found.get((endpoint, bucket))
+        known = FOUND.get((endpoint, bucket))
         if known is None:
             known = _try_out(store, place=f"{endpoint} (bucket {bucket!r})", condition=condition)
-            _found[endpoint, bucket] = known
+            FOUND[endpoint, bucket] = known
     return known
 
 
 def refuse_if_ignored(store: Store, key: str, *, endpoint: str, bucket: str) -> None:
     """Raise `UnsupportedOperationError` for a conditional put if this process saw the bucket ignore conditions."""
-    known = _found.get((endpoint, bucket))
+    known = FOUND.get((endpoint, bucket))
     if known is not None and not known.conditional_create:
         problem = f"create-if-absent does not work here: {known.observed}. Use another store."
         raise store.error(UnsupportedOperationError, "put", key, problem)

@@ -39,7 +39,7 @@ _log = logging.getLogger("cloudckpt")
 
 MAX_EVENTS = 500_000
 """The most events of one timeline, some 100 MB. Later ones are counted and left out."""
-_MAX_BUFFERED_EVENTS = 10_000
+MAX_BUFFERED_EVENTS = 10_000
 
 Verb: TypeAlias = Literal["save", "load"]
 
@@ -229,7 +229,7 @@ class Timeline:
             lane = self._lanes.setdefault((thread.ident or 0, thread.name), len(self._lanes))
             self._num_events += 1
             self._buffer.append(_Event(kind, name, begun_ns, spent_ns, lane, args))
-            if len(self._buffer) >= _MAX_BUFFERED_EVENTS and self._path is not None:
+            if len(self._buffer) >= MAX_BUFFERED_EVENTS and self._path is not None:
                 self._write(self._path)
 
     def flush(self) -> None:

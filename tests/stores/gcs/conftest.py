@@ -190,4 +190,4 @@ def scripted() -> Iterator[GCSScripting]:
 @pytest.fixture(autouse=True)
 def _no_bucket_keeps_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process remembers the buckets that refused to remove parts, by their names."""
-    monkeypatch.setattr("cloudckpt.stores.gcs.store._keeping", set())
+    monkeypatch.setattr("cloudckpt.stores.gcs.store.keeping_buckets", set())

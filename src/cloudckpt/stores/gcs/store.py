@@ -44,7 +44,7 @@ _PAGE_OF_NAMES = 100
 _log = logging.getLogger("cloudckpt")
 _aborted: set[str] = set()
 """The ids of the uploads that this process aborted, so that a late part is not kept."""
-_keeping: set[str] = set()
+keeping_buckets: set[str] = set()
 """The buckets in which this process was refused to remove parts."""
 
 
@@ -77,7 +77,7 @@ class GCSStore(HTTPStore):
         config = parse_storage_options(storage_options)
         key = ClientKey(config=config, timeout_s=timeout_s, connections=connections)
         super().__init__(prefix, GCSSession(bucket, key))
-        if bucket in _keeping:
+        if bucket in keeping_buckets:
             # Objects are then smaller, and put whole. Not within a save, which has laid its objects out.
             self.capabilities = dataclasses.replace(
                 self.capabilities, multipart=False, listed_parts="none", copies_within=""
@@ -133,8 +133,8 @@ class GCSStore(HTTPStore):
             raise  # a repetition continues from here
         except StoreError as error:
             # No right to delete, or a retention policy: the object is whole, and no repetition would change that.
-            if self.session.bucket not in _keeping:
-                _keeping.add(self.session.bucket)
+            if self.session.bucket not in keeping_buckets:
+                keeping_buckets.add(self.session.bucket)
                 _log.warning(
                     "%s is complete, but its parts stay and are paid for, and so may those of other objects of this "
                     "save: %s. Later saves of this process to this bucket use no parts",

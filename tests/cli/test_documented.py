@@ -11,7 +11,7 @@ import typer.main
 from tests.cli.conftest import Run, save
 from tests.docs.tables import marked
 
-from cloudckpt.cli import _errors
+from cloudckpt.cli import _console
 from cloudckpt.cli._app import app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
@@ -43,7 +43,8 @@ def test_documented_options_exist(name: str) -> None:
 def test_the_exit_codes_are_those_of_the_code() -> None:
     """If this fails, a script goes by codes that do not come."""
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", marked(TEXT, "exit codes"), re.MULTILINE)}
-    assert codes == {value for name, value in vars(_errors).items() if name.isupper() and isinstance(value, int)}
+    constants = ((name, value) for name, value in vars(_console).items() if isinstance(value, int))
+    assert codes == {value for name, value in constants if re.fullmatch("[A-Z][A-Z_]*", name)}
 
 
 def members_of(name: str) -> list[str]:

@@ -23,7 +23,7 @@ from tests.kit.wire import S3_ACCESS_DENIED, S3_SLOW_DOWN, Wire, WireRule
 import cloudckpt
 from cloudckpt import errors, types
 from cloudckpt.cli._app import app
-from cloudckpt.cli._errors import _FLAGS, exit_code_of, message_of
+from cloudckpt.cli._console import _FLAGS, exit_code_of, message_of
 from cloudckpt.errors import ALLOW_PICKLE_HINT, Hint, UnsafePickleError
 from cloudckpt.testing.servers import clean_environment
 
@@ -270,8 +270,8 @@ def test_a_server_for_trials_prints_exports_that_work() -> None:
 
 _CLEANING = """
 import os, signal, sys, threading
-from cloudckpt.cli import _errors
-_errors.handle_signals()
+from cloudckpt.cli import _console
+_console.handle_signals()
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(100)

@@ -20,8 +20,7 @@ from tests.scaled import ALLOWED, assert_same_scaled, make_scaled
 
 import cloudckpt
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.integrations import TESTED_VERSIONS, find_steps
-from cloudckpt.integrations._state import deserialize, flatten, serialize, unflatten
+from cloudckpt.integrations import TESTED_VERSIONS, deserialize, find_steps, flatten, serialize, unflatten
 
 _DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
 _MODULES = {re.split(r"[\[-]", name)[0]: name for name in TESTED_VERSIONS}

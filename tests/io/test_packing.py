@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.format.safetensors import pack
-from cloudckpt.io.addresses import find_overlapping, place_segments, plan_address_ranges
+from cloudckpt.io.boxes import find_overlapping, place_segments, plan_address_ranges
 from cloudckpt.io.upload import plan_parts
 from cloudckpt.stores.base import Limits, Part
 

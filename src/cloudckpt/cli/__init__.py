@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if _COMPLETING in os.environ:  # fish takes the second line of an explanation for another candidate
         os.environ["COLUMNS"] = "10000"
     from cloudckpt.cli._app import app
-    from cloudckpt.cli._errors import handle_signals
+    from cloudckpt.cli._console import handle_signals
 
     handle_signals()
     app(args=None if arguments is None else list(arguments), prog_name="cloudckpt")

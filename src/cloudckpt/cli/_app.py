@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
 from cloudckpt.cli import convert, ls, maintenance, show
-from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
+from cloudckpt.cli._console import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
 _REMOVED = {

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console, count, describe_report, rate, size
-from cloudckpt.cli._errors import NO, message_of
+from cloudckpt.cli._console import NO, Console, count, describe_report, message_of, rate, size
 from cloudckpt.cli._options import PairOptions, parse_size
 from cloudckpt.errors import (
     CheckpointChangedError,

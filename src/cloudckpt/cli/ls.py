@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console, age, count, date, size
-from cloudckpt.cli._errors import DENIED
+from cloudckpt.cli._console import DENIED, Console, age, count, date, size
 from cloudckpt.cli._options import CommonOptions, parse_duration
 
 if TYPE_CHECKING:

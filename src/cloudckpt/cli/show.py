@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console, count, size
-from cloudckpt.cli._errors import NO, NOT_FOUND
+from cloudckpt.cli._console import NO, NOT_FOUND, Console, count, size
 from cloudckpt.cli._options import CommonOptions, PairOptions
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from cloudckpt.errors import CloudckptError, CorruptCheckpointError, Unsupported
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
-from cloudckpt.io.addresses import find_overlapping
-from cloudckpt.io.boxes import Box
+from cloudckpt.io.boxes import Box, find_overlapping
 from cloudckpt.pipeline.consumers import Consumer, Consumers, tensor_consumer, value_consumer
 from cloudckpt.tensors.casts import new_cast
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address

@@ -13,8 +13,7 @@ from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations import require
-from cloudckpt.integrations._state import deserialize, serialize
+from cloudckpt.integrations import deserialize, require, serialize
 
 with require("accelerate"):
     from accelerate import Accelerator

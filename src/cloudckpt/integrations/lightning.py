@@ -20,8 +20,7 @@ from cloudckpt.dcp.live_objects import ModelEntry
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.inspect.removal import delete
-from cloudckpt.integrations import require
-from cloudckpt.integrations._state import SKELETON, deserialize, flatten, serialize, unflatten
+from cloudckpt.integrations import SKELETON, deserialize, flatten, require, serialize, unflatten
 from cloudckpt.options import Options
 from cloudckpt.uri import parse_location
 

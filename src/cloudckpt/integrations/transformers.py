@@ -14,8 +14,7 @@ from torch import nn
 
 from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations import find_steps, refuse_existing_steps, require
-from cloudckpt.integrations._state import deserialize, serialize
+from cloudckpt.integrations import deserialize, find_steps, refuse_existing_steps, require, serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
 from cloudckpt.manager.checkpoint_manager import CheckpointManager
 from cloudckpt.manager.steps import parse_step_uri

@@ -19,7 +19,7 @@ from tests.stores.bodies import BodyTests
 from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
-from cloudckpt.cli._errors import exit_code_of
+from cloudckpt.cli._console import exit_code_of
 from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3.errors import WrongRegionError

@@ -24,11 +24,10 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.format.model import ObjectRef
-from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.client import StoreClient
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.upload import UploadSession
-from cloudckpt.stores.base import Limits, Store, Views, crc32c_of, num_bytes
+from cloudckpt.stores.base import Limits, Store, Views, combine_tile_crc32cs, compute_tile_crc32cs, crc32c_of, num_bytes
 from cloudckpt.stores.memory import MemoryStore
 
 TILE_BYTES = 8

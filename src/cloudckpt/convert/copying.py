@@ -33,10 +33,10 @@ from cloudckpt.format.codec import encode, pack_tiles, unpack_tiles
 from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest, StoredObject
 from cloudckpt.format.safetensors import list_contents
 from cloudckpt.inspect.verification import has_changed
-from cloudckpt.io.checksum import combine_tile_crc32cs
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
+from cloudckpt.stores.base import combine_tile_crc32cs
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import parse_location
 

@@ -28,8 +28,8 @@ from cloudckpt._this_process import is_first
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, answers_planners
-from cloudckpt.io.checksum import compute_crc32c
 from cloudckpt.options import KIB, MIB
+from cloudckpt.stores.base import crc32c_of
 from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.host_memory import new_arena
@@ -162,7 +162,7 @@ def take_fingerprints(
 
 def _fingerprint_value(value: Any) -> int:
     text = _text_of(value)
-    return 0 if text is None else _COMPARED | compute_crc32c(memoryview(text.encode()))
+    return 0 if text is None else _COMPARED | crc32c_of([memoryview(text.encode())])
 
 
 def _text_of(value: Any) -> str | None:
@@ -274,7 +274,7 @@ def _fingerprint_of(views: Iterable[memoryview], num_bytes: int, *, is_whole: bo
         return int(_hash_rows(np.frombuffer(joined, dtype=np.uint64)[None])[0])
     checksum = 0
     for view in views:
-        checksum = compute_crc32c(view, checksum)
+        checksum = crc32c_of([view], checksum)
     return _COMPARED | checksum
 
 

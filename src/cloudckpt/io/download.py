@@ -20,9 +20,8 @@ from cloudckpt.errors import (
     ShortObjectError,
     TransientStoreError,
 )
-from cloudckpt.io.checksum import compute_tile_crc32cs
 from cloudckpt.io.client import Attempts, Doubts, StoreClient
-from cloudckpt.stores.base import Store, Views, batches, num_bytes, without_first
+from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, num_bytes, without_first
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _Answer: TypeAlias = Literal["absent", "short", "there"]

@@ -17,11 +17,10 @@ from typing import Protocol, TypeVar, runtime_checkable
 from cloudckpt._workers import each_done
 from cloudckpt.errors import StoreError
 from cloudckpt.format.model import ObjectRef
-from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.client import StoreClient
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB
-from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
+from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views, combine_tile_crc32cs, compute_tile_crc32cs
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")

@@ -15,12 +15,11 @@ from typing_extensions import Self
 from cloudckpt._workers import WorkQueue
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
 from cloudckpt.format.model import ObjectRef
-from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.client import Attempts, StoreClient
 from cloudckpt.io.download import measure
 from cloudckpt.io.reads import spread_over_connections
 from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
-from cloudckpt.stores.base import Limits, Part, UploadedPart, Views
+from cloudckpt.stores.base import Limits, Part, UploadedPart, Views, combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _log = logging.getLogger("cloudckpt")

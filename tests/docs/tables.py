@@ -54,21 +54,11 @@ def _fields_table(kind: type[Any]) -> str:
     return table(("option", "default", "meaning"), rows)
 
 
-def events_table() -> str:
-    """Every event."""
-    return table(("event", "when"), [(f"`{name}`", meaning) for name, meaning in events.EVENTS.items()])
-
-
 def records_table() -> str:
     """Every event that is written to the log, with its level."""
     levels = sorted({*events.LEVELS.values()})
     names = {level: ", ".join(f"`{name}`" for name, each in events.LEVELS.items() if each == level) for level in levels}
     return table(("level", "records"), [(logging.getLevelName(level), names[level]) for level in levels])
-
-
-def spans_table() -> str:
-    """Every span of OpenTelemetry's."""
-    return table(("span", "scope"), [(f"`{name}`", what) for name, what in opentelemetry.SPANS.items()])
 
 
 def metrics_table() -> str:
@@ -87,9 +77,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "dtypes": ("docs/format.md", dtype_table),
     "options": ("docs/options.md", options_table),
     "advanced_options": ("docs/options.md", advanced_options_table),
-    "events": ("docs/telemetry.md", events_table),
     "records": ("docs/telemetry.md", records_table),
-    "spans": ("docs/telemetry.md", spans_table),
     "services": ("docs/stores-seen.md", services_table),
     "metrics": ("docs/telemetry.md", metrics_table),
 }

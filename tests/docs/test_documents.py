@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -21,6 +21,7 @@ from tests.house import private_patches
 
 import cloudckpt
 from cloudckpt import errors, types
+from cloudckpt.events import EventName
 from cloudckpt.stores.gcs.client import PARSERS as GCS_PARSERS
 from cloudckpt.stores.s3.client import ALIASES, PARSERS
 from cloudckpt.testing.servers import S3Server, clean_environment
@@ -152,6 +153,12 @@ def test_tables_are_those_of_the_code(name: str) -> None:
     """If this fails, a table tells of dtypes or options that are not there: run tests/docs/tables.py."""
     document, render = TABLES[name]
     assert marked(read(document), name) == render()
+
+
+def test_every_event_is_documented() -> None:
+    """If this fails, a subscriber waits for an event that does not come, or meets one that is nowhere explained."""
+    documented = re.findall(r"^\| `([\w.]+)`", marked(read("docs/telemetry.md"), "events"), re.MULTILINE)
+    assert documented == list(get_args(EventName))
 
 
 def test_every_s3_option_is_documented() -> None:

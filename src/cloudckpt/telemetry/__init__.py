@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["instrument", "subscribe", "uninstrument"]
 
-
-FIELDS = ("event", "uri", "rank", "operation", "attempt", "key", "num_bytes", "seconds", "error")
-"""The fields that a log record can have besides its text."""
-
 _ends: list[Callable[[], None]] = []
 """The function that ends the instrumentation, if there is one."""
 
@@ -132,7 +128,7 @@ def _logging_failures(name: str) -> AbstractContextManager[None]:
 
 
 def fields(**known: object) -> dict[str, object]:
-    """Return the known ones of `FIELDS`, for a log record's ``extra``."""
+    """Return those of the fields that are known, for a log record's ``extra``."""
     return {name: value for name, value in known.items() if value not in ("", None)}
 
 

@@ -29,17 +29,6 @@ _BYTES_ON_THEIR_WAY = {"save.part_uploaded": "transmit", "load.range_read": "rec
 
 Attributes: TypeAlias = dict[str, str | int | float]
 
-SPANS = {
-    "cloudckpt.save": "a save on one rank, from its beginning to its end; on a background save, copying included",
-    "cloudckpt.load": "a load on one rank",
-    "cloudckpt.stage": "copying the state dict of a background save",
-    "cloudckpt.plan": "from the beginning (of a background save: of its set-up) until bytes move",
-    "cloudckpt.upload": "staging and uploading this rank's objects",
-    "cloudckpt.commit": "building and putting the manifest, on the coordinator",
-    "cloudckpt.read": "reading, checking and placing",
-}
-"""Each span and its meaning, for the documentation."""
-
 METRICS = {
     "cloudckpt.operation.duration": ("histogram", "s", "each save and load, by how it ended (`error.type`)"),
     "cloudckpt.phase.duration": ("histogram", "s", "each of their phases (`cloudckpt.phase`)"),

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ItemReceipts, ObjectRef
-from cloudckpt.format.safetensors import HeaderEntry, lay_out, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, lay_out
 
 TILE_BYTES = 2**20
 ATTEMPT = "20260131T235959123Z-1f2e3d4c5b6a"
@@ -113,25 +113,22 @@ class Job:
     def results_of(self, plan: SavePlan, rank: int) -> list[WriteResult]:
         """Return the results of that rank, whose part of the global `plan` went into one object."""
         entries = [_entry(item) for item in plan.items]
-        order = sort_for_storage(entries)
-        layout = lay_out([entries[i] for i in order])
+        layout = lay_out(entries)
         stored_in = ObjectRef(
             key=f"data/{ATTEMPT}/{rank}-0.safetensors",
             size_bytes=layout.size_bytes,
             tile_bytes=TILE_BYTES,
             tile_crc32cs=_checksums(rank, -(-layout.size_bytes // TILE_BYTES)),
         )
-        items = [plan.items[i] for i in order]
-        written = [entries[i] for i in order]
         receipts = ItemReceipts(
             stored_in=stored_in,
-            fqns=[item.index.fqn for item in items],
-            offsets=[None if item.index.offset is None else tuple(item.index.offset) for item in items],
+            fqns=[item.index.fqn for item in plan.items],
+            offsets=[None if item.index.offset is None else tuple(item.index.offset) for item in plan.items],
             begins=array("q", layout.begins),
-            ends=array("q", map(add, layout.begins, (entry.num_bytes for entry in written))),
-            dtypes=[entry.dtype for entry in written],
-            lengths=[entry.shape if entry.dtype else () for entry in written],
-            transforms=[()] * len(items),
+            ends=array("q", map(add, layout.begins, (entry.num_bytes for entry in entries))),
+            dtypes=[entry.dtype for entry in entries],
+            lengths=[entry.shape if entry.dtype else () for entry in entries],
+            transforms=[()] * len(entries),
         )
         return [
             WriteResult(index=MetadataIndex(stored_in.key), size_in_bytes=stored_in.size_bytes, storage_data=receipts)

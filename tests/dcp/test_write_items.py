@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.write_items import stage_items
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.pipeline.save import StagedItem
-from cloudckpt.tensors.body import PieceBody, new_piece
+from cloudckpt.tensors.body import PieceBody, StagedItem, new_piece
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view

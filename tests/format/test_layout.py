@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.chunks import dtype_name, dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
-from cloudckpt.format.safetensors import HeaderEntry, lay_out, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, lay_out
 
 NAMES = ["w", "w#2", "__metadata__", "a.b.weight", "w[0:2]", "ünïcode ✓", 'quo"te\\', "new\nline", ""]
 
@@ -56,10 +56,11 @@ def content_of(index: int, entry: HeaderEntry) -> bytes:
 @given(entries())
 def test_every_object_opens_with_the_safetensors_library(unordered: list[HeaderEntry]) -> None:
     """If this fails, data objects are no safetensors files, and nobody else's tools can open them."""
-    ordered = [unordered[index] for index in sort_for_storage(unordered)]
-    layout = lay_out(ordered)
+    layout = lay_out(unordered)
+    ordered = [unordered[index] for index in layout.order]
     document = bytearray(layout.header.ljust(layout.size_bytes, b"\xee"))
-    for index, (entry, begin) in enumerate(zip(ordered, layout.begins, strict=True)):
+    for index, entry in enumerate(ordered):
+        begin = layout.begins[layout.order[index]]
         assert begin % entry.itemsize_bytes == 0
         document[begin : begin + entry.num_bytes] = content_of(index, entry)
     assert len(document) == layout.size_bytes

@@ -7,10 +7,10 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.format.safetensors import pack
 from cloudckpt.io.boxes import find_overlapping, place_segments, plan_address_ranges
 from cloudckpt.io.upload import plan_parts
 from cloudckpt.stores.base import Limits, Part
+from cloudckpt.tensors.body import pack
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 120))

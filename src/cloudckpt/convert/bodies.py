@@ -17,10 +17,11 @@ from cloudckpt.convert.conversion import BodyIn
 from cloudckpt.errors import CorruptCheckpointError, ObjectNotFoundError
 from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ITEMSIZE_BYTES, StoredObject
-from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out, pack, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out
 from cloudckpt.inspect.blocks import TensorBytes
 from cloudckpt.io.download import fetch_and_verify
 from cloudckpt.pipeline.context import Context
+from cloudckpt.tensors.body import pack
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
 
@@ -108,8 +109,7 @@ def plan_files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], *, file_bytes
     ]
     files = []
     for group in pack([entry.num_bytes for entry in entries], object_bytes=file_bytes):
-        members = [entries[i] for i in group]
-        members = [members[i] for i in sort_for_storage(members)]
+        members = sorted((entries[i] for i in group), key=lambda entry: -entry.itemsize_bytes)
         files.append(TensorFile(entries=members, layout=lay_out(members)))
     return files
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import threading
 import time
@@ -12,26 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_key, data_prefix, new_attempt_id
 from cloudckpt.convert.state_dicts import Selection, parse_patterns
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     InvalidURIError,
     ObjectNotFoundError,
-    StoreError,
 )
 from cloudckpt.format.model import ObjectRef
-from cloudckpt.io.resume import Body, Leftover, find_leftovers
+from cloudckpt.io.resume import Body, Leftover
 from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.save import SaveJob, require_no_resume
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import Location, parse_location
-
-_log = logging.getLogger("cloudckpt")
 
 Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
 BodyIn: TypeAlias = Callable[[Arena], Body]
@@ -247,62 +241,6 @@ def choose_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) ->
         most_bytes=target.options.advanced.part_bytes,
         tile_bytes=tile_bytes,
     )
-
-
-class TargetJob(SaveJob):
-    """A save whose objects are uploaded from other sources. Call `check`, `upload` its objects, then commit.
-
-    `copy_of` identifies the source of a copy, which `Options.resume` lets use what an earlier one left.
-    """
-
-    def __init__(self, context: Context, *, save_id: str, copy_of: str | None = None) -> None:
-        super().__init__(context, save_id=save_id)
-        if copy_of is None:
-            require_no_resume(context.options)
-        self._copy_of = copy_of
-
-    def check(self, *, overwrite: bool) -> None:
-        super().check(overwrite=overwrite)
-        if self._copy_of is not None and self._context.options.resume:
-            self.attempt = new_attempt_id(copy_mark(self._number, self._copy_of))
-
-    def key(self, number: int) -> str:
-        """Return the key of the data object with that number."""
-        return data_key(self.attempt, _RANK, number)
-
-    def leftovers(self) -> dict[str, list[Leftover]] | None:
-        """Find what earlier copies of the source left, by the keys of this one. None without `Options.resume`.
-
-        At most one attempt ever commits under a number. So while it is free, none of these has, no overwrite has
-        replaced one of them, and no deletion or collection that put its fence under it has begun: nobody removes what
-        they wrote.
-        """
-        context = self._context
-        if self._copy_of is None or not context.options.resume:
-            return None
-        # If objects are written as streams, a process that was thought dead could still write to them.
-        if not context.store.capabilities.multipart:
-            return {}
-        mark = copy_mark(self._number, self._copy_of)
-        try:
-            keys = {info.key for info in context.client.list("data/")}
-            keys |= {upload.key for upload in context.client.list_uploads("data/")}
-        except StoreError as error:
-            _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", context.uri, error)
-            return {}
-        names = {key.split("/")[1] for key in keys if key.count("/") > 1} - {self.attempt}
-        earlier = sorted((name for name in names if name.endswith(mark) and ATTEMPT.fullmatch(name)), reverse=True)
-        found = find_leftovers(context.client, [data_prefix(name, _RANK) for name in earlier])
-        return {data_prefix(self.attempt, _RANK) + rest: leftovers for rest, leftovers in found.items()}
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects that no manifest names."""
-        self._remove(keys)
-
-    def _remove(self, keys: Iterable[str]) -> None:
-        # What can be resumed belongs to a later copy, whose manifest may name it already.
-        if not self._context.options.resume:
-            super()._remove(keys)
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from datetime import datetime, timezone
 import msgspec
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import ns_of
+from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_prefix, new_attempt_id, ns_of
 from cloudckpt.commit.entries import manifest_key, read_manifest
 from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.convert.bodies import CopiedBody
-from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, TargetJob, choose_part_bytes, upload
+from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, choose_part_bytes, upload
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -33,8 +33,10 @@ from cloudckpt.format.codec import encode, pack_tiles, unpack_tiles
 from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest, StoredObject
 from cloudckpt.format.safetensors import list_contents
 from cloudckpt.inspect.verification import has_changed
+from cloudckpt.io.resume import Leftover, find_leftovers
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.save import Draft
 from cloudckpt.pipeline.verify import VerifyJob
 from cloudckpt.stores.base import combine_tile_crc32cs
 from cloudckpt.tensors.host_memory import Arena
@@ -170,8 +172,7 @@ class CopyJob:
         self._progress = conversion.progress
         self._manifest = manifest
         self._contents = list_contents(manifest)
-        digest = hashlib.sha256(encode(manifest)).hexdigest()[:_DIGEST_DIGITS]
-        self._job = TargetJob(self._target, save_id=manifest.save_id or "", copy_of=digest)
+        self._draft = Draft(self._target, save_id=manifest.save_id or "")
         self._budget_bytes = self._source.options.read_bytes
         self._keys: dict[int, str] = {}  # of the new objects, by the numbers of the old ones
         self.num_bytes = sum(stored.size for stored in manifest.objects)
@@ -221,9 +222,11 @@ class CopyJob:
 
         Raises `CorruptCheckpointError` if an object of the source is missing or not what was saved.
         """
-        objects, job = self._manifest.objects, self._job
-        job.check(overwrite=self._overwrite)
-        keys = [job.key(number) for number in range(2 * len(objects))]
+        objects, draft = self._manifest.objects, self._draft
+        draft.begin(overwrite=self._overwrite)
+        if self._target.options.resume:
+            draft.attempt = new_attempt_id(self._mark())
+        keys = [draft.key(number) for number in range(2 * len(objects))]
         try:
             if _is_one_service(self._source, self._target):
                 # These keys are used for nothing else: a copy that was given up may still appear there.
@@ -234,7 +237,7 @@ class CopyJob:
                 self._manifest,
                 # The copy lacks what a newer minor version adds.
                 version=min(self._manifest.version, (FORMAT_MAJOR, FORMAT_MINOR)),
-                attempt=job.attempt,
+                attempt=draft.attempt,
                 created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
                 objects=[
                     StoredObject(key=self._keys[number], size=stored.size, crc32c=stored.crc32c)
@@ -242,7 +245,7 @@ class CopyJob:
                 ],
             )
         except BaseException as error:
-            job.remove(keys)
+            draft.remove(keys)
             if not isinstance(error, CorruptCheckpointError) or not has_changed(self._source, self._manifest):
                 raise
             raise CheckpointChangedError(
@@ -250,8 +253,37 @@ class CopyJob:
                 f"{self._target.uri}; copy again",
                 uri=self._source.uri,
             ) from error
-        job.commit_manifest(copied, self._keys.values())
+        draft.commit_manifest(copied, self._keys.values())
         return copied
+
+    def _mark(self) -> str:
+        """Return the mark of attempts that copy this manifest under this number."""
+        return copy_mark(self._draft.number, hashlib.sha256(encode(self._manifest)).hexdigest()[:_DIGEST_DIGITS])
+
+    def _leftovers(self) -> dict[str, list[Leftover]] | None:
+        """Find what earlier copies of the source left, by the keys of this one. None without `Options.resume`.
+
+        At most one attempt ever commits under a number. So while it is free, none of these has, no overwrite has
+        replaced one of them, and no deletion or collection that put its fence under it has begun: nobody removes what
+        they wrote.
+        """
+        target, attempt = self._target, self._draft.attempt
+        if not target.options.resume:
+            return None
+        # If objects are written as streams, a process that was thought dead could still write to them.
+        if not target.store.capabilities.multipart:
+            return {}
+        try:
+            keys = {info.key for info in target.client.list("data/")}
+            keys |= {upload.key for upload in target.client.list_uploads("data/")}
+        except StoreError as error:
+            _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", target.uri, error)
+            return {}
+        mark = self._mark()
+        names = {key.split("/")[1] for key in keys if key.count("/") > 1} - {attempt}
+        earlier = sorted((name for name in names if name.endswith(mark) and ATTEMPT.fullmatch(name)), reverse=True)
+        found = find_leftovers(target.client, [data_prefix(name, target.rank) for name in earlier])
+        return {data_prefix(attempt, target.rank) + rest: leftovers for rest, leftovers in found.items()}
 
     def _ask_service(self, keys: list[str], arena: Arena) -> None:
         """Ask the service to copy all objects. Those that it refuses or copies wrongly remain to be streamed."""
@@ -276,7 +308,7 @@ class CopyJob:
             else:
                 # The object is read from the source next, which shows if that is damaged. A good copy with a wrong
                 # checksum is not kept either, because other clients would refuse to read it.
-                self._job.remove([keys[number]])
+                self._draft.remove([keys[number]])
 
         for number in each_done(
             range(len(objects)),
@@ -328,8 +360,8 @@ class CopyJob:
             return
         receipts, self.num_reused_bytes = upload(
             target,
-            {self._job.key(number): body_in for number, body_in in bodies.items()},
-            leftovers=self._job.leftovers(),
+            {self._draft.key(number): body_in for number, body_in in bodies.items()},
+            leftovers=self._leftovers(),
             progress=self._progress,
             budget_bytes=self._budget_bytes,
             tile_bytes=tile_bytes,

@@ -25,12 +25,11 @@ from cloudckpt.convert.conversion import (
     ConversionReport,
     Format,
     OnProgress,
-    TargetJob,
     check_unchanged,
+    choose_part_bytes,
     folder_and_name,
     head_file,
     replaced_error,
-    upload,
 )
 from cloudckpt.convert.safetensors_source import SafetensorsSource
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
@@ -51,7 +50,9 @@ from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.save import Draft, require_no_resume
 from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.values import unsafe_names
 
 _log = logging.getLogger("cloudckpt")
@@ -165,21 +166,20 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
     advanced = target.options.advanced
     shapes = {name: (tensors[fqn].dtype, tensors[fqn].shape) for name, fqn in fqns.items()}
     files = plan_files(shapes, file_bytes=advanced.object_bytes)
-    job = TargetJob(target, save_id=str(uuid.uuid4()))
-    job.check(overwrite=conversion.overwrite)
+    require_no_resume(target.options)
+    draft = Draft(target, save_id=str(uuid.uuid4()))
+    draft.begin(overwrite=conversion.overwrite)
     progress.expect(sum(file.layout.size_bytes for file in files))
+    target.on_sent = progress.add
+    budget_bytes = conversion.source.options.read_bytes
+    part_bytes = choose_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)
     try:
-        receipts, _ = upload(
-            target,
-            {job.key(number): file.body_in(source, fqns) for number, file in enumerate(files)},
-            progress=progress,
-            budget_bytes=conversion.source.options.read_bytes,
-            tile_bytes=advanced.tile_bytes,
-            stop_reading=source.stop,
-        )
+        with contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena:
+            bodies = ((file.body_in(source, fqns)(arena), part_bytes) for file in files)
+            receipts = draft.write(bodies, on_failure=source.stop)
         source.check_unchanged()
     except BaseException:
-        job.remove(job.key(number) for number in range(len(files)))
+        draft.remove(draft.key(number) for number in range(len(files)))
         raise
     stored: dict[str, StoredTensor] = {}
     for number, file in enumerate(files):
@@ -188,7 +188,7 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
             chunk = Chunk((0,) * len(entry.shape), entry.shape, number, begin, begin + entry.num_bytes)
             tensor = StoredTensor(dtype=tensors[fqn].dtype, shape=entry.shape, chunks=[chunk])
             stored.update(dict.fromkeys(names_of[fqn], tensor))
-    job.commit(Content(objects=[receipts], tensors={name: stored[name] for name in names.values()}))
+    draft.commit(Content(objects=[receipts], tensors={name: stored[name] for name in names.values()}))
     sizes = {receipt.key: receipt.size_bytes for receipt in receipts}
     return conversion.report("safetensors", sizes, num_tensors=len(names))
 

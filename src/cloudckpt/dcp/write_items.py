@@ -20,8 +20,7 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 from cloudckpt.format.plain_values import encode_plain
 from cloudckpt.format.safetensors import HeaderEntry
-from cloudckpt.pipeline.save import SaveItems, StagedItem
-from cloudckpt.tensors.body import wait_for_content
+from cloudckpt.tensors.body import SaveItems, StagedItem, wait_for_content
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.tensor_bytes import (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -24,11 +25,12 @@ from cloudckpt.format.model import ItemReceipts
 from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.save import SaveJob, require_no_resume
+from cloudckpt.pipeline.save import Draft, bodies_of, require_no_resume
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
+from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.uri import is_valid_location, parse_location
 
 
@@ -94,7 +96,7 @@ class ObjectStoreWriter(StorageWriter):
         """The id of the save, as torch's writers have it: a new one after each `reset`."""
         self.lifecycle = Lifecycle("save", self._options)
         """Tells that the current save begins and how it ends."""
-        self._job: SaveJob | None = None
+        self._draft: Draft | None = None
         self._begun_ns = 0
         self._cancellation = Cancellation()
         self._snapshot: Staging | None = None
@@ -118,7 +120,7 @@ class ObjectStoreWriter(StorageWriter):
     @property
     def report(self) -> SaveReport | None:
         """Report of this writer's last save on this rank; None before it has written."""
-        return self._job.report if self._job is not None else None
+        return self._draft.report if self._draft is not None else None
 
     @property
     def snapshot(self) -> Staging | None:
@@ -139,7 +141,7 @@ class ObjectStoreWriter(StorageWriter):
         if checkpoint_id is not None:
             self._location = parse_location(checkpoint_id)
         self.save_id = str(uuid.uuid4())
-        self._job = None
+        self._draft = None
         self.lifecycle = Lifecycle("save", self._options)
 
     @classmethod
@@ -149,7 +151,7 @@ class ObjectStoreWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return what torch keeps with the metadata. torch calls it first, so the last save is over."""
-        self._job = None
+        self._draft = None
         return self._storage_meta()
 
     def begin(self, rank: int) -> None:
@@ -169,25 +171,25 @@ class ObjectStoreWriter(StorageWriter):
             context = Context(location, self._options, rank=rank, recorder=recorder)
             self._cancellation.enter("planning")
             self._commits = is_coordinator
-            self._job = SaveJob(context, save_id=self.save_id)
+            self._draft = Draft(context, save_id=self.save_id)
             self._begun_ns = now_ns()
-            with recorder.step("set_up"), self._cancellation.stopping(self._job.stop):
+            with recorder.step("set_up"), self._cancellation.stopping(context.stop):
                 if self._commits:
-                    self._job.check(overwrite=self._overwrite)
+                    self._draft.begin(overwrite=self._overwrite)
                 context.emit("save.set_up")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach this rank's `AttemptMessage`. Raises `UnsupportedValueError` for a name that no manifest can hold."""
         check_names((item.index.fqn for item in plan.items), uri=self.checkpoint_id)
-        return dataclasses.replace(plan, storage_data=AttemptMessage(nonce=self._require_job().attempt))
+        return dataclasses.replace(plan, storage_data=AttemptMessage(nonce=self._require_draft().attempt))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell all ranks the attempt that they write under."""
         with self.lifecycle.ending_on_error():
-            job = self._require_job()
+            draft = self._require_draft()
             self._cancellation.check()
             return [
-                dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, attempt=job.attempt))
+                dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, attempt=draft.attempt))
                 if isinstance(plan.storage_data, AttemptMessage)
                 else plan
                 for plan in plans
@@ -198,26 +200,37 @@ class ObjectStoreWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         with self.lifecycle.ending_on_error():
             try:
-                job = self._require_job()
-                job.recorder.span("plan", self._begun_ns)
+                draft = self._require_draft()
+                context, make_receipts = draft.context, list[Callable[..., ItemReceipts]]()
+                context.recorder.span("plan", self._begun_ns)
                 pending = self._snapshot
                 if pending is not None and pending.completed.done():
                     pending.completed.result()
                     pending = None  # complete: no tensor has to be waited for
-                with job.recorder.step("write"), self._cancellation.stopping(job.stop):
+                with (
+                    context.recorder.step("write"),
+                    self._cancellation.stopping(context.stop),
+                    contextlib.closing(new_arena(budget_bytes=self._options.staging_bytes)) as arena,
+                ):
                     message, uri = plan.storage_data, self.checkpoint_id
                     # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then
                     # takes its place: the manifest names every object by its whole key.
-                    if isinstance(message, AttemptMessage) and message.nonce == job.attempt and message.attempt:
-                        job.attempt = message.attempt
+                    if isinstance(message, AttemptMessage) and message.nonce == draft.attempt and message.attempt:
+                        draft.attempt = message.attempt
                     items = plan_items(plan.items, planner, self._transforms, uri=uri, pending=pending)
                     self._cancellation.enter("uploading", total_bytes=sum(items.sizes_bytes))
-                    receipts = job.write(items, pending=pending, on_sent=self._cancellation.count_uploaded)
+                    context.on_sent = self._cancellation.count_uploaded
+                    objects = draft.write(bodies_of(context, items, arena, pending, make_receipts))
                 if pending is not None:
                     pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:
                     self._cancellation.seal(commits=False)
-                future.set_result(list(map(_result_of, receipts)))
+                future.set_result(
+                    [
+                        _result_of(make(stored_in=stored_in))
+                        for make, stored_in in zip(make_receipts, objects, strict=True)
+                    ]
+                )
             except CloudckptError:
                 raise
             except Exception as error:
@@ -234,36 +247,36 @@ class ObjectStoreWriter(StorageWriter):
         with self.lifecycle.ending_on_error():
             # Made before the commit: afterwards nothing may fail.
             storage_data = StoredRanges(result.storage_data for of_rank in results for result in of_rank)
-            job = self._require_job()
+            draft = self._require_draft()
             self._cancellation.seal(commits=True)
-            with job.recorder.step("commit"):
+            with draft.context.recorder.step("commit"):
                 keys = {result.storage_data.stored_in.key for of_rank in results for result in of_rank}
-                with job.removing_on_error(keys):
+                with draft.removing_on_error(keys):
                     content = content_of(metadata, results, uri=self.checkpoint_id)
-                job.commit(content, keys)
+                draft.commit(content, keys)
             metadata.version = DCP_VERSION
             metadata.storage_data = storage_data
             metadata.storage_meta = self._storage_meta()
-        self.lifecycle.end(job.report)
+        self.lifecycle.end(draft.report)
 
     def flush_trace(self) -> None:
         """Write the part of `Options.trace` that follows the last step; each step writes its own at its end."""
-        if self._job is not None:
-            self._job.recorder.end()
+        if self._draft is not None:
+            self._draft.context.recorder.end()
 
     def discard(self) -> None:
         """Remove what this rank wrote in its last save.
 
         Only for a save that all ranks know to have failed: never after `CommitUnknownError`, or a lost rank.
         """
-        if self._job is not None:
-            self._job.discard()
+        if self._draft is not None:
+            self._draft.discard()
 
     def __getstate__(self) -> dict[str, Any]:
         # A save that has begun belongs to its process.
         return {
             **self.__dict__,
-            "_job": None,
+            "_draft": None,
             "_snapshot": None,
             "_cancellation": None,
             "newest_commit_time_ns": newest_commit_time_ns(),
@@ -278,10 +291,10 @@ class ObjectStoreWriter(StorageWriter):
     def _storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
-    def _require_job(self) -> SaveJob:
-        if self._job is None:
+    def _require_draft(self) -> Draft:
+        if self._draft is None:
             raise CloudckptError("set_up_storage_writer has to be called before each save, as torch's dcp.save does")
-        return self._job
+        return self._draft
 
 
 def _result_of(receipts: ItemReceipts) -> WriteResult:

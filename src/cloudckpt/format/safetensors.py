@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -45,26 +46,31 @@ class Layout:
 
     header: bytes
     """The object's first bytes."""
-    begins: tuple[int, ...]
-    """The offset of each entry's bytes in the object."""
+    order: Sequence[int]
+    """The indices of the entries in the order in which they are stored, without those of the same bytes."""
+    begins: Sequence[int]
+    """The offset of each entry's bytes in the object, as the entries were given."""
     size_bytes: int
 
 
-def sort_for_storage(entries: Sequence[HeaderEntry]) -> list[int]:
-    """The entries' indices in the order in which they are stored: by falling element size, else as given."""
-    return sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
+def lay_out(
+    entries: Sequence[HeaderEntry], *, same_as: Mapping[int, int] = MappingProxyType({}), header_bytes: int = 0
+) -> Layout:
+    """Lay out an object that holds `entries`: by falling element size, so that all are aligned, else as given.
 
+    Args:
+        entries: The entries.
+        same_as: The index of the entry that has the same bytes, by the index of each one that is not stored itself.
+        header_bytes: The header is padded to this length, a multiple of 64, if it is shorter.
 
-def lay_out(entries: Sequence[HeaderEntry], *, header_bytes: int = 0) -> Layout:
-    """The layout of an object that holds `entries`, which must be in `sort_for_storage`.
-
-    The header is padded to `header_bytes`, a multiple of 64, if it is shorter.
     """
+    order = sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
+    order = [index for index in order if index not in same_as]
     header: dict[str, _HeaderEntry | dict[str, str]] = {"__metadata__": {"format": "pt"}}
-    relative_begins: list[int] = []
+    begins = [0] * len(entries)
     position = 0
-    for entry in entries:
-        relative_begins.append(position)
+    for index in order:
+        entry, begins[index] = entries[index], position
         tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
         name = entry.fqn if entry.offsets is None else name_entry(entry)
         end = position + entry.num_bytes
@@ -77,7 +83,8 @@ def lay_out(entries: Sequence[HeaderEntry], *, header_bytes: int = 0) -> Layout:
     prefix = len(text).to_bytes(8, "little") + text
     return Layout(
         header=prefix,
-        begins=tuple(len(prefix) + begin for begin in relative_begins),
+        order=order,
+        begins=[len(prefix) + begins[same_as.get(index, index)] for index in range(len(entries))],
         size_bytes=len(prefix) + position,
     )
 
@@ -228,23 +235,3 @@ def _has_bytes(expected: tuple[Any, ...]) -> bool:
 def _shown(rest: Sequence[object]) -> str:
     dtype, shape, begin, end = rest
     return f"{dtype!s:.20} {shape!s:.200} at [{begin!s:.40}, {end!s:.40})"
-
-
-# A safetensors header may have at most 100 MB (https://github.com/huggingface/safetensors#format); an entry of it
-# rarely passes 500 bytes.
-MAX_TENSORS_PER_OBJECT = 100_000
-
-
-def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:
-    """Consecutive groups, each of at most `max_tensors` and, but for a single larger one, within `object_bytes`."""
-    groups: list[range] = []
-    begin, filled_bytes = 0, 0
-    for index, size_bytes in enumerate(sizes_bytes):
-        full = filled_bytes + size_bytes > object_bytes or index - begin >= max_tensors
-        if index > begin and full:
-            groups.append(range(begin, index))
-            begin, filled_bytes = index, 0
-        filled_bytes += size_bytes
-    if begin < len(sizes_bytes):
-        groups.append(range(begin, len(sizes_bytes)))
-    return groups

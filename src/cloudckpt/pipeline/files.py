@@ -25,7 +25,7 @@ import torch.distributed as dist
 from typing_extensions import Buffer
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import RECEIPT_SUFFIX, data_key, new_attempt_id, receipt_key
+from cloudckpt.commit.attempts import RECEIPT_SUFFIX, new_attempt_id, receipt_key
 from cloudckpt.commit.log import read_log
 from cloudckpt.errors import (
     OVERWRITE_HINT,
@@ -43,7 +43,7 @@ from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.format.validation import MAX_BYTES
 from cloudckpt.io.upload import ObjectUpload, UploadSession, choose_held_part_bytes, plan_parts
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.save import SaveJob, require_no_resume
+from cloudckpt.pipeline.save import Draft, require_no_resume
 from cloudckpt.stores.base import Part, crc32c_of
 
 _log = logging.getLogger("cloudckpt")
@@ -117,7 +117,7 @@ def _list_receipts(context: Context, attempt: str) -> list[str]:
 _DECODER = msgspec.json.Decoder(FileReceipt)
 
 
-class FilesJob(SaveJob):
+class FilesJob:
     """One save of files at one location, on one rank. `begin`, `open` each file, and on rank 0 `commit_files`.
 
     `save` counts the job's saves at this location.
@@ -127,8 +127,9 @@ class FilesJob(SaveJob):
         require_no_resume(context.options)
         if context.options.extensions:
             raise InvalidOptionError("Options(extensions=…) does not apply to files. Remove it")
-        super().__init__(context, save_id=str(uuid.uuid4()))
-        self.attempt = me.attempt
+        self._context = context
+        self._draft = Draft(context, save_id=str(uuid.uuid4()), attempt=me.attempt)
+        self._attempt = me.attempt
         self._save = save
         self._num_ranks = me.num_ranks
         # Another process of this rank may have written under the same attempt.
@@ -141,14 +142,14 @@ class FilesJob(SaveJob):
         """Find the number of the commit, before any byte moves. Raises `CheckpointExistsError`."""
         context = self._context
         if context.rank == 0:
-            self.check(overwrite=False)
+            self._draft.begin(overwrite=False)
             return
         log = read_log(context.client)
         if log.current is not None:
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {context.uri}: nothing was written", uri=context.uri, hint=OVERWRITE_HINT
             )
-        self._number = log.highest_number + 1
+        self._draft.number = log.highest_number + 1
 
     def open(self, path: str) -> FileWriter:
         """Begin a file."""
@@ -157,7 +158,7 @@ class FilesJob(SaveJob):
 
     def _new_key(self) -> str:
         with self._lock:
-            return data_key(self.attempt, self._context.rank, next(self._numbers))
+            return self._draft.key(next(self._numbers))
 
     def _leave_receipt(self, path: str, objects: list[FileObject]) -> None:
         context = self._context
@@ -168,13 +169,13 @@ class FilesJob(SaveJob):
             rank=context.rank,
             save=self._save,
             index=index,
-            number=self._number,
+            number=self._draft.number,
             tile_bytes=context.options.advanced.tile_bytes,
             objects=objects,
         )
         document = msgspec.json.encode(receipt)
         views = [memoryview(b"%08x" % crc32c_of([memoryview(document)]) + document)]
-        key = receipt_key(self.attempt, context.rank, number)
+        key = receipt_key(self._attempt, context.rank, number)
         context.client.call(context.store.put, key, views, crc32c=crc32c_of(views))
 
     def commit_files(self, planned: Collection[str] = ()) -> None:
@@ -202,7 +203,7 @@ class FilesJob(SaveJob):
             )
         receipts = [receipt for receipt in known.values() if receipt.save == self._save]
         try:
-            self.commit(_content_of(receipts, self._num_ranks))
+            self._draft.commit(_content_of(receipts, self._num_ranks))
             num_bytes = sum(receipt.size_bytes for receipt in receipts)
             _log.info(
                 "saved %s: %d bytes in %d files of %d ranks", context.uri, num_bytes, len(receipts), self._num_ranks
@@ -216,7 +217,7 @@ class FilesJob(SaveJob):
     def _read_receipts(self, known: dict[str, FileReceipt]) -> None:
         """Add the receipts of all ranks to `known`, by their keys."""
         context = self._context
-        keys = [key for key in _list_receipts(context, self.attempt) if key not in known]
+        keys = [key for key in _list_receipts(context, self._attempt) if key not in known]
 
         def read(key: str) -> None:
             data = memoryview(context.client.call(context.store.read, key, max_bytes=_MAX_RECEIPT_BYTES))
@@ -240,7 +241,7 @@ class FilesJob(SaveJob):
             by_rank.setdefault(receipt.rank, []).append(receipt.index)
         lost = [rank for rank, indices in by_rank.items() if sorted(indices) != list(range(len(indices)))]
         apart = sorted({receipt.rank for receipt in found} - by_rank.keys())
-        late = sorted({receipt.rank for receipt in receipts if receipt.number != self._number})
+        late = sorted({receipt.rank for receipt in receipts if receipt.number != self._draft.number})
         checks = (
             (sorted(set(planned) - paths.keys()), "these files were planned, and no rank has written them: {}"),
             ([path for path, count in paths.items() if count > 1], "two saves at once, or two ranks, have written {}"),

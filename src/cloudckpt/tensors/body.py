@@ -1,22 +1,33 @@
-"""The body of a data object: its header and tensors, sent from where they lie, or copied part by part."""
+"""The data objects of a save: its items packed and laid out, sent from where they lie, or copied part by part."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+from cloudckpt.format.model import ItemReceipts
+from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.io.boxes import split_into_boxes
+from cloudckpt.options import MIB
 from cloudckpt.tensors.copying import CudaStream, Staging, copies_queued_on
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import address_range, as_carrier, bytes_view, is_viewable
 
 _ALIGNMENT_BYTES = 16  # the size of the largest element
+# An object's layout needs all of its tensors; meanwhile the object before it is sent.
+_MAX_TENSORS_PER_OBJECT = 4096
+# Transformed tensors are held until the layout of their object is known.
+_MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 
 
 def wait_for_content(pending: Staging, content: torch.Tensor | memoryview) -> None:
@@ -159,3 +170,104 @@ def _copy_range(copy: _PieceCopy, *, non_blocking: bool) -> None:
         block = source[box.slices]
         flat[position : position + block.numel()].view(box.lengths).copy_(block, non_blocking=non_blocking)
         position += block.numel()
+
+
+class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a save, ready to be laid out. `content` refers to memory; nothing has been copied."""
+
+    entry: HeaderEntry
+    index_offsets: tuple[int, ...] | None
+    """The offsets in the item's index."""
+    content: torch.Tensor | memoryview
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]
+    address: int = 0
+    """The address of a tensor's first element; 0 if the content is no tensor's memory."""
+
+
+def is_same_content(item: StagedItem, first: StagedItem) -> bool:
+    """Return True if two items, which were planned as aliases, have the same bytes."""
+    return (
+        0 < item.address == first.address
+        and type(item.content) is type(first.content)
+        and (item.dtype, item.lengths, item.transforms) == (first.dtype, first.lengths, first.transforms)
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveItems:
+    """The items of a save on one rank."""
+
+    sizes_bytes: Sequence[int]
+    """The estimated size of each; 0 for an alias."""
+    aliases: Mapping[int, int]
+    """The position of an earlier item that has the same bytes, by the position of each alias."""
+    are_transformed: bool
+    """True if extensions compute the stored bytes, so that no item is sent from where it is."""
+    stage: Callable[[Sequence[int]], Iterable[StagedItem]]
+    """Returns the items at these positions, with their data. It is called object by object, so that tensors that are
+    computed are not all held at once."""
+
+
+def lay_out_objects(
+    planned: SaveItems, arena: Arena, pending: Staging | None, *, object_bytes: int
+) -> Iterator[tuple[PieceBody, Callable[..., ItemReceipts]]]:
+    """Yield the body of each data object, and what makes its receipts of the object's own (`stored_in`).
+
+    An object has up to `object_bytes`. Aliases of one tensor are in one object, the first one first.
+    """
+    if planned.are_transformed:
+        object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
+    aliases = planned.aliases
+    firsts = [position for position in range(len(planned.sizes_bytes)) if position not in aliases]
+    followers: defaultdict[int, list[int]] = defaultdict(list)
+    for follower, first in aliases.items():
+        followers[first].append(follower)
+    sizes_of_firsts = [planned.sizes_bytes[position] for position in firsts]
+    for group in pack(sizes_of_firsts, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
+        positions = [position for i in group for position in (firsts[i], *followers.get(firsts[i], ()))]
+        items = list(planned.stage(positions))
+        places = {position: i for i, position in enumerate(positions)}
+        same_as = {places[position]: places[aliases[position]] for position in positions if position in aliases}
+        same_as = {i: first for i, first in same_as.items() if is_same_content(items[i], items[first])}
+        yield _lay_out_object(items, same_as, arena, pending)
+
+
+def _lay_out_object(
+    items: Sequence[StagedItem], same_as: Mapping[int, int], arena: Arena, pending: Staging | None
+) -> tuple[PieceBody, Callable[..., ItemReceipts]]:
+    layout = lay_out([item.entry for item in items], same_as=same_as)
+    pieces = [new_piece(memoryview(layout.header), begin=0)]
+    pieces += [new_piece(items[i].content, begin=layout.begins[i], address=items[i].address) for i in layout.order]
+    make_receipts = functools.partial(
+        ItemReceipts,
+        fqns=[item.entry.fqn for item in items],
+        offsets=[item.index_offsets for item in items],
+        begins=array("q", layout.begins),
+        ends=array("q", [begin + item.entry.num_bytes for item, begin in zip(items, layout.begins, strict=True)]),
+        dtypes=[item.dtype for item in items],
+        lengths=[item.lengths for item in items],
+        transforms=[item.transforms for item in items],
+    )
+    return PieceBody(pieces, arena, pending, new_side_streams(item.content for item in items)), make_receipts
+
+
+# A safetensors header may have at most 100 MB (https://github.com/huggingface/safetensors#format); an entry of it
+# rarely passes 500 bytes.
+MAX_TENSORS_PER_OBJECT = 100_000
+
+
+def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:
+    """Consecutive groups, each of at most `max_tensors` and, but for a single larger one, within `object_bytes`."""
+    groups: list[range] = []
+    begin, filled_bytes = 0, 0
+    for index, size_bytes in enumerate(sizes_bytes):
+        full = filled_bytes + size_bytes > object_bytes or index - begin >= max_tensors
+        if index > begin and full:
+            groups.append(range(begin, index))
+            begin, filled_bytes = index, 0
+        filled_bytes += size_bytes
+    if begin < len(sizes_bytes):
+        groups.append(range(begin, len(sizes_bytes)))
+    return groups

@@ -2,6 +2,9 @@
 
 A job is one program on several ranks, as torchrun starts them, and goes to every place in turn: what takes long is to
 import the frameworks. Each test looks at what it told of one place.
+
+Stores are told apart by the store contract and the end-to-end tests. Here a path and one bucket are enough, except for
+the jobs of `EVERYWHERE`; and one place is enough for another number of ranks than two.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from cloudckpt.testing.servers import Server, clean_environment, fake_gcs_server
 JOBS = Path(__file__).parent / "jobs"
 JOB_S = 800.0
 _END_S = 20.0
+EVERYWHERE = frozenset({"lightning_ddp", "lightning_sharded", "checkpoint_files", "checkpoint_crash"})
+"""Lightning opens URIs by fsspec too, and torch_checkpointing lists and removes what a save left."""
 _SERVERS: dict[str, Callable[[], AbstractContextManager[Server]]] = {
     "s3": moto_server,
     "rgw": ceph_rgw,
@@ -44,21 +49,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """So that a machine without Ceph can run the rest."""
     parser.addoption(
         "--places",
-        default="path,s3,rgw,gcs",
+        default="path,rgw,gcs",
         help="where the frameworks save, by commas: path, s3 (moto), rgw (Ceph's gateway), gcs (an emulator). "
         "Default: %(default)s",
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests that take a place are run at each, and others at one."""
+    """Run a test on the places that its argument names."""
     places = metafunc.config.getoption("--places").split(",")
-    if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", places)
-    if "place_of_two" in metafunc.fixturenames:
-        metafunc.parametrize("place_of_two", places[:1])
-    if "place_of_document" in metafunc.fixturenames:
-        metafunc.parametrize("place_of_document", ["s3"] if "s3" in places else places[:1])
+    some = {"every_place": places, "place": places[:2], "one_place": places[:1], "one_bucket": places[:2][-1:]}
+    for name, chosen in some.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +112,10 @@ class Jobs:
         *args: str,
         num_ranks: int = 2,
         is_torchrun: bool = True,
-        is_everywhere: bool = False,
         max_restarts: int = 0,
     ) -> Any:
-        """What rank 0 of that job told of this place. With one rank, the job finds what two have saved."""
-        # On fewer ranks it is asked of few places: what counts is what two have saved, not where it lies.
-        wanted = tuple(self.places) if num_ranks == 2 or is_everywhere else (place,)
+        """What rank 0 of that job told of this place. On other ranks than two, it finds what two have saved."""
+        wanted = (place,) if num_ranks != 2 else tuple(self.places)[: None if job in EVERYWHERE else 2]
         key = (job, args, num_ranks, is_torchrun, wanted)
         if key not in self._told:
             self._told[key] = self._run(job, args, num_ranks if is_torchrun else None, wanted, max_restarts)

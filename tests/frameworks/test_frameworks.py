@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_lightning_on_ddp(place: str, jobs: Jobs) -> None:
+def test_lightning_on_ddp(every_place: str, jobs: Jobs) -> None:
     """`ModelCheckpoint` with a URI would not save, keep the best, overwrite the last, or resume to the same losses; a
     fresh start would overwrite; or the module could not be loaded alone.
     """
-    found = jobs.at(place, "lightning_ddp")
+    found = jobs.at(every_place, "lightning_ddp")
     assert found["part"] == found["whole"][: len(found["part"])]
     assert found["resumed"] == found["whole"][len(found["part"]) :]
     assert len(found["names"]) == 3, found["names"]  # the two best, and the last
@@ -38,11 +38,11 @@ def test_lightning_on_ddp(place: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_lightning_on_shards(kind: str, place: str, jobs: Jobs) -> None:
+def test_lightning_on_shards(kind: str, every_place: str, jobs: Jobs) -> None:
     """FSDP's shards under Lightning would not be saved to a URI, or not go on from there on two ranks; a save before
     the first step would change the training; or `save_top_k=1` would remove the checkpoint that the run resumed from.
     """
-    found = jobs.at(place, "lightning_sharded", kind)
+    found = jobs.at(every_place, "lightning_sharded")[kind]
     assert found["part"] + found["resumed"] == found["whole"]
     assert found["verified"] > 0
     assert found["is_module"]
@@ -50,19 +50,19 @@ def test_lightning_on_shards(kind: str, place: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_lightnings_next_release_on_shards(kind: str, place: str, jobs: Jobs) -> None:
+def test_lightnings_next_release_on_shards(kind: str, every_place: str, jobs: Jobs) -> None:
     """Under `cloudckpt.enable()`, what Lightning after 2.6.6 saves to a URI could not be resumed, or would not be ours;
     or `enable` would break its checkpoints on a path.
     """
-    found = jobs.at(place, "lightning_sharded", kind, "next")
+    found = jobs.at(every_place, "lightning_sharded")[f"{kind}, next"]
     assert found["part"] + found["resumed"] == found["whole"]
-    assert found["names"] == ([] if place == "path" else ["epoch=0.ckpt", "epoch=1.ckpt"])
+    assert found["names"] == ([] if every_place == "path" else ["epoch=0.ckpt", "epoch=1.ckpt"])
 
 
-def test_lightning_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
+def test_lightning_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
     """What two ranks saved under Lightning would not go on on one."""
-    whole = jobs.at(place_of_two, "lightning_sharded", "fsdp2")["whole"]
-    resumed = jobs.at(place_of_two, "lightning_sharded", "fsdp2", num_ranks=1)["resumed"]
+    whole = jobs.at(one_place, "lightning_sharded")["fsdp2"]["whole"]
+    resumed = jobs.at(one_place, "lightning_sharded", num_ranks=1)["fsdp2"]["resumed"]
     assert resumed == pytest.approx(whole[len(whole) - len(resumed) :], rel=1e-5)
 
 
@@ -77,10 +77,10 @@ def test_accelerate(kind: str, place: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
-def test_accelerate_on_fewer_ranks(kind: str, place_of_two: str, jobs: Jobs) -> None:
+def test_accelerate_on_fewer_ranks(kind: str, one_place: str, jobs: Jobs) -> None:
     """What an accelerator of two ranks saved would not load on one, where the generators are left alone."""
-    jobs.at(place_of_two, "accelerate_state")
-    alone = jobs.at(place_of_two, "accelerate_state", num_ranks=1)[kind]
+    jobs.at(one_place, "accelerate_state")
+    alone = jobs.at(one_place, "accelerate_state", num_ranks=1)[kind]
     assert alone["first"] == 6
     assert len(alone["resumed"]) == 3
 
@@ -104,21 +104,21 @@ def test_transformers_trainer(kind: str, place: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
-def test_transformers_trainer_keeps_the_best(kind: str, place: str, jobs: Jobs) -> None:
+def test_transformers_trainer_keeps_the_best(kind: str, one_place: str, jobs: Jobs) -> None:
     """The best model would be removed by `save_total_limit`, forgotten by a resume, or not be the one in the end."""
-    found = jobs.at(place, "trainer")["best"][kind]
+    found = jobs.at(one_place, "trainer")["best"][kind]
     assert found["kept"] == [4, 8]
     assert found["scores"] == [0.9, 0.9]
     assert found["part"] == found["resumed"] == found["saved"]
     assert found["saved"] != found["last"]
-    assert found["uri"] == f"{jobs.root_of(place, 'trainer')}/{kind}-best/step-4"
+    assert found["uri"] == f"{jobs.root_of(one_place, 'trainer')}/{kind}-best/step-4"
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
-def test_transformers_trainer_on_fewer_ranks(kind: str, place_of_two: str, jobs: Jobs) -> None:
+def test_transformers_trainer_on_fewer_ranks(kind: str, one_place: str, jobs: Jobs) -> None:
     """What two ranks of a Trainer saved, shards too, would not go on on one."""
-    whole = jobs.at(place_of_two, "trainer")[kind]["whole"]
-    alone = jobs.at(place_of_two, "trainer", num_ranks=1)[kind]
+    whole = jobs.at(one_place, "trainer")[kind]["whole"]
+    alone = jobs.at(one_place, "trainer", num_ranks=1)[kind]
     assert alone["history"][:12] == whole["history"]
     assert alone["num_steps"] > 12
 
@@ -144,10 +144,10 @@ def test_torchtitan(mode: str, place: str, jobs: Jobs) -> None:
     assert (found["only"]["loaded"], found["only"]["first"]) == (True, 8)
 
 
-def test_torchtitan_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
+def test_torchtitan_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
     """What two ranks of torchtitan saved would not go on on one."""
-    jobs.at(place_of_two, "titan")
-    alone = jobs.at(place_of_two, "titan", num_ranks=1)["disabled"]
+    jobs.at(one_place, "titan")
+    alone = jobs.at(one_place, "titan", num_ranks=1)["disabled"]
     assert alone["resumed"]["first"] == 9
     assert alone["kept"] == [10, 11]
 
@@ -160,9 +160,9 @@ def test_ray_train(place: str, jobs: Jobs) -> None:
     assert found["verified"] > 0
 
 
-def test_the_document(place_of_document: str, jobs: Jobs) -> None:
+def test_the_document(one_bucket: str, jobs: Jobs) -> None:
     """What a user copies from docs/frameworks.md would not work with the framework."""
-    found = jobs.at(place_of_document, "document", num_ranks=1)
+    found = jobs.at(one_bucket, "document", num_ranks=1)
     assert set(found) == {
         "Lightning",
         "Fabric",
@@ -197,14 +197,24 @@ def test_refusals() -> None:
     assert CloudCheckpointManager.Config().overwrite is False
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_torch_checkpointing(num_ranks: int, place: str, jobs: Jobs) -> None:
-    """What torch_checkpointing's manager saves would come back changed, or not at all, on some number of ranks; a
-    second save would replace the first; or damage would be loaded.
+def test_torch_checkpointing(every_place: str, jobs: Jobs) -> None:
+    """What torch_checkpointing's manager saves would come back changed, or not at all; a second save would replace the
+    first; damage would be loaded; or torchtitan, which calls it, would find no step to resume from, or keep others.
     """
-    jobs.at(place, "checkpoint_files")  # whose checkpoint the others load
-    found = jobs.at(place, "checkpoint_files", num_ranks=num_ranks, is_everywhere=True)
-    for name in ("torch/sync", "torch/async", "safetensors/sync", "safetensors/async"):
+    titan = {"before": False, "found": [1, 2, 3, 4], "kept": ["step-3", "step-4"], "step": 4, "model": True}
+    assert check_torch_checkpointing(every_place, jobs, num_ranks=2)["titan"] == [titan] * 2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_torch_checkpointing_on_other_ranks(num_ranks: int, one_place: str, jobs: Jobs) -> None:
+    """What two ranks of torch_checkpointing saved would not load on some other number of ranks."""
+    jobs.at(one_place, "checkpoint_files")
+    check_torch_checkpointing(one_place, jobs, num_ranks=num_ranks)
+
+
+def check_torch_checkpointing(place: str, jobs: Jobs, *, num_ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = jobs.at(place, "checkpoint_files", num_ranks=num_ranks)
+    for name in ("torch/sync", "torch/async", "safetensors/sync"):
         for of_rank in found[name]:
             assert of_rank["model"], name
             assert of_rank["rank"], name
@@ -230,28 +240,14 @@ def test_torch_checkpointing(num_ranks: int, place: str, jobs: Jobs) -> None:
         assert sorted(found["race"]) == ["lost", "won"]
     else:
         assert found["resharded"]
+    return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_torch_checkpointing_as_torchtitan_calls_it(num_ranks: int, place: str, jobs: Jobs) -> None:
-    """torchtitan's manager would find no step to resume from, or take one for it that is not whole; or its retention
-    would remove nothing, or too much.
-    """
-    for of_rank in jobs.at(place, "checkpoint_files", num_ranks=num_ranks, is_everywhere=True)["titan"]:
-        assert of_rank == {
-            "before": False,
-            "found": [1, 2, 3, 4],
-            "kept": ["step-3", "step-4"],
-            "step": 4,
-            "model": True,
-        }
-
-
-def test_torch_checkpointing_after_a_crash(place: str, jobs: Jobs) -> None:
+def test_torch_checkpointing_after_a_crash(every_place: str, jobs: Jobs) -> None:
     """What a rank that was killed in the middle of a save had written would be taken for a checkpoint, get into the
     next save, or stay for ever.
     """
-    found = jobs.at(place, "checkpoint_crash", max_restarts=len(jobs.places))
+    found = jobs.at(every_place, "checkpoint_crash", max_restarts=len(jobs.places))
     assert found["before"] == [[], False, False]
     assert found["ls"] == ["model_0.pt", "model_1.pt"]  # without the file that only the first save had
     assert found["garbage"] >= 1  # the upload of the rank that died; torchrun may end the other before it writes

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from tests.frameworks.conftest import Jobs
 
 
-def test_olmo_core(place_of_two: str, jobs: Jobs) -> None:
+def test_olmo_core(one_place: str, jobs: Jobs) -> None:
     """With the lines of the document, OLMo-core would save through its own writer, or load other values."""
-    found = jobs.at(place_of_two, "olmo_fsdp")
+    found = jobs.at(one_place, "olmo_fsdp")
     assert found["weights"][0] == found["weights"][1]
     assert found["moments"][0] == found["moments"][1]

@@ -84,9 +84,9 @@ def test_on_shards(place: str, jobs: Jobs) -> None:
         assert resumed == undisturbed
 
 
-def test_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
+def test_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
     """What two ranks saved of torchao's tensors would be something else on one."""
-    jobs.at(place_of_two, "torchao_sharded")
-    found = jobs.at(place_of_two, "torchao_sharded", num_ranks=1)
+    jobs.at(one_place, "torchao_sharded")
+    found = jobs.at(one_place, "torchao_sharded", num_ranks=1)
     assert all(found["weights"].values()), found
     assert [found[kind] for kind in KINDS] == [[]] * len(KINDS)

@@ -18,9 +18,9 @@ def test_verl(place: str, jobs: Jobs) -> None:
     assert found["refused"].startswith("hf_model and save_lora_only are not saved")
 
 
-def test_verl_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
+def test_verl_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
     """What two of verl's workers saved would not load on one, as it does not with verl's own manager."""
-    jobs.at(place_of_two, "verl_fsdp")
-    alone = jobs.at(place_of_two, "verl_fsdp", num_ranks=1)
+    jobs.at(one_place, "verl_fsdp")
+    alone = jobs.at(one_place, "verl_fsdp", num_ranks=1)
     assert alone["lr"] == [1e-2 / 8]
     assert alone["kept"] == [0, 1, 1]

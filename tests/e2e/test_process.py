@@ -149,9 +149,9 @@ def fail_and_go_on(root: str) -> None:
     cloudckpt.close()
 
 
-def test_a_failure_on_one_rank_reaches_all(bucket: Place) -> None:
+def test_a_failure_on_one_rank_reaches_all(s3: Place) -> None:
     """If this fails, a save by process that fails on one rank hangs the others, or loses the cause."""
-    run_ranks(fail_and_go_on, bucket.root, world_size=2)
+    run_ranks(fail_and_go_on, s3.root, world_size=2)
 
 
 def be_refused(root: str) -> None:

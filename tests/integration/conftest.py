@@ -6,41 +6,16 @@ own: they start in about a second, and tests kill them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from tests.integration.servers import SERVERS
+from tests.integration.servers import Servers
 
 from cloudckpt.testing.servers import Server, clean_environment
 
 _bucket_numbers = itertools.count()
-
-
-class Servers:
-    """The servers of this process."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._started: dict[str, Server] = {}
-
-    def up(self, name: str) -> Server:
-        """The server of that name (see `SERVERS`), which answers; a test before may have killed it."""
-        if name not in self._started:
-            self._started[name] = self._stack.enter_context(SERVERS[name]())
-        server = self._started[name]
-        if not server.is_running:
-            server.restart()
-        return server
-
-
-@pytest.fixture(scope="session")
-def servers() -> Iterator[Servers]:
-    """Every server by its name, for tests that take several."""
-    with contextlib.ExitStack() as stack:
-        yield Servers(stack)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.commit.gc.leftovers import LONG_AGO, at, holds, keys_in, put, save
-from tests.integration.conftest import Servers
+from tests.integration.servers import Servers
 from tests.kit.wire import GCS_RETAINED, Wire, WireRule
 
 import cloudckpt

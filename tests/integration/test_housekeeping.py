@@ -14,7 +14,7 @@ from tests.commit.gc.test_gc_on_stores import (
     test_gc_keeps_young_data_and_names_it,
     test_gc_removes_data_that_an_overwrite_left,
 )
-from tests.integration.conftest import Servers
+from tests.integration.servers import Servers
 
 from cloudckpt.testing.servers import Server
 

@@ -14,7 +14,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from tests.e2e.killing import check
 from tests.e2e.kills import KILLS_ON_A_STORE, Kill
-from tests.integration.conftest import Servers
+from tests.integration.servers import Servers
 from tests.kit.places import BucketPlace, GCSPlace, S3Place
 
 from cloudckpt.testing.servers import Server

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.integration.conftest import Servers
+from tests.integration.servers import Servers
 from tests.kit.models import assert_same
 from tests.kit.options import make_options
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integration.conftest import Servers
+from tests.integration.servers import Servers
 from tests.integration.switch import Killer, ask, switch_of
 from tests.kit.options import make_options
 from tests.kit.ranks import run_ranks

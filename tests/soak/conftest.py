@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.integration.conftest import rgw, servers, use
+from tests.integration.conftest import rgw, use
 
-__all__ = ["rgw", "servers", "use"]
+__all__ = ["rgw", "use"]

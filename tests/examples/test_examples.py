@@ -48,10 +48,10 @@ def test_stateful(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """A model, an optimizer and an object of one's own would not come back whole; or the example would refuse to run a
     second time, although it asks for the overwrite.
     """
-    for _ in range(2):
-        run_example("stateful", uri, tmp_path)
-        assert "they train on as the original did" in capsys.readouterr().out
-        assert [info.name for info in cloudckpt.list_checkpoints(f"{uri}/stateful")] == ["live"]
+    cloudckpt.save({"of": "an earlier run"}, f"{uri}/stateful/live")
+    run_example("stateful", uri, tmp_path)
+    assert "they train on as the original did" in capsys.readouterr().out
+    assert [info.name for info in cloudckpt.list_checkpoints(f"{uri}/stateful")] == ["live"]
 
 
 def test_fsdp_optimizer_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -45,9 +46,31 @@ class NoArena(Arena):
         raise AssertionError(f"{num_bytes} bytes were copied")
 
 
+class Noting(Arena):
+    """Notes the size of each loan."""
+
+    def __init__(self) -> None:
+        super().__init__(budget_bytes=1 << 20)
+        self.sizes_bytes: list[int] = []
+
+    def lend(self, num_bytes: int) -> AbstractContextManager[torch.Tensor]:  # type: ignore[override]
+        self.sizes_bytes.append(num_bytes)
+        return super().lend(num_bytes)
+
+
 def opened(body: PieceBody, begin: int, end: int) -> bytes:
     with body.open(begin, end) as parts:
         return b"".join(parts)
+
+
+def test_a_part_of_two_tensors_is_copied_to_a_buffer_of_its_own_size() -> None:
+    """If this fails, such parts need larger buffers than others, and memory is pinned anew for each of them."""
+    tensors = [torch.arange(length * 2, dtype=torch.uint8)[::2] for length in (61, 70, 61)]
+    begins = [0, 61, 131]
+    pieces = [new_piece(tensor, begin=begin) for tensor, begin in zip(tensors, begins, strict=True)]
+    arena = Noting()
+    assert opened(PieceBody(pieces, arena), 0, 192) == b"".join(bytes(tensor.tolist()) for tensor in tensors)
+    assert arena.sizes_bytes == [192]
 
 
 @settings(max_examples=300)

@@ -183,6 +183,43 @@ def test_the_next_save_uses_them_again(cuda: FakeCudart) -> None:
     assert source.num_bytes == 0
 
 
+@pytest.mark.timeout(TIMEOUT_S)
+def test_kept_buffers_are_lent_in_pieces(cuda: FakeCudart) -> None:
+    """If this fails, few threads of a load share the large buffers that a save left, and all others wait."""
+    source = PinnedBuffers()
+    for num_bytes in (8 * MIB, 2 * MIB + 1, 8 * MIB):
+        with contextlib.closing(Arena(budget_bytes=8 * MIB, pinned=source)) as arena, contextlib.ExitStack() as loans:
+            buffers = [loans.enter_context(arena.lend(num_bytes)) for _ in range(8 * MIB // num_bytes)]
+            for number, buffer in enumerate(buffers):
+                buffer.fill_(number)
+                assert buffer.data_ptr() % 64 == 0
+            assert all(bool((buffer == number).all()) for number, buffer in enumerate(buffers))
+    assert cuda.num_calls == 1
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_threads_get_memory_in_the_order_in_which_they_came() -> None:
+    """If this fails, parts that come later overtake a larger one for ever."""
+    arena = Arena(budget_bytes=300)
+    ended: list[int] = []
+
+    def work(num_bytes: int) -> None:
+        with arena.lend(num_bytes):
+            ended.append(num_bytes)
+
+    with ThreadPoolExecutor(3) as pool:
+        with arena.lend(100):
+            waiting = []
+            for number, num_bytes in enumerate((300, 200, 100)):
+                waiting.append(pool.submit(work, num_bytes))
+                while len(arena._waiting) <= number:
+                    threading.Event().wait(0.001)
+            assert ended == []
+        for future in waiting:
+            future.result(TIMEOUT_S)
+    assert ended[0] == 300
+
+
 class Ledger:
     """What is lent at once, as seen from outside."""
 

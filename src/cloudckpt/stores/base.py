@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 from awscrt import checksums
 
 from cloudckpt.errors import ChecksumRefusedError, StoreError, UnsupportedOperationError
@@ -25,6 +26,7 @@ Views = Sequence[memoryview]
 _JOINED_BYTES = 512 * 1024
 _crc32c: Any = checksums.crc32c  # takes any buffer, though it says bytes
 _T = TypeVar("_T")
+_LARGE_COPY_BYTES = 256 * 1024
 
 
 class RequestRunner(Protocol):
@@ -346,7 +348,11 @@ def copy_into(views: Views, body: memoryview) -> None:
     """Fill `views`, one after the other, with the first bytes of `body`."""
     begin = 0
     for view in views:
-        view[:] = body[begin : begin + view.nbytes]
+        source = body[begin : begin + view.nbytes]
+        if view.nbytes < _LARGE_COPY_BYTES:
+            view[:] = source
+        else:  # other threads run meanwhile
+            np.copyto(np.frombuffer(view, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
         begin += view.nbytes
 
 

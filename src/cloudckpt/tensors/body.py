@@ -99,20 +99,23 @@ class PieceBody:
         if self._pending is not None:
             self._wait(self._pending, begin, end)
         inside = list(self._pieces_between(begin, end))
-        copied_bytes = sum(_align(high - low) for piece, low, high in inside if isinstance(piece.content, torch.Tensor))
+        positions: list[int] = []
+        used_bytes = 0
+        for piece, low, high in inside:
+            positions.append(used_bytes + (piece.begin + low - begin - used_bytes) % _ALIGNMENT_BYTES)
+            if isinstance(piece.content, torch.Tensor):
+                used_bytes = positions[-1] + high - low
         empty = contextlib.nullcontext(torch.empty(0, dtype=torch.uint8, device="cpu"))
-        with self._arena.lend(copied_bytes) if copied_bytes else empty as buffer:
+        with self._arena.lend(used_bytes) if used_bytes else empty as buffer:
             views: list[memoryview] = []
             copies: list[_PieceCopy] = []
-            used_bytes = 0
-            for piece, low, high in inside:
+            for (piece, low, high), position in zip(inside, positions, strict=True):
                 if isinstance(piece.content, memoryview):
                     views.append(piece.content[low:high])
                     continue
-                target = buffer[used_bytes : used_bytes + high - low]
+                target = buffer[position : position + high - low]
                 copies.append(_PieceCopy(piece.content, low, high, target))
                 views.append(bytes_view(target))
-                used_bytes += _align(high - low)
             _make_copies(copies, self._streams)
             yield views
 
@@ -134,10 +137,6 @@ class PieceBody:
             low, high = max(begin - piece.begin, 0), min(end - piece.begin, piece.num_bytes)
             if low < high:
                 yield piece, low, high
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class _PieceCopy(NamedTuple):

@@ -19,7 +19,7 @@ from cloudckpt.tensors.snapshot_plan import CPU, SnapshotPlan
 from cloudckpt.tensors.tensor_bytes import extent_bytes
 
 _MAX_THREADS = 32  # more threads do not make memory faster
-_MAX_QUEUED_TASKS = 4  # the GPU has so many tasks beyond the one that is waited for
+_MAX_QUEUED_TASKS = 64  # the GPU has so many tasks beyond the one that is waited for: this thread may wait for its turn
 
 
 class CudaStream:
@@ -105,8 +105,9 @@ class Staging:
         self._urgent = urgent
         self._begins, self._ends = plan.begins, plan.ends
         self._tasks_of_segment = plan.tasks_of_segment
-        self._changed = threading.Condition()
         self._is_done = bytearray(len(plan.tasks))
+        self._waiting: list[tuple[set[int], threading.Event]] = []
+        """The tasks that each waiting thread still waits for. It is woken once, when the last of them is done."""
         self._plan: SnapshotPlan | None = plan
         self._tensors = tensors
         self._lock = threading.Lock()
@@ -144,11 +145,13 @@ class Staging:
         return itertools.chain.from_iterable(self._tasks_of_segment[first:last])
 
     def _wait_for_tasks(self, tasks: Iterable[int]) -> None:
-        if self.completed.done():
-            return
-        numbers = set(tasks)
-        with self._changed:
-            self._changed.wait_for(lambda: self.completed.done() or all(self._is_done[task] for task in numbers))
+        are_done = threading.Event()
+        with self._lock:
+            numbers = {task for task in tasks if not self._is_done[task]}
+            if not numbers or self.completed.done():
+                return
+            self._waiting.append((numbers, are_done))
+        are_done.wait()
 
     def start(self) -> None:
         """Start the threads. If there can be none, or there is little to copy, copy here before the return."""
@@ -220,10 +223,14 @@ class Staging:
         self._finish_task(number, plan.tasks[number].num_bytes)
 
     def _finish_task(self, task: int, num_bytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self._is_done[task] = 1
             self.copied_bytes += num_bytes
-            self._changed.notify_all()
+            for numbers, are_done in self._waiting:
+                numbers.discard(task)
+                if not numbers:
+                    are_done.set()
+            self._waiting = [waiting for waiting in self._waiting if waiting[0]]
 
     def _finish(self) -> None:
         """Wake everybody: no memory is read or written any more."""
@@ -235,8 +242,10 @@ class Staging:
             else:
                 self.completed.set_exception(self._error)
         finally:  # a callback of the future may raise an exit
-            with self._changed:
-                self._changed.notify_all()
+            with self._lock:
+                waiting, self._waiting = self._waiting, []
+            for _, are_done in waiting:
+                are_done.set()
 
 
 def num_copy_threads() -> int:

@@ -15,7 +15,9 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -282,70 +284,149 @@ PINNED = PinnedBuffers()
 """The pinned buffers of this process."""
 
 
+class _Buffer:
+    """A buffer of an arena, and the ranges of it that are free."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.free = [(0, len(memory))]
+
+    @property
+    def is_unused(self) -> bool:
+        return self.free == [(0, len(self.memory))]
+
+    def take(self, free: tuple[int, int], num_bytes: int) -> tuple[int, int]:
+        """Take the beginning of a free range, up to where the next elements of any size can begin."""
+        begin, end = free
+        cut = min(-(-(begin + num_bytes) // LINE_BYTES) * LINE_BYTES, end)
+        self.free.remove(free)
+        if cut < end:
+            bisect.insort(self.free, (cut, end))
+        return begin, cut
+
+    def give_back(self, begin: int, end: int) -> None:
+        joined: list[tuple[int, int]] = []
+        for low, high in sorted([*self.free, (begin, end)]):
+            if joined and joined[-1][1] == low:
+                joined[-1] = (joined[-1][0], high)
+            else:
+                joined.append((low, high))
+        self.free = joined
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A thread that asks for memory, and what it gets."""
+
+    num_bytes: int
+    has_come: threading.Event = field(default_factory=threading.Event)
+    buffer: _Buffer | None = None
+    """The buffer with the lent range; None if the thread has to make one of `num_bytes`."""
+    begin: int = 0
+    end: int = 0
+
+
 class Arena:
     """Lends CPU buffers, together at most `budget_bytes`. A single larger one is lent while no other is.
 
-    It uses buffers again until it is closed. With `pinned`, it begins with those that are kept there, and gives its own
-    to them in the end. Safe to use from many threads; a thread must not hold two loans.
+    It uses buffers again until it is closed, whole or in pieces. With `pinned`, it begins with those that are kept
+    there, and gives its own to them in the end. Safe to use from many threads; a thread must not hold two loans.
+    Threads that have to wait get memory in the order in which they came, and each is woken only when its turn has come.
     """
 
     def __init__(self, *, budget_bytes: int, pinned: PinnedBuffers | None = None) -> None:
         self._budget_bytes = budget_bytes
         self._pinned = pinned
-        self._changed = threading.Condition()
-        self._free: list[torch.Tensor] = [] if pinned is None else pinned.take(max_bytes=budget_bytes)
-        self._held_bytes = sum(map(len, self._free))
+        self._lock = threading.Lock()
+        self._waiting: deque[_Turn] = deque()
+        self._buffers = [] if pinned is None else [*map(_Buffer, pinned.take(max_bytes=budget_bytes))]
+        self._held_bytes = sum(len(buffer.memory) for buffer in self._buffers)
         self._num_lent = 0
         self._is_closed = False
 
     @contextlib.contextmanager
     def lend(self, num_bytes: int) -> Iterator[torch.Tensor]:
         """Lend a ``uint8`` tensor of shape ``[num_bytes]``. Waits until the budget has room for it."""
-        buffer = self._take(num_bytes)
+        turn = _Turn(num_bytes)
         try:
-            yield buffer[:num_bytes]
+            buffer = self._await(turn)
+            yield buffer.memory[turn.begin : turn.begin + num_bytes]
         finally:
-            with self._changed:
-                self._free.append(buffer)
-                self._num_lent -= 1
-                self._changed.notify_all()
-            if self._is_closed:
-                self.close()
+            self._end(turn)
 
     def close(self) -> None:
         """Give the buffers back. Those that are still lent follow when they are returned."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            buffers, self._free = self._free, []
-            self._held_bytes -= sum(map(len, buffers))
+            unused = self._remove_unused()
         if self._pinned is not None:
-            self._pinned.keep(buffers)
+            self._pinned.keep([buffer.memory for buffer in unused])
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
-        with self._changed:
-            while True:
-                fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= num_bytes]
-                if fitting:
-                    smallest = min(fitting, key=lambda i: len(self._free[i]))
-                    self._num_lent += 1
-                    return self._free.pop(smallest)
-                while self._free and self._held_bytes + num_bytes > self._budget_bytes:
-                    self._held_bytes -= len(self._free.pop(0))
-                if self._held_bytes + num_bytes <= self._budget_bytes or self._num_lent == 0:
-                    break
-                self._changed.wait()
-            self._held_bytes += num_bytes
-            self._num_lent += 1
-        try:
-            if self._pinned is not None:
-                return self._pinned.new(num_bytes)
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        except BaseException:
-            with self._changed:
-                self._held_bytes -= num_bytes
+    def _await(self, turn: _Turn) -> _Buffer:
+        with self._lock:
+            self._waiting.append(turn)
+            self._serve()
+        turn.has_come.wait()
+        if turn.buffer is None:
+            pinned, num_bytes = self._pinned, turn.num_bytes
+            memory = (
+                torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if pinned is None else pinned.new(num_bytes)
+            )
+            buffer = _Buffer(memory)
+            turn.begin, turn.end = buffer.take((0, num_bytes), num_bytes)
+            with self._lock:
+                self._buffers.append(buffer)
+                turn.buffer = buffer
+        return turn.buffer
+
+    def _end(self, turn: _Turn) -> None:
+        with self._lock:
+            if not turn.has_come.is_set():  # interrupted while it waited
+                self._waiting.remove(turn)
+            else:
                 self._num_lent -= 1
-                self._changed.notify_all()
-            raise
+                if turn.buffer is None:  # none could be made
+                    self._held_bytes -= turn.num_bytes
+                else:
+                    turn.buffer.give_back(turn.begin, turn.end)
+            self._serve()
+        if self._is_closed:
+            self.close()
+
+    def _serve(self) -> None:
+        """Give memory to those who wait, in their order, as far as there is any."""
+        while self._waiting and self._find_memory(self._waiting[0]):
+            self._num_lent += 1
+            self._waiting.popleft().has_come.set()
+
+    def _find_memory(self, turn: _Turn) -> bool:
+        fitting = [
+            (high - low, number, (low, high))
+            for number, buffer in enumerate(self._buffers)
+            for low, high in buffer.free
+            if high - low >= turn.num_bytes
+        ]
+        if fitting:
+            _, number, free = min(fitting)
+            turn.buffer = self._buffers[number]
+            turn.begin, turn.end = turn.buffer.take(free, turn.num_bytes)
+            return True
+        if self._held_bytes + turn.num_bytes > self._budget_bytes:
+            self._remove_unused(until_bytes=self._budget_bytes - turn.num_bytes)
+        if self._held_bytes + turn.num_bytes > self._budget_bytes and self._num_lent:
+            return False
+        self._held_bytes += turn.num_bytes
+        return True
+
+    def _remove_unused(self, *, until_bytes: int = 0) -> list[_Buffer]:
+        """Remove buffers of which nothing is lent, until at most so many bytes are held."""
+        removed = []
+        for buffer in [buffer for buffer in self._buffers if buffer.is_unused]:
+            if self._held_bytes > until_bytes:
+                self._buffers.remove(buffer)
+                self._held_bytes -= len(buffer.memory)
+                removed.append(buffer)
+        return removed
 
 
 def new_arena(*, budget_bytes: int) -> Arena:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 import cloudckpt.manager.checkpoint_manager
 from cloudckpt.api import load
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.errors import CheckpointNotFoundError, portable
+from cloudckpt.dcp.protocol import Coordinator
+from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.integrations import find_steps, refuse_existing_steps, require
 from cloudckpt.options import Options
 from cloudckpt.uri import parse_location
@@ -153,17 +153,13 @@ class CloudCheckpointManager(CheckpointManager):
         """Return the newest committed step, the same on all ranks; -1 if there is none."""
         if folder and parse_location(folder).uri != self._manager.root:
             raise ValueError(f"only the folder {self._manager.root} is searched for steps, not {folder}")
-        found: list[int | Exception] = [-1]
-        if dist.get_rank() == 0:
-            try:
-                newest = self._manager.latest()
-                found = [-1 if newest is None else newest.step]
-            except Exception as error:  # noqa: BLE001  # the other ranks wait for the broadcast, and raise it too
-                found = [portable(error)]
-        dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+
+        def find() -> int:
+            newest = self._manager.latest()
+            return -1 if newest is None else newest.step
+
+        ranks = Coordinator(None, no_dist=False, root=self._manager.root, timeout_s=self.options.timeout_s)
+        return ranks.broadcast("find", find)
 
     def _maybe_wait_for_staging(self) -> None:
         if self.staging_future is not None:

@@ -62,10 +62,10 @@ def steps(binaries: Path) -> tuple[Step, ...]:
     lock = (*fasts3, "--threads", "16", "--total-mib", "512", "--candidates", "bare", "cloudckpt", "--repetitions", "1")
     return (
         Step(name="tests", arguments=("-m", "pytest", "tests/gpu", "-m", "gpu"), limit_s=90, writes_results=False),
-        Step(name="gpu", arguments=("-m", "benchmarks.gpu", "--repetitions", "3"), limit_s=150),
-        Step(name="cores", arguments=("-m", "benchmarks", "--sweep", "cores", *fasts3), limit_s=120),
+        Step(name="gpu", arguments=("-m", "benchmarks.gpu", "--repetitions", "3"), limit_s=120),
+        Step(name="cores", arguments=("-m", "benchmarks", "--sweep", "cores", *fasts3), limit_s=170),
         Step(name="lock", arguments=("-m", "benchmarks.transport", *lock), limit_s=40, writes_results=False),
-        Step(name="ranks", arguments=("-m", "benchmarks", "--sweep", "ranks", *fasts3), limit_s=180),
+        Step(name="ranks", arguments=("-m", "benchmarks", "--sweep", "ranks", *fasts3), limit_s=170),
     )
 
 

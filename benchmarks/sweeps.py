@@ -213,11 +213,11 @@ _BACKGROUND = Sweep(
 _CORES = Sweep(
     name="cores",
     about="One process on all cores of a machine, over HTTP and TLS.",
-    repetitions=3,
+    repetitions=2,
     cells=tuple(
         Cell(payload=payload, wire=wire, systems=("cloudckpt", "s3torchconnector", "limit"))
-        for wire in ("http", "tls")
         for payload in (ONE_TWENTY_EIGHT, MANY_SMALL)
+        for wire in ("http", "tls")
     ),
 )
 _RANKS = Sweep(

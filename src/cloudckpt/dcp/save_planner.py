@@ -42,10 +42,10 @@ from cloudckpt.dcp.shards import describe_shards
 from cloudckpt.dcp.write_items import find_aliases
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, answers_planners, flatten, name_path
+from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path
 from cloudckpt.format.wrappers import describe_difference
 from cloudckpt.tensors.copying import Staging
-from cloudckpt.tensors.tensor_bytes import plain_tensor
+from cloudckpt.tensors.tensor_bytes import Source, classify, plain_tensor
 
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
 _MAX_SHOWN = 500  # characters, as in torch
@@ -94,6 +94,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
         """The snapshot that is still being made of what is saved."""
         self.is_alone = False
         """True if no other rank saves."""
+        self.sources: Mapping[str, Source] = {}
+        """The entries of the flat state dict, each asked once what it is (`cloudckpt.dcp.write_items.KnowsSources`)."""
 
     def set_up_planner(
         self,
@@ -105,11 +107,12 @@ class BalancedSavePlanner(DefaultSavePlanner):
         flat = flatten(state_dict, uri=self._uri)
         self._nesting, self._common = Nesting.of(flat, uri=self._uri), flat.compared
         self.state_dict, self.mappings = flat.entries, self._nesting
+        self.sources = {fqn: classify(value) for fqn, value in flat.entries.items()}
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        items = plan_items(self.state_dict, is_coordinator=self.is_coordinator, uri=self._uri)
-        for position, first in find_aliases(items, self.state_dict).items():
+        items = plan_items(self.sources, is_coordinator=self.is_coordinator, uri=self._uri)
+        for position, first in find_aliases(items, self.sources).items():
             item = items[position]
             items[position] = TiedItem(
                 index=item.index, type=item.type, tensor_data=item.tensor_data, first=items[first].index
@@ -139,13 +142,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
 
-    def plain_tensors(self) -> Mapping[str, Any]:
-        """Implement `cloudckpt.dcp.write_items.KnowsPlainTensors`."""
-        return self.state_dict
 
-
-def plan_items(state_dict: Mapping[str, Any], *, is_coordinator: bool, uri: str) -> list[WriteItem]:
-    """Return one rank's write items for a flat `state_dict`, in its order (``create_default_local_save_plan``).
+def plan_items(sources: Mapping[str, Source], *, is_coordinator: bool, uri: str) -> list[WriteItem]:
+    """Return one rank's write items for a flat state dict, in its order (``create_default_local_save_plan``).
 
     Tensors that are alike share their description, which also makes the plan small when it is sent. Raises
     `UnsupportedValueError` for a tensor without sizes or strides to plan with, such as a nested one.
@@ -153,15 +152,16 @@ def plan_items(state_dict: Mapping[str, Any], *, is_coordinator: bool, uri: str)
     items: list[WriteItem] = []
     alike: dict[tuple[object, ...], TensorWriteData] = {}
     try:
-        for fqn, value in state_dict.items():
-            if type(value) in PLAIN_TENSORS and not answers_planners(value):
-                items.append(_plan_tensor(fqn, value, alike))
+        for fqn, source in sources.items():
+            if source.is_whole:
+                items.append(_plan_tensor(fqn, source.value, alike))
                 continue
+            value = source.value
             if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED) and value.is_nested:
                 plain_tensor(value, fqn, uri=uri)  # raises; torch plans jagged ones, and fails on rank 0
             items += create_default_local_save_plan({fqn: value}, is_coordinator).items
     except Exception:
-        for fqn, value in state_dict.items():
+        for fqn, (value, *_) in sources.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED):
                 plain_tensor(value, fqn, uri=uri)
             elif isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -17,42 +17,43 @@ from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
-from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
-from cloudckpt.format.plain_values import encode_plain
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.tensors.body import SaveItems, StagedItem, wait_for_content
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.tensor_bytes import (
+    Source,
     bytes_view,
+    classify,
     holds_its_values,
     is_viewable,
     layout_of,
     plain_tensor,
     view_memory,
-    viewable_address,
 )
 from cloudckpt.tensors.values import check_value
 
 _ESTIMATED_VALUE_BYTES = 4096  # for a Python object, whose size is known only once it is serialised
+_UNKNOWN = Source(None)
 _RESOLVING_METHODS = frozenset({"resolve_data", "lookup_object", "transform_object"})
 
 
 @runtime_checkable
-class KnowsPlainTensors(Protocol):
+class KnowsSources(Protocol):
     """A planner that resolves plain tensors as torch's default planner does."""
 
-    def plain_tensors(self) -> Mapping[str, Any]:
-        """Return the flat state dict: an item of a whole tensor resolves to the tensor of its name."""
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """The entries of the flat state dict: an item of a whole tensor resolves to the tensor of its name."""
 
 
-def known_tensors(planner: SavePlanner) -> Mapping[str, Any]:
-    """Return the flat state dict of `planner`; nothing if the planner may resolve tensors in a way of its own."""
-    if isinstance(planner, KnowsPlainTensors):
-        return planner.plain_tensors()
+def find_sources(planner: SavePlanner) -> Mapping[str, Source]:
+    """Return the entries of `planner`; nothing if the planner may resolve tensors in a way of its own."""
+    if isinstance(planner, KnowsSources):
+        return planner.sources
     if type(planner) is not DefaultSavePlanner or not _RESOLVING_METHODS.isdisjoint(vars(planner)):
         return {}
-    return planner.state_dict
+    return {fqn: classify(value) for fqn, value in planner.state_dict.items()}
 
 
 def estimate_bytes(item: WriteItem) -> int:
@@ -62,7 +63,7 @@ def estimate_bytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def find_aliases(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> dict[int, int]:
+def find_aliases(items: Sequence[WriteItem], sources: Mapping[str, Source]) -> dict[int, int]:
     """Map each item whose tensor shares its storage with an earlier item's to the position of the first such item.
 
     Aliases are tensors of the same address, strides, dtype and shape in a flat state dict, such as tied weights.
@@ -70,39 +71,26 @@ def find_aliases(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> d
     first_at: dict[int, int] = {}
     meeting: dict[int, list[int]] = {}
     for position, item in enumerate(items):
-        address = _find_address(state_dict.get(item.index.fqn))
+        address = sources.get(item.index.fqn, _UNKNOWN).address
         if address and first_at.setdefault(address, position) != position:
             meeting.setdefault(address, [first_at[address]]).append(position)
     aliases: dict[int, int] = {}
     for positions in meeting.values():  # rare: only here the tensors are looked at closely
         first_of: dict[Hashable, int] = {}
         for position in positions:
-            key = _key_of_storage(items[position], state_dict)
+            key = _key_of_storage(items[position], sources)
             if key is not None and first_of.setdefault(key, position) != position:
                 aliases[position] = first_of[key]
     return aliases
 
 
-def _local_tensor(value: object) -> torch.Tensor | None:
-    """Return the plain tensor that a state dict's value is, or has as its local shard."""
-    tensor = local_tensor_of(value) if type(value) is DTensor else value
-    return tensor if isinstance(tensor, torch.Tensor) and type(tensor) in PLAIN_TENSORS else None
-
-
-def _find_address(value: object) -> int:
-    tensor = _local_tensor(value)
-    try:
-        return 0 if tensor is None else tensor.data_ptr()
-    except RuntimeError:  # some layouts have no address
-        return 0
-
-
-def _key_of_storage(item: WriteItem, state_dict: Mapping[str, Any]) -> Hashable | None:
+def _key_of_storage(item: WriteItem, sources: Mapping[str, Source]) -> Hashable | None:
     """Return a key that is equal for items of the same bytes, if their tensors have the same address."""
-    tensor = _local_tensor(state_dict.get(item.index.fqn))
+    source = sources[item.index.fqn]
+    tensor = source.tensor
     if tensor is None or item.tensor_data is None or not tensor.numel():
         return None
-    layout = (tensor.dtype, tensor.size()) if is_viewable(tensor) else layout_of(tensor)
+    layout = (tensor.dtype, tensor.size()) if source.is_in_place else layout_of(tensor)
     return layout, item.index.offset, item.tensor_data.chunk.sizes
 
 
@@ -114,63 +102,49 @@ def plan_items(
     uri: str,
     pending: Staging | None = None,
 ) -> SaveItems:
-    """Return what a save job needs of torch's items. See `stage_items`.
+    """Return torch's items with their data, as the planner resolves them.
 
-    Raises `UnsupportedValueError` for a value that cannot be saved, before anything is sent.
+    If memory is still `pending`, only tensors that are read here are waited for, such as those in a tuple, which the
+    planner serialises. A planner that resolves tensors in a way of its own reads what it likes, so all has to be there.
+
+    Raises `UnsupportedValueError`, naming the FQN: for a value before anything is sent, for a tensor when it is staged.
     """
-    known = known_tensors(planner)
-    aliases = {} if transforms else find_aliases(items, known)
+    sources = find_sources(planner)
+    aliases = {} if transforms else find_aliases(items, sources)
+    encoded: dict[str, bytes | None] = {}
     for item in items:
-        if item.type is WriteItemType.BYTE_IO and item.index.fqn in known:
-            check_value(known[item.index.fqn], item.index.fqn, uri=uri)
+        if item.type is WriteItemType.BYTE_IO and (source := sources.get(item.index.fqn)) is not None:
+            if pending is not None:
+                _wait_for_tensors_in(source.value, pending)
+            encoded[item.index.fqn] = check_value(source.value, item.index.fqn, uri=uri)
+
+    def stage(positions: Sequence[int]) -> Iterator[StagedItem]:
+        kinds: dict[int, _Kind | None] = {}
+        for item in map(items.__getitem__, positions):
+            source = sources.get(item.index.fqn)
+            if item.type is WriteItemType.BYTE_IO:
+                # Its bytes are held here no longer than they are sent.
+                yield _stage_value(item, encoded.pop(item.index.fqn, None), planner, transforms, uri)
+            elif transforms or source is None or (quick := _stage_in_place(item, source, kinds)) is None:
+                yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, pending)
+            else:
+                yield quick
+
     return SaveItems(
         sizes_bytes=[0 if i in aliases else estimate_bytes(item) for i, item in enumerate(items)],
         aliases=aliases,
         are_transformed=bool(transforms),
-        stage=lambda numbers: stage_items([items[i] for i in numbers], planner, transforms, uri=uri, pending=pending),
+        stage=stage,
     )
 
 
-def stage_items(
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    transforms: WriteTransforms,
-    *,
-    uri: str,
-    pending: Staging | None = None,
-) -> Iterator[StagedItem]:
-    """Give the items with their data, as the planner resolves them. Raises `UnsupportedValueError`, naming the FQN.
-
-    If memory is still `pending`, only tensors that are read here are waited for, such as those in a tuple, which the
-    planner serialises. A planner that resolves tensors in a way of its own reads what it likes, so all has to be there.
-    """
-    state_dict = known_tensors(planner)
-    known = state_dict if not transforms else {}
-    kinds: dict[int, _Kind | None] = {}
-    for item in items:
-        quick = _stage_quickly(item, known, kinds)
-        if quick is not None:
-            yield quick
-            continue
-        if item.type is WriteItemType.BYTE_IO:
-            if pending is not None:
-                _wait_for_tensors_in(state_dict.get(item.index.fqn), pending)
-            yield _stage_value(item, planner, state_dict, transforms, uri=uri)
-        else:
-            yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, pending)
-
-
 def _stage_value(
-    item: WriteItem, planner: SavePlanner, state_dict: Mapping[str, Any], transforms: WriteTransforms, *, uri: str
+    item: WriteItem, encoded: bytes | None, planner: SavePlanner, transforms: WriteTransforms, uri: str
 ) -> StagedItem:
-    """Return a Python object as tagged JSON, or as what the planner makes of it."""
-    fqn = item.index.fqn
-    encoded = encode_plain(state_dict[fqn]) if fqn in state_dict else None
-    if encoded is not None:
-        content = memoryview(encoded)
-        return _stage_bytes(item, content, transforms, uri, dtype=None, lengths=(), encoding=(JSON_VALUE,))
-    data = _serialize(item, planner, uri)
-    return _stage_bytes(item, data.getbuffer(), transforms, uri, dtype=None, lengths=())
+    """Return a Python object as tagged JSON, if it is `encoded`, or as what the planner makes of it."""
+    content = _serialize(item, planner, uri).getbuffer() if encoded is None else memoryview(encoded)
+    encoding = () if encoded is None else (JSON_VALUE,)
+    return _stage_bytes(item, content, transforms, uri, dtype=None, lengths=(), encoding=encoding)
 
 
 def _serialize(item: WriteItem, planner: SavePlanner, uri: str) -> io.BytesIO:
@@ -217,16 +191,15 @@ class _Kind(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-def _stage_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, _Kind | None]) -> StagedItem | None:
+def _stage_in_place(item: WriteItem, source: Source, kinds: dict[int, _Kind | None]) -> StagedItem | None:
     """Return the item with its data, if it is a whole plain tensor that is sent from where it lies; else None.
 
     `kinds` caches the kind of each ``tensor_data``: many items share one.
     """
-    data, index = item.tensor_data, item.index
-    if data is None or item.type is not WriteItemType.TENSOR:
+    data, index, tensor = item.tensor_data, item.index, source.tensor
+    if not source.is_whole or not source.is_in_place or item.type is not WriteItemType.TENSOR:
         return None
-    tensor: Any = known.get(index.fqn)
-    if type(tensor) not in PLAIN_TENSORS or answers_planners(tensor):
+    if tensor is None or data is None:
         return None
     try:
         kind = kinds[id(data)]
@@ -234,18 +207,15 @@ def _stage_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, _
         kind = kinds[id(data)] = _kind_of(data)
     if kind is None or tensor.dtype is not kind.dtype or tensor.size() != kind.size or index.offset != kind.offsets:
         return None
-    address = viewable_address(tensor)
-    if not address:
-        return None
     entry = HeaderEntry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)
     return StagedItem(
         entry=entry,
         index_offsets=kind.offsets,
-        content=view_memory(address, kind.num_bytes, tensor),
+        content=view_memory(source.address, kind.num_bytes, tensor),
         dtype=kind.name,
         lengths=kind.lengths,
         transforms=(),
-        address=address,
+        address=source.address,
     )
 
 

@@ -6,16 +6,17 @@ import ctypes
 import functools
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from cloudckpt._torch_compat import AsyncCollectiveTensor, is_wrapper_subclass
+from cloudckpt._torch_compat import AsyncCollectiveTensor, is_wrapper_subclass, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
-from cloudckpt.format.nesting import PLAIN_TENSORS
+from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 
 # Copies move bit patterns, also of dtypes that torch can hardly compute with: an integer of the same size stands in.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -106,6 +107,34 @@ def viewable_address(tensor: torch.Tensor) -> int:
         return 0
     held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     return address if held_bytes >= tensor.nbytes else 0
+
+
+class Source(NamedTuple):
+    """A value of a state dict, and what a save asks about it. See `classify`."""
+
+    value: Any
+    tensor: torch.Tensor | None = None
+    """The plain tensor that the value is, or has as its local shard."""
+    address: int = 0
+    """The address of the tensor's first element; 0 if it has none."""
+    is_whole: bool = False
+    """True if the value is the tensor itself, and tells planners nothing else."""
+    is_in_place: bool = False
+    """True if the tensor's bytes can be used where they are."""
+
+
+def classify(value: Any) -> Source:
+    """Find out once for a save how `value` is planned, compared with others and sent."""
+    tensor = local_tensor_of(value) if type(value) is DTensor else value
+    if type(tensor) not in PLAIN_TENSORS:
+        return Source(value)
+    is_whole = tensor is value and not answers_planners(tensor)
+    if address := viewable_address(tensor):
+        return Source(value, tensor, address, is_whole, is_in_place=True)
+    try:
+        return Source(value, tensor, tensor.data_ptr(), is_whole)
+    except RuntimeError:  # some layouts have no address
+        return Source(value, tensor, 0, is_whole)
 
 
 def memory_address(tensor: torch.Tensor) -> int:

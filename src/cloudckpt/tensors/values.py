@@ -25,8 +25,6 @@ from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedVa
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 from cloudckpt.format.plain_values import decode_plain, encode_plain
 
-_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.device, torch.Size})
-_SEQUENCES = (list, tuple)
 _OF_RANKS = (DTensor, ShardedTensor)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _HARMLESS: tuple[Any, ...] = (
@@ -41,15 +39,14 @@ _ALLOWING = threading.Lock()  # the list belongs to the whole process
 _INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
 
 
-def check_value(value: object, name: str, *, uri: str) -> None:
-    """Raise `UnsupportedValueError` if `value` cannot be saved, and warn if a load would refuse it.
+def check_value(value: object, name: str, *, uri: str) -> bytes | None:
+    """Return `value` as tagged JSON, or None if it is saved as a pickle, with a warning if a load would refuse that.
 
-    Both name the part that is the cause, by its path and its class.
+    Raises `UnsupportedValueError` if it cannot be saved. Both name the part that is the cause, by its path and class.
     """
-    if type(value) in _ATOMS or (type(value) in _SEQUENCES and _ATOMS.issuperset(map(type, value))):  # type: ignore[call-overload]
-        return
-    if encode_plain(value) is not None:
-        return
+    encoded = encode_plain(value)
+    if encoded is not None:
+        return encoded
     inspector = _Inspector()
     error = inspector.inspect(value)
     if error is not None:
@@ -68,7 +65,7 @@ def check_value(value: object, name: str, *, uri: str) -> None:
         )
     refused = _find_refusal(value)
     if refused is None:
-        return
+        return None
     path, part = _find_cause(value, name, _parts, is_cause=_is_refused)
     classes = f" or torch.serialization.add_safe_globals([{', '.join(sorted(refused))}])" if refused else ""
     warnings.warn(
@@ -77,6 +74,7 @@ def check_value(value: object, name: str, *, uri: str) -> None:
         UserWarning,
         stacklevel=2,
     )
+    return None
 
 
 def describe_unsaved_part(value: object, name: str) -> str:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.kit.models import assert_same
-from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -30,8 +29,11 @@ def assert_checkpoint_holds(uri: str, fill: float) -> None:
     assert_same(loaded, values(fill))
 
 
-def save_through_every_door(root: str, kind: AsyncCheckpointerType) -> None:
-    """On each rank: cloudckpt's call, torch's with our writer and stager, torch's by URI; all change once staged."""
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: kind.name)
+@pytest.mark.slow
+@on_ranks(2)
+def test_every_way_to_save_asynchronously_commits_what_was_staged(root: str, kind: AsyncCheckpointerType) -> None:
+    """If this fails, an asynchronous save is torn by later training steps, or does not reach the store at all."""
     group = dist.new_group(backend="gloo")  # torch shares the default group with training otherwise
 
     state = values(1.0)
@@ -69,11 +71,3 @@ def save_through_every_door(root: str, kind: AsyncCheckpointerType) -> None:
     finally:
         cloudckpt.disable()
     assert_checkpoint_holds(uri, 3.0)
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: kind.name)
-@pytest.mark.slow
-def test_every_way_to_save_asynchronously_commits_what_was_staged(place: Place, kind: AsyncCheckpointerType) -> None:
-    """If this fails, an asynchronous save is torn by later training steps, or does not reach the store at all."""
-    run_ranks(save_through_every_door, place.root, kind, world_size=2)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.kit.models import AppState, assert_same, build
 from tests.kit.places import Place
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -45,8 +45,9 @@ def assert_loads(uri: str, value: float) -> None:
     assert_same(loaded, state_of(value))
 
 
-def save_and_train(root: str) -> None:
-    """On each rank: saves by process beside training, with a save by thread between them."""
+@on_ranks(2)
+def test_saves_by_process_hold_what_the_model_was(root: str) -> None:
+    """If this fails, a save by process stores other values, or the ranks disagree about whose processes still run."""
     for number, save in enumerate([save_by_process, cloudckpt.async_save, save_by_process]):
         training = build("fsdp2", seed=number)
         expected = training.parameters()
@@ -67,12 +68,7 @@ def save_and_train(root: str) -> None:
     assert_loads(f"{root}/closed", 9.0)
     cloudckpt.close()
     assert process._process() is None
-
-
-def test_saves_by_process_hold_what_the_model_was(tmp_path: Path) -> None:
-    """If this fails, a save by process stores other values, or the ranks disagree about whose processes still run."""
-    run_ranks(save_and_train, str(tmp_path), world_size=2)
-    cloudckpt.verify(tmp_path / "2")
+    cloudckpt.verify(f"{root}/2")
 
 
 class Die:
@@ -86,8 +82,14 @@ class Die:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_a_process(root: str, victim: int, moment: str, is_committed: bool) -> None:  # noqa: FBT001
-    """On each rank: a save in which the process of one dies, and two more after it."""
+@pytest.mark.parametrize(
+    ("victim", "moment", "is_committed"), [(1, "save.object_uploaded", False), (0, "save.committed", True)]
+)
+@on_ranks(2)
+def test_all_ranks_learn_that_the_process_of_one_is_gone(
+    root: str, victim: int, moment: str, *, is_committed: bool
+) -> None:
+    """If this fails, ranks wait for one whose process ran out of memory, or can save no more after it."""
     begun_s = time.monotonic()
     handle = save_by_process(state_of(1.0), f"{root}/lost", options=Options(on_event=Die(victim, moment)))
     error = handle.exception(WAIT_S)
@@ -104,16 +106,6 @@ def lose_a_process(root: str, victim: int, moment: str, is_committed: bool) -> N
         save_by_process(state_of(number), f"{root}/{number}").result(WAIT_S)
         assert_loads(f"{root}/{number}", number)
     cloudckpt.close()
-
-
-@pytest.mark.parametrize(
-    ("victim", "moment", "is_committed"), [(1, "save.object_uploaded", False), (0, "save.committed", True)]
-)
-def test_all_ranks_learn_that_the_process_of_one_is_gone(
-    tmp_path: Path, victim: int, moment: str, *, is_committed: bool
-) -> None:
-    """If this fails, ranks wait for one whose process ran out of memory, or can save no more after it."""
-    run_ranks(lose_a_process, str(tmp_path), victim, moment, is_committed, world_size=2)
 
 
 class Refuse:
@@ -154,8 +146,9 @@ def test_a_failure_on_one_rank_reaches_all(s3: Place) -> None:
     run_ranks(fail_and_go_on, s3.root, world_size=2)
 
 
-def be_refused(root: str) -> None:
-    """On one rank: saves that cannot be made by another process."""
+@on_ranks(1)
+def test_a_save_that_a_process_cannot_make_is_refused(root: str) -> None:
+    """If this fails, a save succeeds in the memory of another process, or fails with an error of pickle's."""
     with pytest.raises(InvalidOptionError, match="memory of this process"):
         save_by_process({"w": torch.ones(3)}, "memory://process/a")
     with pytest.raises(InvalidOptionError, match="cannot pickle on_event"):
@@ -168,8 +161,3 @@ def be_refused(root: str) -> None:
             save_by_process({"w": [1, part]}, f"{root}/a", async_stager=stager).result(WAIT_S)
         stager.close()
     assert list(Path(root).iterdir()) == []
-
-
-def test_a_save_that_a_process_cannot_make_is_refused(tmp_path: Path) -> None:
-    """If this fails, a save succeeds in the memory of another process, or fails with an error of pickle's."""
-    run_ranks(be_refused, str(tmp_path), world_size=1)

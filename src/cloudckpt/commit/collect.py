@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
@@ -29,6 +29,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.base import UploadInfo
+from cloudckpt.stores.probe import error_of
 
 _MOST_REFUSALS = 10
 """In a row: then nothing there can be removed."""
@@ -176,7 +177,7 @@ def _abort_uploads(
     client: StoreClient, uploads: Sequence[FoundItem], *, done: set[str], left: dict[str, StoreError]
 ) -> None:
     for upload in uploads:
-        failure = _try_removal(client.abort_multipart, upload.key, upload.upload_id)
+        failure = error_of(client.abort_multipart, upload.key, upload.upload_id)
         if failure is None:
             done.add(upload.upload_id)
         else:
@@ -238,12 +239,12 @@ def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreEr
     left: dict[str, StoreError] = {}
     gone: list[str] = []
     for batch in split_into_batches(keys):
-        if _try_removal(client.delete, batch) is None:
+        if error_of(client.delete, batch) is None:
             gone += batch
             continue
         num_refused = 0
         for key in batch:
-            error = _try_removal(client.delete, [key])
+            error = error_of(client.delete, [key])
             num_refused = num_refused + 1 if error is not None else 0
             if error is None:
                 gone.append(key)
@@ -252,14 +253,6 @@ def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreEr
             if num_refused == _MOST_REFUSALS:
                 return left, gone
     return left, gone
-
-
-def _try_removal(removal: Callable[..., None], *arguments: object) -> StoreError | None:
-    try:
-        removal(*arguments)
-    except StoreError as error:
-        return error
-    return None
 
 
 def group_uploads(client: StoreClient) -> Mapping[str, list[UploadInfo]]:

@@ -179,22 +179,23 @@ class Scratch:
     def clean_up(self) -> list[str]:
         """Remove everything that is left. Returns, for each failure, the address and the error."""
         failures = {
-            f"{self.store.url(key)} (an unfinished upload)": _error_of(self.store.abort_multipart, key, upload_id)
+            f"{self.store.url(key)} (an unfinished upload)": error_of(self.store.abort_multipart, key, upload_id)
             for key, upload_id in self._uploads
         }
         keys = list(self._keys)
         # Together if the store can, so that an end by Ctrl-C is quick.
-        if len(keys) > 1 and _error_of(self.store.delete, keys) is None:
+        if len(keys) > 1 and error_of(self.store.delete, keys) is None:
             keys = []
         for key in keys:
             for _ in range(_NUM_REMOVALS):
-                failures[self.store.url(key)] = error = _error_of(self.store.delete, [key])
+                failures[self.store.url(key)] = error = error_of(self.store.delete, [key])
                 if not isinstance(error, TransientStoreError):
                     break
         return [f"{address}: {error}" for address, error in failures.items() if error is not None]
 
 
-def _error_of(removal: Callable[..., None], *arguments: object) -> StoreError | None:
+def error_of(removal: Callable[..., None], *arguments: object) -> StoreError | None:
+    """Call `removal`. Returns the error of the store; None if it succeeded."""
     try:
         removal(*arguments)
     except StoreError as error:

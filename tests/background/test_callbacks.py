@@ -189,8 +189,7 @@ class SavePlanner(DefaultSavePlanner):
 
 @every_error
 @pytest.mark.parametrize(
-    "step",
-    ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "state_dict"],
+    "step", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "state_dict"]
 )
 def test_a_planner_or_object_that_raises_fails_the_save(memory: Memory, step: str, error: BaseException) -> None:
     """If this fails, a planner that exits is a save that never ends."""

@@ -66,9 +66,7 @@ class Lying(WrappedStore):
         for info in self.inner.list(prefix):
             is_entry = info.key.rpartition("/")[2].startswith("manifest")
             yield ObjectInfo(
-                key=info.key,
-                size_bytes=self._size_bytes if is_entry else info.size_bytes,
-                modified_at=info.modified_at,
+                key=info.key, size_bytes=self._size_bytes if is_entry else info.size_bytes, modified_at=info.modified_at
             )
 
 

@@ -112,9 +112,7 @@ def test_lost_answers_do_not_change_who_won(num_faults: int) -> None:
 def test_each_number_has_one_overwriter_and_readers_find_a_whole_checkpoint() -> None:
     """If this fails, an overwrite leaves no checkpoint for a moment, or one with missing data (G2)."""
     result = checked(
-        [saver("B", overwrite=True), saver("C", overwrite=True), reader()],
-        world=committed(0, "A"),
-        attempts="BC",
+        [saver("B", overwrite=True), saver("C", overwrite=True), reader()], world=committed(0, "A"), attempts="BC"
     )
     # Both can win, one after the other; both can not lose.
     assert winners_of(result) == {("B",), ("C",), ("B", "C")}
@@ -124,10 +122,7 @@ def test_each_number_has_one_overwriter_and_readers_find_a_whole_checkpoint() ->
 
 def test_a_slow_writer_does_not_slip_below_an_overwrite() -> None:
     """If this fails, a save that found nothing wins the number that an overwrite has just freed."""
-    result = checked(
-        [saver("A"), saver("B"), saver("C", overwrite=True), reader()],
-        attempts="ABC",
-    )
+    result = checked([saver("A"), saver("B"), saver("C", overwrite=True), reader()], attempts="ABC")
     # C may come first and find nothing to overwrite; then it is as the others are.
     assert winners_of(result) == {("A",), ("B",), ("C",), ("A", "C"), ("B", "C")}
 
@@ -135,10 +130,7 @@ def test_a_slow_writer_does_not_slip_below_an_overwrite() -> None:
 def test_overwrites_with_lost_answers() -> None:
     """If this fails, an overwriter whose answer was lost removes its own data, or both overwriters succeed as one."""
     result = checked(
-        [saver("B", overwrite=True), saver("C", overwrite=True)],
-        world=committed(0, "A"),
-        attempts="BC",
-        num_faults=2,
+        [saver("B", overwrite=True), saver("C", overwrite=True)], world=committed(0, "A"), attempts="BC", num_faults=2
     )
     assert ("B", "C") in winners_of(result)
 

@@ -30,10 +30,7 @@ TRAINED = SynchronizedNames(keys=frozenset({"model"}), exceptions=frozenset({"mo
 
 
 def plan(
-    states: Sequence[dict[str, Any]],
-    *,
-    compare: CompareReplicas = "sample",
-    synchronized: SynchronizedNames = NOTHING,
+    states: Sequence[dict[str, Any]], *, compare: CompareReplicas = "sample", synchronized: SynchronizedNames = NOTHING
 ) -> tuple[list[SavePlan], list[SavePlan]]:
     """Return the plans of ranks with these states, before and after the coordinator has seen them."""
     planners = [BalancedSavePlanner(compare=compare, synchronized=synchronized) for _ in states]
@@ -191,9 +188,7 @@ def test_one_changed_byte_of_a_large_tensor_is_found_by_a_whole_comparison() -> 
         plan(states, compare="whole", synchronized=TRAINED)
 
 
-def test_differing_buffer_comes_from_the_lowest_rank_and_is_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_differing_buffer_comes_from_the_lowest_rank_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, statistics that each rank has of its own data are mixed, are refused, or fill the log."""
     states = [
         {

@@ -15,22 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.scaled import make_scaled
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from cloudckpt._torch_compat import problems_in
 from cloudckpt.dcp.replicas import copies_of_items
-from cloudckpt.dcp.save_planner import (
-    BalancedSavePlanner,
-    ReplicatedItem,
-    assign_ranks,
-    check_agreement,
-    merge_plans,
-)
+from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks, check_agreement, merge_plans
 from cloudckpt.dcp.shards import describe_shards
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.nesting import unflatten
@@ -316,13 +307,7 @@ def test_the_plan_of_one_rank_is_torchs(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("verdict", "problems"),
-    [
-        ([], []),
-        (["key:w is wrong"], ["key:w is wrong"]),
-        (True, []),
-        (False, ["see torch's log"]),
-        (None, []),
-    ],
+    [([], []), (["key:w is wrong"], ["key:w is wrong"]), (True, []), (False, ["see torch's log"]), (None, [])],
 )
 def test_the_verdict_of_every_torch_is_understood(verdict: object, problems: list[str]) -> None:
     """If this fails, no save succeeds with the oldest torch, or what it finds wrong with a plan is overlooked."""

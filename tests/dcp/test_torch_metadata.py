@@ -133,13 +133,7 @@ def test_torchs_metadata_is_rebuilt(
         MetadataIndex(fqn, offsets): (of_rank.stored_in.key, *place)
         for of_rank in receipts
         for fqn, offsets, *place in zip(
-            of_rank.fqns,
-            of_rank.offsets,
-            of_rank.begins,
-            of_rank.ends,
-            of_rank.dtypes,
-            of_rank.lengths,
-            strict=True,
+            of_rank.fqns, of_rank.offsets, of_rank.begins, of_rank.ends, of_rank.dtypes, of_rank.lengths, strict=True
         )
     }
     assert written == {

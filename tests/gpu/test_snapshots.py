@@ -16,10 +16,7 @@ from cloudckpt.options import MIB
 DEVICE = "cuda"
 TIMEOUT_S = 120
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def state_of(fill: float, *, num_bytes: int = 64 * MIB) -> dict[str, torch.Tensor]:

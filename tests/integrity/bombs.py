@@ -85,14 +85,7 @@ def huge_size_without_tiles() -> Bomb:
 
 BOMBS: dict[str, Callable[[], Bomb]] = {
     bomb.__name__: bomb
-    for bomb in (
-        huge_value,
-        huge_values_that_overlap,
-        huge_tile,
-        huge_header,
-        huge_shape,
-        huge_size_without_tiles,
-    )
+    for bomb in (huge_value, huge_values_that_overlap, huge_tile, huge_header, huge_shape, huge_size_without_tiles)
 }
 
 
@@ -126,10 +119,7 @@ def main() -> dict[str, Any]:
     outcomes: dict[str, list[str]] = {}
     for name, (_, _, state) in bombs.items():
         uri = f"memory://bombs/{name}"
-        calls = (
-            functools.partial(cloudckpt.load, state, uri, no_dist=True),
-            functools.partial(cloudckpt.verify, uri),
-        )
+        calls = (functools.partial(cloudckpt.load, state, uri, no_dist=True), functools.partial(cloudckpt.verify, uri))
         outcomes[name] = [outcome(call) for call in calls]
     taken_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) * 1024
     return {"outcomes": outcomes, "taken_bytes": taken_bytes}

@@ -16,11 +16,7 @@ import cloudckpt
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, InvalidManifestError, UnsupportedFormatError
 from cloudckpt.format.codec import decode
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.multirank,
-    pytest.mark.usefixtures("without_threads"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.multirank, pytest.mark.usefixtures("without_threads")]
 
 SAMPLE = 401  # of the cases that go the long way, through the public calls: one in so many
 

@@ -61,12 +61,7 @@ def intersects(want: WantedRange, request: RangeRead) -> bool:
     max_over_read=st.sampled_from([0.0, 0.1, 0.5, 3.0]),
 )
 def test_every_wanted_byte_comes_once(
-    *,
-    wanted: list[WantedRange],
-    tile_bytes: int,
-    request_bytes: int,
-    max_gap_bytes: int,
-    max_over_read: float,
+    *, wanted: list[WantedRange], tile_bytes: int, request_bytes: int, max_gap_bytes: int, max_over_read: float
 ) -> None:
     """If this fails, a load leaves bytes unread, reads them twice, past the end, or more than it may at once."""
     requests = plan_reads(

@@ -197,8 +197,7 @@ def test_overtaken_writer_fails(store: FaultyStore, theirs: bytes) -> None:
 
 @pytest.mark.parametrize("error", [permanent, transient], ids=["for good", "for long"])
 @pytest.mark.parametrize(
-    "operation",
-    ["list", "list_uploads", "list_parts", "read_into", "upload_part", "complete_multipart", "head"],
+    "operation", ["list", "list_uploads", "list_parts", "read_into", "upload_part", "complete_multipart", "head"]
 )
 def test_upload_that_cannot_be_resumed_is_sent_whole(
     store: FaultyStore, operation: str, error: Callable[[str], StoreError]

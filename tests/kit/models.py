@@ -14,11 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 Parallelism = Literal["none", "ddp", "fsdp1", "fsdp1_mesh", "fsdp2", "hsdp", "fsdp_tp"]
@@ -82,10 +78,7 @@ def build(parallelism: Parallelism, *, seed: int, compiled: bool = False, lr: fl
     model = _wrap(MLP(HIDDEN_TP if parallelism == "fsdp_tp" else HIDDEN), parallelism)
     if compiled:
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    return Training(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, foreach=False),
-    )
+    return Training(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=lr, foreach=False))
 
 
 def _wrap(model: nn.Module, parallelism: Parallelism) -> nn.Module:

@@ -91,11 +91,7 @@ def test_saved_and_restored(memory: Memory, *, async_: bool) -> None:
     restored = CheckpointManager(memory.root).restore(state)
     assert restored is not None
     assert_holds(state, 7.0)
-    assert (restored.step, restored.uri, restored.skipped) == (
-        7,
-        memory.uri("step-7"),
-        (),
-    )
+    assert (restored.step, restored.uri, restored.skipped) == (7, memory.uri("step-7"), ())
     assert restored.report is not None
     assert restored.report.num_bytes_wanted > 0
     assert cloudckpt.latest(memory.root) == cloudckpt.list_checkpoints(memory.root)[0]
@@ -275,30 +271,17 @@ def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
     """If this fails, which checkpoint is the best is known only to the process that saved it."""
     options = Options(metadata={"run": "a"})
     manager = CheckpointManager(memory.root, options=options)
-    save_all(
-        manager,
-        1,
-        metrics={"loss": torch.tensor(0.5, requires_grad=True), "accuracy": np.float32(0.25), "n": 3},
-    )
+    save_all(manager, 1, metrics={"loss": torch.tensor(0.5, requires_grad=True), "accuracy": np.float32(0.25), "n": 3})
     save_all(manager, 2, metrics={"loss": math.nan, "accuracy": 0.75})
     save_all(manager, 3)
     document = json.loads(memory.at("step-1").inner.read("manifest.json", max_bytes=2**30))
-    assert document["metadata"] == {
-        "run": "a",
-        "step": 1,
-        "metrics": {"loss": 0.5, "accuracy": 0.25, "n": 3.0},
-    }
+    assert document["metadata"] == {"run": "a", "step": 1, "metrics": {"loss": 0.5, "accuracy": 0.25, "n": 3.0}}
     other = CheckpointManager(memory.root)
     first, second, third = other.steps()
     assert first.metrics == {"loss": 0.5, "accuracy": 0.25, "n": 3.0}
     assert math.isnan(second.metrics["loss"])
     assert third.metrics == {}
-    best = [
-        other.best("loss"),
-        other.best("accuracy", "max"),
-        other.best("accuracy"),
-        other.best("none"),
-    ]
+    best = [other.best("loss"), other.best("accuracy", "max"), other.best("accuracy"), other.best("none")]
     assert [info.step if info else None for info in best] == [1, 2, 1, None]
 
 
@@ -421,10 +404,7 @@ def test_a_step_that_may_not_be_looked_at_is_not_passed_over(memory: Memory) -> 
 def test_a_step_that_is_asked_for_and_missing_is_an_error(memory: Memory) -> None:
     """If this fails, a job that was told where to begin begins somewhere else."""
     manager = CheckpointManager(memory.root)
-    with pytest.raises(
-        cloudckpt.CheckpointNotFoundError,
-        match=r"step 3 is not committed .* no step is committed",
-    ):
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"step 3 is not committed .* no step is committed"):
         manager.restore(state_of(), step=3)
     save_all(manager, 1, 20, 4)
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match="the committed steps are 1, 4, 20"):

@@ -18,10 +18,7 @@ EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 def step_info(step: int, *, minute: int, again: str = "", **metrics: float) -> StepInfo:
     return StepInfo(
-        step=step,
-        uri=f"memory://x/step-{step}{again}",
-        committed_at=EPOCH + timedelta(minutes=minute),
-        metrics=metrics,
+        step=step, uri=f"memory://x/step-{step}{again}", committed_at=EPOCH + timedelta(minutes=minute), metrics=metrics
     )
 
 
@@ -36,11 +33,7 @@ Situation: TypeAlias = tuple[list[StepInfo], RetentionPolicy, set[str], int | No
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
     numbers = draw(st.lists(st.integers(0, 40), unique=True, max_size=12))
-    losses = st.one_of(
-        st.none(),
-        st.sampled_from([1.0, 2.0, 3.0, math.nan, math.inf]),
-        st.floats(-5, 5),
-    )
+    losses = st.one_of(st.none(), st.sampled_from([1.0, 2.0, 3.0, math.nan, math.inf]), st.floats(-5, 5))
     infos = []
     for number in numbers:
         loss = draw(losses)

@@ -74,11 +74,7 @@ def apply_patch(mutant: Mutant, root: Path) -> str:
 
 def run_tests(root: Path, tests: Iterable[str], *arguments: str, limit_s: float | None = None) -> Outcome:
     """Run pytest on the copy at `root`, and kill it with all its processes after `limit_s`."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}",
-        "CLOUDCKPT_HYPOTHESIS": "thorough",
-    }
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "CLOUDCKPT_HYPOTHESIS": "thorough"}
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-c", _RUN_PYTEST, str(root / "src"), "-q", "-p", "no:cacheprovider"]
     begun_s = time.monotonic()

@@ -241,12 +241,7 @@ def _train(crowd: Crowd, name: str, dice: random.Random) -> None:
     while not crowd.is_over:
         life += 1
         manager = cloudckpt.CheckpointManager(
-            root,
-            keep_last=3,
-            keep_every=10,
-            async_=name == "trainer-async",
-            no_dist=True,
-            options=crowd.options(),
+            root, keep_last=3, keep_every=10, async_=name == "trainer-async", no_dist=True, options=crowd.options()
         )
         state = empty_state(weights_bytes=SMALL_BYTES)
         restored = None

@@ -43,10 +43,7 @@ class Token(Credentials):
     ],
 )
 def test_plain_http_to_another_machine_is_said_once(
-    make: Any,
-    options: dict[str, Any],
-    variable: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, options: dict[str, Any], variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, weights and tokens are there for everybody on the way, and nobody is told; or is told all day."""
     if variable is not None:

@@ -241,11 +241,7 @@ def test_unknown_response_is_read_through_its_own_interface(
 ) -> None:
     """A chunked body, a newer Python or another kind of socket would cost loads, where it may cost speed alone."""
     chunked = b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n" + b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
-    line = serve(
-        lambda connection, _: connection.sendall(chunked),
-        sending(BODY[:1000], length=1000),
-        sending(BODY),
-    )
+    line = serve(lambda connection, _: connection.sendall(chunked), sending(BODY[:1000], length=1000), sending(BODY))
     for size_bytes in (len(BODY), 1000):
         target = bytearray(size_bytes)
         reader, _ = line.ask()

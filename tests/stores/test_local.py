@@ -33,16 +33,7 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.stores.local import LocalStore, files
-from cloudckpt.testing.contract_base import (
-    WAIT_S,
-    content,
-    crc,
-    keys,
-    make_parts,
-    put,
-    read_range,
-    upload_part,
-)
+from cloudckpt.testing.contract_base import WAIT_S, content, crc, keys, make_parts, put, read_range, upload_part
 
 
 @contextlib.contextmanager

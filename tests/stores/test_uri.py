@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidURIError
-from cloudckpt.uri import (
-    Location,
-    is_remote_uri,
-    is_valid_location,
-    mangled_uri_scheme,
-    parse_location,
-    redacted,
-)
+from cloudckpt.uri import Location, is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location, redacted
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-point"
 

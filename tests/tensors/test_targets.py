@@ -117,13 +117,7 @@ def test_every_block_gets_exactly_its_bytes(
         new_block_target(location(before_bytes, shape, dtype), box, tensor)
         for (box, _), tensor in zip(blocks, tensors, strict=True)
     ]
-    fill(
-        stored,
-        targets,
-        arena=Arena(budget_bytes=1 << 20),
-        request_bytes=request_bytes,
-        max_gap_bytes=max_gap_bytes,
-    )
+    fill(stored, targets, arena=Arena(budget_bytes=1 << 20), request_bytes=request_bytes, max_gap_bytes=max_gap_bytes)
     array = array_of(content, dtype, shape)
     for (box, _), tensor, target in zip(blocks, tensors, targets, strict=True):
         expected = array[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))].tobytes()

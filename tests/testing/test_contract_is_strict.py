@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cloudckpt.errors import (
-    ObjectExistsError,
-)
+from cloudckpt.errors import ObjectExistsError
 from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore

@@ -18,13 +18,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Part, Store, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faults import (
-    Fails,
-    Faults,
-    FlippedBits,
-    Rule,
-    TruncatedBody,
-)
+from cloudckpt.testing.faults import Fails, Faults, FlippedBits, Rule, TruncatedBody
 
 BODY = bytes(range(256)) * 4
 _WAIT_S = 30.0

@@ -6,17 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.commit.gc.leftovers import (
-    FOREIGN,
-    LONG_AGO,
-    at,
-    begin_upload,
-    holds,
-    keys_in,
-    put,
-    save,
-    uploads_in,
-)
+from tests.commit.gc.leftovers import FOREIGN, LONG_AGO, at, begin_upload, holds, keys_in, put, save, uploads_in
 
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id

@@ -148,13 +148,7 @@ def _options(_patch: pytest.MonkeyPatch, _: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("as_sent", [str, lambda text: quote(text, safe="")], ids=["plain", "quoted"])
 @pytest.mark.parametrize("kind", ["own", "foreign", "range"])
 def test_no_secret_that_a_store_echoes_is_repeated(
-    scripted: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    *,
-    configure: Any,
-    as_sent: Any,
-    kind: str,
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, configure: Any, as_sent: Any, kind: str
 ) -> None:
     """If this fails, an error in a training log gives the bucket away, wherever the credentials came from."""
     words = f"{as_sent(SECRET)} {as_sent(TOKEN)} {KEY}"

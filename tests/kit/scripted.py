@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import ipaddress
 import socket
 import ssl
 import threading
@@ -17,6 +19,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from awscrt.checksums import crc32c
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import Part, UploadedPart
@@ -219,3 +224,24 @@ def watch_sockets(monkeypatch: pytest.MonkeyPatch, noted: Callable[[socket.socke
             noted(connection, option, value)
 
     monkeypatch.setattr(socket.socket, "setsockopt", setsockopt)
+
+
+def make_certificate(directory: Path) -> Path:
+    """Write a private key and a self-signed certificate for 127.0.0.1 into one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server of a test")])
+    now = dt.datetime.now(dt.timezone.utc)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    form = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path = directory / "server.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, *form) + signed.public_bytes(serialization.Encoding.PEM)
+    )
+    return path

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth.credentials import AnonymousCredentials
 from google.oauth2.credentials import Credentials
 from tests.kit.clock import skip_waits
-from tests.stores.shared_clients import ClientTests
+from tests.stores.http_contract import ClientTests
 
 from cloudckpt import errors
 from cloudckpt.errors import InvalidOptionError, UnsupportedOperationError

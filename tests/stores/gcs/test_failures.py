@@ -11,8 +11,7 @@ import torch
 from awscrt.checksums import crc32c
 from tests.kit.scripted import CALLS, refuse
 from tests.kit.wire import GCS_APPENDABLE_ONLY, Reply, Wire, WireRule
-from tests.stores.bodies import BodyTests
-from tests.stores.tls import TLSTests
+from tests.stores.http_contract import BodyTests, TLSTests
 
 import cloudckpt
 from cloudckpt import AdvancedOptions, Options, errors

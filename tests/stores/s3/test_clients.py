@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
 import pytest
-from tests.stores.shared_clients import ClientTests
+from tests.stores.http_contract import ClientTests
 
 from cloudckpt import errors
 from cloudckpt.errors import InvalidOptionError

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from awscrt.checksums import crc32c
 from tests.kit.scripted import CALLS, refuse
-from tests.stores.bodies import BodyTests
-from tests.stores.tls import TLSTests
+from tests.stores.http_contract import BodyTests, TLSTests
 
 from cloudckpt import errors
 from cloudckpt.cli._console import exit_code_of

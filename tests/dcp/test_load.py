@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +20,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 import cloudckpt
-from cloudckpt.dcp.load_items import consumers_of
+from cloudckpt.dcp.load_items import find_wants
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import CloudckptError, StateDictMismatchError, UnsupportedValueError
 from cloudckpt.events import Event
 from cloudckpt.format.model import Chunk, Manifest, StoredObject, StoredTensor
-from cloudckpt.io.reads import RangeRead
-from cloudckpt.pipeline.consumers import Consumers, Finisher
 from cloudckpt.tensors.load_targets import BytesTarget
 
 OPTIONS = make_options(tile_bytes=4096, request_bytes=8192)
@@ -174,27 +171,13 @@ def test_a_reader_of_the_users_gets_what_torch_would_give_it(tmp_path: Path) -> 
     assert reader.metadata.planner_data["more.deep"] == ("more", "deep")
 
 
-def test_a_load_that_ends_early_is_no_success() -> None:
+def test_a_load_that_ends_early_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, tensors keep some of their old values, and nobody is told (G3, G4)."""
-    tensor = torch.zeros(4)
-    consumers = Consumers([], ["w"], [tensor], [Chunk((0,), (4,), 0, 0, 16)], [tensor.data_ptr()])
-    context: Any = SimpleNamespace(uri="memory://here")
-    transforms: Any = None  # there are none
-    finisher = Finisher(context, transforms=transforms, on_value=print, on_tensor=print)
-    requests = [
-        RangeRead(
-            object_index=0,
-            begin=begin,
-            end=begin + 8,
-            wants=tuple(consumers.wants(max_gap_bytes=0)),
-            overlapping=False,
-            continues=False,
-        )
-        for begin in (0, 8)
-    ]
-    finisher.finish_all(consumers, requests, iter(requests))
+    cloudckpt.save({"w": torch.ones(4)}, tmp_path / "c", no_dist=True)
+    nothing_done: Iterator[Any] = (request for request in ())
+    monkeypatch.setattr("cloudckpt.pipeline.reader.each_done", lambda *_, **__: nothing_done)
     with pytest.raises(cloudckpt.errors.CheckpointError, match="ended before all was read"):
-        finisher.finish_all(consumers, requests, iter(requests[:1]))
+        cloudckpt.load({"w": torch.zeros(4)}, tmp_path / "c", no_dist=True)
 
 
 @pytest.mark.parametrize("begin", [0, 2], ids=["whole", "part"])
@@ -234,18 +217,20 @@ def filled_in_place(state_dict: dict[str, torch.Tensor], tensors: dict[str, Stor
     planner = ExplainingLoadPlanner("here")
     planner.set_up_planner(state_dict, metadata)
     items = planner.create_local_plan().items
-    consumers = consumers_of(
+    wants = find_wants(
         items,
         planner,
         manifest,
         metadata.storage_data,
         tensors_of=planner.tensors_of,
+        on_value=print,
         allows_lossy_casts=False,
         uri="here",
+        is_logged=False,
     )
-    assert consumers.wants(max_gap_bytes=0)
-    copied = (one for one in consumers.others if one.target.is_copied or isinstance(one.target, BytesTarget))
-    return set(state_dict) - {consumer.name for consumer in copied}
+    assert wants.ranges(max_gap_bytes=0)
+    copied = (one for one in wants.others if one.target.is_copied or isinstance(one.target, BytesTarget))
+    return set(state_dict) - {want.name for want in copied}
 
 
 def stored_in(num_chunks: int, *shape: int, transforms: Sequence[str] = ()) -> StoredTensor:

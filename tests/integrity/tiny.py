@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import cloudckpt
 from cloudckpt import ObjectStoreReader
 from cloudckpt.commit.log import resolve
+from cloudckpt.inspect.verification import Verification
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.verify import VerifyJob
+from cloudckpt.pipeline.reader import Reader
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.uri import parse_location
@@ -98,7 +99,7 @@ class Tiny:
         (plan,) = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
         self._plan = self._planner.finish_plan(plan)
         context = Context(parse_location(self.uri), OPTIONS, rank=0)
-        self._verify = VerifyJob, context, resolve(context.client).manifest
+        self._verified = Reader(context, resolve(context.client).manifest)
 
     def put(self, key: str, data: bytes) -> None:
         self.store.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))
@@ -117,8 +118,7 @@ class Tiny:
 
     def problems(self) -> list[str]:
         """What `verify` finds, with the manifest that was read at first."""
-        job, context, manifest = self._verify
-        return job(context, manifest).run()
+        return Verification(self._verified).run()
 
     def names_in(self, key: str) -> list[str]:
         """The entries of the object that a rank wrote."""

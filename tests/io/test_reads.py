@@ -15,11 +15,11 @@ SIZES_BYTES = {0: 97, 1: 64, 2: 1, 3: 0, 4: 200}
 @st.composite
 def wants(draw: st.DrawFn) -> list[WantedRange]:
     made = []
-    for consumer in range(draw(st.integers(0, 12))):
+    for target in range(draw(st.integers(0, 12))):
         object_index = draw(st.sampled_from(sorted(SIZES_BYTES)))
         begin = draw(st.integers(0, SIZES_BYTES[object_index]))
         end = draw(st.integers(begin, SIZES_BYTES[object_index]))
-        made.append(WantedRange(consumer, object_index, begin, end, is_held=draw(st.booleans())))
+        made.append(WantedRange(target, object_index, begin, end, is_held=draw(st.booleans())))
     return made
 
 
@@ -84,8 +84,8 @@ def test_every_wanted_byte_comes_once(
         counts = num_wanted(wanted, request.object_index)
         assert request.overlapping == any(counts[byte] > 1 for byte in range(request.begin, request.end))
         expected = sorted(want for want in wanted if intersects(want, request))
-        assert sorted(request.wants) == expected
-        assert list(request.wants) == sorted(request.wants, key=lambda want: (want.begin, want.end))
+        assert sorted(request.wanted) == expected
+        assert list(request.wanted) == sorted(request.wanted, key=lambda want: (want.begin, want.end))
         for edge in (request.begin, (request.end - 1) // tile_bytes * tile_bytes):
             assert any(counts[byte] for byte in range(edge, edge + tile_bytes)), "an end of a read is for nothing"
     assert all(count == 1 for count in read.values())
@@ -157,4 +157,4 @@ def test_a_long_range_is_split_and_its_wants_are_named_in_each_piece() -> None:
         [want], object_sizes_bytes={0: 97}, tile_bytes=10, request_bytes=39, max_gap_bytes=0, max_over_read=0.0
     )
     assert sorted((request.begin, request.end) for request in requests) == [(0, 30), (30, 60), (60, 90), (90, 97)]
-    assert all(request.wants == (want,) for request in requests)
+    assert all(request.wanted == (want,) for request in requests)

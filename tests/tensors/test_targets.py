@@ -48,7 +48,7 @@ def fill(
     stored: bytes, targets: Sequence[Target], *, arena: Arena, request_bytes: int = 256, max_gap_bytes: int = 0
 ) -> int:
     """Carry out the reads of `targets` from an object that holds `stored`; how many bytes were read."""
-    wants = [want for index, target in enumerate(targets) for want in target.wants(index, max_gap_bytes=max_gap_bytes)]
+    wants = [want for index, target in enumerate(targets) for want in target.ranges(index, max_gap_bytes=max_gap_bytes)]
     requests = plan_reads(
         wants,
         object_sizes_bytes={0: len(stored)},
@@ -204,7 +204,7 @@ def test_tensors_that_are_stored_side_by_side_are_one_run() -> None:
         (one, chunk_of(one, 10)),
         (two, chunk_of(two, 13)),
     )
-    wants = [want for number, run in enumerate(runs) for want in run.wants(number, max_gap_bytes=0)]
+    wants = [want for number, run in enumerate(runs) for want in run.ranges(number, max_gap_bytes=0)]
     assert [(want.object_index, want.begin, want.end) for want in wants] == [(0, 10, 22), (0, 23, 29), (1, 22, 29)]
     assert [run.num_bytes for run in runs] == [12, 6, 7]
     for begin, end, lengths in ((10, 22, [3, 4, 5]), (10, 13, [3]), (11, 18, [2, 4, 1]), (14, 16, [2])):
@@ -280,7 +280,7 @@ def test_failed_read_leaves_the_targets_alone() -> None:
     """If this fails, bytes that were never verified are copied into tensors."""
     tensor = torch.zeros(16, dtype=torch.float64)
     target = new_block_target(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)
-    (want,) = target.wants(0, max_gap_bytes=0)
+    (want,) = target.ranges(0, max_gap_bytes=0)
     (request,) = plan_reads(
         [want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0, max_over_read=0.0
     )

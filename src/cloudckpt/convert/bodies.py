@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import functools
 import math
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,13 +13,11 @@ from typing import Protocol
 import torch
 
 from cloudckpt.convert.conversion import BodyIn
-from cloudckpt.errors import CorruptCheckpointError, ObjectNotFoundError
-from cloudckpt.format.codec import unpack_tiles
-from cloudckpt.format.model import ITEMSIZE_BYTES, StoredObject
+from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out
-from cloudckpt.inspect.blocks import TensorBytes
-from cloudckpt.io.download import fetch_and_verify
-from cloudckpt.pipeline.context import Context
+from cloudckpt.io.reads import RangeRead
+from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.tensors.body import pack
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
@@ -29,53 +26,37 @@ from cloudckpt.tensors.tensor_bytes import bytes_view
 class CopiedBody:
     """A data object of a checkpoint. Each tile is checked when it is read.
 
-    `open` raises `CorruptCheckpointError`, with the object and its tensors, if it is not what was saved.
+    `open` raises `CorruptCheckpointError`, with the object and its tensors, if it is not what was saved, and
+    `CheckpointChangedError`.
     """
 
-    def __init__(
-        self, source: Context, stored: StoredObject, contents: ObjectContents, tile_bytes: int, arena: Arena
-    ) -> None:
-        self.size_bytes = stored.size
-        self._source = source
-        self._stored = stored
-        self._contents = contents
-        self._arena = arena
-        self._tile_bytes = tile_bytes
-        self._tiles: array[int] = unpack_tiles(stored.crc32c)
+    def __init__(self, reader: Reader, object_index: int, contents: ObjectContents, arena: Arena) -> None:
+        self._reader, self._object_index, self._contents, self._arena = reader, object_index, contents, arena
+        self.size_bytes = reader.manifest.objects[object_index].size
 
     @property
     def known_crc32cs(self) -> Sequence[int]:
         """Checksums of its tiles, by which parts of an earlier copy are known without reading the source."""
-        return self._tiles
+        return self._reader.tiles_of(RangeRead(object_index=self._object_index, begin=0, end=self.size_bytes))
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
         """Lend views of bytes ``[begin, end)``. Bounds lie on tiles."""
         with self._arena.lend(end - begin) as buffer:
-            view = bytes_view(buffer)
-            try:
-                fetch_and_verify(
-                    self._source.client,
-                    key=self._stored.key,
-                    begin=begin,
-                    views=[view],
-                    tile_bytes=self._tile_bytes,
-                    expected_crc32cs=self._tiles[begin // self._tile_bytes : -(-end // self._tile_bytes)],
-                    holding=self._contents.names,
-                )
-            except ObjectNotFoundError as error:
-                raise CorruptCheckpointError(
-                    f"{self._source.store.url(self._stored.key)} is missing, and with it "
-                    f"{self._contents.names(0, self.size_bytes)}",
-                    uri=self._source.uri,
-                ) from error
-            yield [view]
+            views = [bytes_view(buffer)]
+            self._reader.fetch(
+                RangeRead(object_index=self._object_index, begin=begin, end=end),
+                opened=lambda _: contextlib.nullcontext(views),
+                names_in=lambda _, low, high: self._contents.names(low, high),
+                is_verified=True,
+            )
+            yield views
 
 
 class TensorReader(Protocol):
     """A source of tensors."""
 
-    def read(self, wanted: Sequence[TensorBytes]) -> None:
+    def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
         """Fill all buffers. Bounds never lie inside an element. Several threads call it."""
 
 
@@ -132,7 +113,7 @@ class _TensorsBody:
             view = bytes_view(buffer)
             head = self._header[begin:end]
             view[: len(head)] = head
-            self._reader.read(list(self._inside(begin, end, buffer)))
+            self._reader.read_bytes(list(self._inside(begin, end, buffer)))
             yield [view]
 
     def _inside(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[TensorBytes]:

@@ -32,12 +32,12 @@ from cloudckpt.errors import (
 from cloudckpt.format.codec import encode, pack_tiles, unpack_tiles
 from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest, StoredObject
 from cloudckpt.format.safetensors import list_contents
-from cloudckpt.inspect.verification import has_changed
+from cloudckpt.inspect.verification import Verification
 from cloudckpt.io.resume import Leftover, find_leftovers
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.save import Draft
-from cloudckpt.pipeline.verify import VerifyJob
 from cloudckpt.stores.base import combine_tile_crc32cs
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import parse_location
@@ -171,6 +171,7 @@ class CopyJob:
         self._overwrite = conversion.overwrite
         self._progress = conversion.progress
         self._manifest = manifest
+        self._reader = Reader(self._source, manifest)
         self._contents = list_contents(manifest)
         self._draft = Draft(self._target, save_id=manifest.save_id or "")
         self._budget_bytes = self._source.options.read_bytes
@@ -191,11 +192,12 @@ class CopyJob:
         there = _copy_at(target, self._manifest) if target.options.resume else None
         if there is None:
             return None
-        problems = VerifyJob(target, there, on_read=self._progress.add).run()
+        reader = Reader(target, there)
+        problems = Verification(reader, on_read=self._progress.add).run()
         if not problems:
             self.num_reused_bytes, self.was_there = self.num_bytes, True
             return there
-        if has_changed(target, there):
+        if reader.has_changed():
             raise CheckpointChangedError(
                 f"{target.uri} was overwritten or removed while it was being compared. Copy again",
                 uri=target.uri,
@@ -246,7 +248,8 @@ class CopyJob:
             )
         except BaseException as error:
             draft.remove(keys)
-            if not isinstance(error, CorruptCheckpointError) or not has_changed(self._source, self._manifest):
+            is_in_doubt = isinstance(error, (CorruptCheckpointError, CheckpointChangedError))
+            if not is_in_doubt or not self._reader.has_changed():
                 raise
             raise CheckpointChangedError(
                 f"{self._source.uri} was overwritten or removed while it was being copied. Nothing was committed at "
@@ -332,7 +335,8 @@ class CopyJob:
         """Read all of the object at `key`. Return True if it is what was saved."""
         target, stored = self._target, self._manifest.objects[number]
         copied = StoredObject(key=key, size=stored.size, crc32c=stored.crc32c)
-        body = CopiedBody(target, copied, self._contents[number], self._manifest.tile_bytes, arena)
+        reader = Reader(target, msgspec.structs.replace(self._manifest, objects=[copied]))
+        body = CopiedBody(reader, 0, self._contents[number], arena)
         try:
             info = target.client.head(key)
             if info is None or info.size_bytes != stored.size:
@@ -343,7 +347,7 @@ class CopyJob:
             for begin in range(0, stored.size, part_bytes):
                 with body.open(begin, min(begin + part_bytes, stored.size)):
                     pass
-        except (CorruptCheckpointError, ObjectNotFoundError) as error:
+        except (CorruptCheckpointError, CheckpointChangedError) as error:
             _log.warning("a copy is not what was saved: %s", error)
             return False
         return True
@@ -352,8 +356,8 @@ class CopyJob:
         """Read and write the objects that are not copied yet. What an earlier copy left of them is used."""
         source, target, tile_bytes = self._source, self._target, self._manifest.tile_bytes
         bodies = {
-            number: functools.partial(CopiedBody, source, stored, self._contents[number], tile_bytes)
-            for number, stored in enumerate(self._manifest.objects)
+            number: functools.partial(CopiedBody, self._reader, number, self._contents[number])
+            for number in range(len(self._manifest.objects))
             if number not in self._keys
         }
         if not bodies:

@@ -15,13 +15,14 @@ from cloudckpt.format.chunks import dtype_name, dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, StoredTensor
 from cloudckpt.format.wrapper_metadata import Registry
 from cloudckpt.format.wrappers import SavedWrapper, collapse
-from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
+from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.wants import TensorBytes
 
 
 class DequantizingReader:
     """Reads a checkpoint whose wrappers are dequantized. It holds one of them at a time, with its values."""
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._uri = reader.context.uri
         self._lock = threading.Lock()
@@ -34,9 +35,9 @@ class DequantizingReader:
         }
         """The tensors by name, without chunks if they are dequantized."""
 
-    def read(self, wanted: Sequence[TensorBytes]) -> None:
+    def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
         """Fill all buffers."""
-        self._reader.read([want for want in wanted if want.name not in self._wrappers])
+        self._reader.read_bytes([want for want in wanted if want.name not in self._wrappers])
         for want in wanted:
             if want.name in self._wrappers:
                 with self._lock:
@@ -52,7 +53,7 @@ class DequantizingReader:
     def _dequantize(self, name: str) -> torch.Tensor:
         wanted: list[TensorBytes] = []
         wrapper: Any = self._wrappers[name].rebuild(functools.partial(_add_wanted, wanted))
-        self._reader.read(wanted)
+        self._reader.read_bytes(wanted)
         try:
             values: torch.Tensor = wrapper.dequantize()
         except Exception as error:  # the code of a class can raise anything

@@ -40,9 +40,9 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.model import SAFETENSORS_TAG, StoredTensor
 from cloudckpt.format.safetensors import lay_out
-from cloudckpt.inspect.blocks import CheckpointReader
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.reader import Reader
 from cloudckpt.tensors.body import PieceBody, new_piece
 
 _log = logging.getLogger("cloudckpt")
@@ -177,7 +177,7 @@ def _export_safetensors(
     manifest = resolve(source.client).manifest
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
-    reader = CheckpointReader(_limited(source, budget_bytes // target.connections), manifest)
+    reader = Reader(_limited(source, budget_bytes // target.connections), manifest)
     dequantizing = DequantizingReader(reader) if dequantize else None
     stored = manifest.tensors if dequantizing is None else dequantizing.tensors
     names = conversion.selection.choose_names([*stored, *manifest.values])
@@ -213,7 +213,7 @@ def _export_safetensors(
         last=last,
         num_bytes=sum(shard.layout.size_bytes for shard in shards.values()) + (len(index) if last else 0),
         budget_bytes=budget_bytes,
-        stop_reading=reader.stop,
+        stop_reading=reader.context.stop,
     )
     return conversion.report("safetensors", written, num_tensors=len(fqns), left_out=left_out)
 

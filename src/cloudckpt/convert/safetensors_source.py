@@ -23,10 +23,10 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.format.safetensors import LENGTH_BYTES, find_header_end
-from cloudckpt.inspect.blocks import TensorBytes
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.tensor_bytes import bytes_view
 from cloudckpt.uri import Location
@@ -153,7 +153,7 @@ class SafetensorsSource:
         """Stop retries."""
         self._context.stop()
 
-    def read(self, wanted: Sequence[TensorBytes]) -> None:
+    def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
         """Fill all buffers. Tensors that are neighbours in a file are read by one request."""
         runs: list[list[TensorBytes]] = []
         reached: tuple[str, int] | None = None

@@ -1,8 +1,9 @@
-"""The items of torch's load plan, and what each of them fills."""
+"""The items of torch's load plan, and the wants of a `Reader` that they are."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
@@ -10,15 +11,17 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError
+from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError, quote_names
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.io.boxes import Box, find_overlapping
-from cloudckpt.pipeline.consumers import Consumer, Consumers, tensor_consumer, value_consumer
-from cloudckpt.tensors.casts import new_cast
+from cloudckpt.pipeline.wants import Want, Wants, want_block, want_value
+from cloudckpt.tensors.casts import log_precision, new_cast
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address
 from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
+
+_log = logging.getLogger("cloudckpt")
 
 
 class LoadItems(Sequence[ReadItem]):
@@ -77,18 +80,22 @@ def whole_item(fqn: str, size: Sequence[int]) -> ReadItem:
     )
 
 
-def consumers_of(
+def find_wants(
     items: Sequence[ReadItem],
     planner: LoadPlanner,
     manifest: Manifest,
     storage_data: Mapping[MetadataIndex, ItemLocation],
     *,
     tensors_of: Callable[[Sequence[str]], list[torch.Tensor]] | None,
+    on_value: Callable[[ReadItem, ItemLocation, bytes | bytearray], object],
     allows_lossy_casts: bool,
     uri: str,
-) -> Consumers:
-    """Return what the items fill. The planner gives the tensors; `tensors_of`, if given, those of whole tensors.
+    is_logged: bool,
+) -> Wants:
+    """Return what the items want. The planner gives the tensors; `tensors_of`, if given, those of whole tensors.
 
+    `on_value` receives the values, and the planner each tensor that is filled, but not whole ones of `tensors_of`.
+    `is_logged` on one rank, which then tells of values that get another dtype or are dropped.
     Tensors that share memory, such as tied weights, are filled by copies. Of those that fill the same memory, the last
     one is copied there, and the others are only checked.
     """
@@ -103,21 +110,25 @@ def consumers_of(
     addresses = list(map(find_whole_address, tensors, stored))
     left = {number: items[number] for number, address in enumerate(addresses) if not address}
     left.update(enumerate(rest, len(fqns)))
-    make = functools.partial(_consumer_of, planner, storage_data, allows_lossy_casts=allows_lossy_casts, uri=uri)
-    consumers = {number: make(item) for number, item in left.items()}
+    make = functools.partial(
+        _find_want, planner, storage_data, on_value=on_value, allows_lossy_casts=allows_lossy_casts, uri=uri
+    )
+    wants = {number: make(item) for number, item in left.items()}
     ends = [address + chunk.end - chunk.begin for address, chunk in zip(addresses, chunks, strict=True)]
     begins, ends = [*addresses, *(0 for _ in rest)], [*ends, *(0 for _ in rest)]
-    for number, consumer in consumers.items():
-        memory = None if consumer.tensor is None else address_range(consumer.tensor)
+    for number, want in wants.items():
+        memory = None if want.tensor is None else address_range(want.tensor)
         begins[number], ends[number] = memory or (0, 0)
     shared = sorted(find_overlapping(begins, ends))
     for number in shared:
-        if number not in consumers:
-            consumers[number] = make(items[number])
-    _keep_apart(consumers[number] for number in shared)
-    whole = [number for number in range(len(fqns)) if number not in consumers]
-    return Consumers(
-        list(consumers.values()),
+        if number not in wants:
+            wants[number] = make(items[number])
+    dropped = _keep_apart([wants[number] for number in shared])
+    if is_logged:
+        _log_losses(wants.values(), dropped, uri=uri)
+    whole = [number for number in range(len(fqns)) if number not in wants]
+    return Wants(
+        list(wants.values()),
         [fqns[number] for number in whole],
         [tensors[number] for number in whole],
         [chunks[number] for number in whole],
@@ -125,34 +136,59 @@ def consumers_of(
     )
 
 
-def _keep_apart(consumers: Iterable[Consumer]) -> None:
-    """Fill tensors that share memory by copies. Of those that fill the same memory, the last one is copied there."""
-    last: dict[tuple[int, int], TensorTarget] = {}
-    for consumer in consumers:
-        target = consumer.target
+def _keep_apart(wants: Sequence[Want]) -> list[str]:
+    """Fill tensors that share memory by copies. Of those that fill the same memory, the last one is copied there.
+
+    Returns the names of the others that were saved apart from the last one, and so are dropped.
+    """
+    last: dict[tuple[int, int], ItemLocation] = {}
+    dropped: list[str] = []
+    for want in reversed(wants):
+        target, place = want.target, want.location
         if isinstance(target, TensorTarget):
             target.is_shared = True
             memory = address_range(target.tensor)
             if memory is not None and memory[1] - memory[0] == target.tensor.nbytes:
-                if memory in last:
-                    last[memory].is_dropped = True
-                last[memory] = target
+                target.is_dropped = memory in last
+                kept = last.setdefault(memory, place)
+                if (kept.object_index, kept.begin) != (place.object_index, place.begin):
+                    dropped.append(want.name)
+    return dropped[::-1]
 
 
-def _consumer_of(
+def _log_losses(wants: Iterable[Want], dropped: Sequence[str], *, uri: str) -> None:
+    """Log which tensors get another dtype than the stored one, and which values are `dropped`."""
+    casts = []
+    for want in wants:
+        if want.tensor is not None and want.location.dtype is not None:
+            stored = dtype_of(want.location.dtype)
+            if want.tensor.dtype is not stored:
+                casts.append((want.name, stored, want.tensor.dtype))
+    log_precision(casts, uri=uri)
+    if dropped:
+        _log.warning(
+            "%s holds %s apart from tensors that are the same here, as tied weights are: these values are dropped. "
+            "Untie the model, unless they are equal",
+            uri,
+            quote_names(dropped),
+        )
+
+
+def _find_want(
     planner: LoadPlanner,
     storage_data: Mapping[MetadataIndex, ItemLocation],
     item: ReadItem,
     *,
+    on_value: Callable[[ReadItem, ItemLocation, bytes | bytearray], object],
     allows_lossy_casts: bool,
     uri: str,
-) -> Consumer:
+) -> Want:
     index = item.storage_index
     location = storage_data.get(index)
     if location is None:
         raise CorruptCheckpointError(f"{uri} has no data for {index.fqn!r} at {index.offset}", uri=uri)
     if item.type is LoadItemType.BYTE_IO:
-        return value_consumer(index.fqn, location, item)
+        return want_value(index.fqn, location, functools.partial(on_value, item, location))
     tensor, lengths = planner.resolve_tensor(item).detach(), tuple(item.lengths)
     if tensor.shape != lengths:
         raise CloudckptError(
@@ -180,4 +216,5 @@ def _consumer_of(
     cast = None
     if location.dtype is not None and not allows_lossy_casts:
         cast = new_cast(index.fqn, dtype_of(location.dtype), tensor, uri=uri)
-    return tensor_consumer(index.fqn, location, Box(offsets, lengths), tensor, cast=cast, item=item)
+    receive = functools.partial(planner.commit_tensor, item)
+    return want_block(index.fqn, location, Box(offsets, lengths), tensor, cast=cast, receive=receive)

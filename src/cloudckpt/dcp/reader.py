@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -20,7 +20,7 @@ from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
-from cloudckpt.dcp.load_items import consumers_of
+from cloudckpt.dcp.load_items import find_wants
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.dcp.torch_metadata import make_metadata
@@ -33,11 +33,11 @@ from cloudckpt.errors import (
     quote_names,
 )
 from cloudckpt.format.codec import decode, encode
-from cloudckpt.format.model import Manifest
+from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.options import Options
-from cloudckpt.pipeline.consumers import Consumer, Consumers
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.load import LoadJob
+from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.wants import Wants
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.timeline import new_recorder
 from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
@@ -387,7 +387,7 @@ class ObjectStoreReader(StorageReader):
                 uri=self.checkpoint_id,
             )
         context.emit("load.planned")
-        consumers = None if self._manifest is None else self._consumers_of(plan, planner, self._manifest)
+        wants = None if self._manifest is None else self._find_wants(context, plan, planner, self._manifest)
         planned_s = time.monotonic()
         self._recorder.span("plan", int(self._started_s * 1e9))
         if self._torch_reader is not None:
@@ -399,41 +399,39 @@ class ObjectStoreReader(StorageReader):
                 allows_lossy_casts=self._options.allow_lossy_casts,
             )
         else:
-            assert self._manifest is not None and consumers is not None  # noqa: S101, PT018  # read_metadata has found it
-            job = LoadJob(
-                context,
-                self._manifest,
-                transforms=ReadTransforms(self._registry, self._options.extensions),
-                on_value=functools.partial(self._load_value, planner),
-                on_tensor=lambda consumer: planner.commit_tensor(consumer.item, consumer.tensor),  # type: ignore[arg-type]  # of a tensor alone
-            )
-            report = job.run(consumers)
+            assert self._manifest is not None and wants is not None  # noqa: S101, PT018  # read_metadata has found it
+            transforms = ReadTransforms(self._registry, self._options.extensions)
+            report = Reader(context, self._manifest, transforms=transforms).read(wants)
         self.report = dataclasses.replace(report, plan_s=planned_s - self._started_s, manifest_s=self._manifest_s)
         self.lifecycle.end(self.report)
 
-    def _consumers_of(self, plan: LoadPlan, planner: LoadPlanner, manifest: Manifest) -> Consumers:
+    def _find_wants(self, context: Context, plan: LoadPlan, planner: LoadPlanner, manifest: Manifest) -> Wants:
         assert self._metadata is not None  # noqa: S101  # read_metadata has made it
         with rare_collections():
-            return consumers_of(
+            return find_wants(
                 plan.items,
                 planner,
                 manifest,
                 self._metadata.storage_data,
                 tensors_of=planner.tensors_of if isinstance(planner, ExplainingLoadPlanner) else None,
+                on_value=functools.partial(self._load_value, planner),
                 allows_lossy_casts=self._options.allow_lossy_casts,
                 uri=self.checkpoint_id,
+                is_logged=context.rank == 0,
             )
 
-    def _load_value(self, planner: LoadPlanner, consumer: Consumer, content: bytes | bytearray) -> None:
+    def _load_value(
+        self, planner: LoadPlanner, item: ReadItem, location: ItemLocation, content: bytes | bytearray
+    ) -> None:
         value = EncodedValue(
             content=content,
-            is_json=consumer.location.is_json,
+            is_json=location.is_json,
             allow_pickle=self._allow_pickle,
-            fqn=consumer.name,
+            fqn=item.storage_index.fqn,
             uri=self.checkpoint_id,
             is_verified=self._options.verify,
         )
         if isinstance(planner, ExplainingLoadPlanner):
-            planner.take_value(consumer.item, value.load())
+            planner.take_value(item, value.load())
         else:
-            planner.load_bytes(consumer.item, value.to_torch())
+            planner.load_bytes(item, value.to_torch())

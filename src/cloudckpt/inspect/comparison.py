@@ -18,9 +18,10 @@ from cloudckpt.commit.log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
-from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.tensors.values import load_stored
 from cloudckpt.uri import parse_location
 
@@ -135,9 +136,9 @@ def compare(
     return comparer.result()
 
 
-def _open(uri: str | os.PathLike[str], options: Options) -> CheckpointReader:
+def _open(uri: str | os.PathLike[str], options: Options) -> Reader:
     context = Context(parse_location(uri), options, rank=0)
-    return CheckpointReader(context, resolve(context.client).manifest)
+    return Reader(context, resolve(context.client).manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,7 @@ class _Piece:
     """Empty for a value."""
 
 
-def _read_pieces(reader: CheckpointReader, pieces: Sequence[_Piece]) -> list[Any]:
+def _read_pieces(reader: Reader, pieces: Sequence[_Piece]) -> list[Any]:
     """Read the pieces of one checkpoint into new memory: tensors, and binary files for values."""
     values = {piece.name: io.BytesIO() for piece in pieces if not piece.dtype}
     tensors = [
@@ -164,7 +165,7 @@ def _read_pieces(reader: CheckpointReader, pieces: Sequence[_Piece]) -> list[Any
         for piece in pieces
         if piece.dtype
     ]
-    reader.read(tensors, values)
+    reader.read_bytes(tensors, values={name: file.write for name, file in values.items()})
     buffers = (tensor.buffer for tensor in tensors)
     return [next(buffers).view(dtype_of(piece.dtype)) if piece.dtype else values[piece.name] for piece in pieces]
 
@@ -186,7 +187,7 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 class _Comparer:
     """Compares the entries of two manifests, and collects the differences."""
 
-    def __init__(self, readers: Sequence[CheckpointReader], only: Callable[[str], bool]) -> None:
+    def __init__(self, readers: Sequence[Reader], only: Callable[[str], bool]) -> None:
         self._first, self._second = (reader.manifest for reader in readers)
         self._uris = [reader.context.uri for reader in readers]
         self._differences: dict[str, Difference] = {}

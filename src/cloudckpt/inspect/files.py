@@ -13,10 +13,11 @@ from typing_extensions import Buffer
 from cloudckpt.commit.log import list_folders, read_current
 from cloudckpt.errors import CloudckptError
 from cloudckpt.format.model import Manifest
-from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.uri import Location
 
 
@@ -116,7 +117,7 @@ class FileReader(io.RawIOBase):
 
     def __init__(self, context: Context, manifest: Manifest, path: str) -> None:
         super().__init__()
-        self._reader = CheckpointReader(context, manifest)
+        self._reader = Reader(context, manifest)
         self._path = path
         self.size_bytes = find_file_sizes(manifest)[path]
         self._ahead_bytes = manifest.tile_bytes
@@ -185,4 +186,4 @@ class FileReader(io.RawIOBase):
 
     def _fetch(self, begin: int, view: memoryview) -> None:
         buffer = torch.frombuffer(view, dtype=torch.uint8)
-        self._reader.read([TensorBytes(name=self._path, begin=begin, end=begin + len(view), buffer=buffer)])
+        self._reader.read_bytes([TensorBytes(name=self._path, begin=begin, end=begin + len(view), buffer=buffer)])

@@ -5,19 +5,35 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+from cloudckpt._workers import each_done
 from cloudckpt.commit.log import resolve
-from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
-from cloudckpt.format.model import Manifest
+from cloudckpt.errors import CheckpointChangedError, CorruptCheckpointError, ObjectNotFoundError, ShortObjectError
+from cloudckpt.format.safetensors import (
+    LENGTH_BYTES,
+    ObjectContents,
+    find_header_end,
+    find_header_problems,
+    list_contents,
+)
+from cloudckpt.io.download import fetch
+from cloudckpt.io.reads import RangeRead
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.verify import VerifyJob
+from cloudckpt.pipeline.reader import Reader
 from cloudckpt.report import VerifyReport
+from cloudckpt.stores.base import crc32c_of
+from cloudckpt.tensors.host_memory import Arena
+from cloudckpt.tensors.tensor_bytes import bytes_view
 from cloudckpt.uri import Location, parse_location
 
+_T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
 
 _MAX_SHOWN = 10
+_MIN_READ_BYTES = 4096
 
 
 def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> VerifyReport:
@@ -60,8 +76,9 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
     begun_s = time.monotonic()
     context = Context(location, options, rank=0)
     manifest = resolve(context.client).manifest
-    problems = VerifyJob(context, manifest).run()
-    if problems and has_changed(context, manifest):
+    reader = Reader(context, manifest)
+    problems = Verification(reader).run()
+    if problems and reader.has_changed():
         raise CheckpointChangedError(
             f"{location.uri} was overwritten or removed while it was being verified. Verify again", uri=location.uri
         )
@@ -87,9 +104,181 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
     return report
 
 
-def has_changed(context: Context, manifest: Manifest) -> bool:
-    """Return True if the checkpoint was removed or replaced."""
-    try:
-        return resolve(context.client.restarted()).manifest.attempt != manifest.attempt
-    except (CheckpointNotFoundError, CheckpointChangedError):
-        return True
+class _DamagedUnitError(Exception):
+    """The bytes read differ from the bytes saved. The arguments say how."""
+
+
+class Verification:
+    """Reads of all that one manifest names. Needs no torch-distributed, and no memory but `Options.read_bytes`."""
+
+    def __init__(self, reader: Reader, *, on_read: Callable[[int], None] = lambda _num_bytes: None) -> None:
+        self._reader, self._on_read = reader, on_read
+        self._client = reader.context.client
+        self._manifest = reader.manifest
+        self._contents: list[ObjectContents] = []
+        options = reader.context.options
+        self._arena = Arena(budget_bytes=options.read_bytes)
+        self._read_bytes = max(
+            min(options.advanced.request_bytes, options.read_bytes // reader.context.connections), _MIN_READ_BYTES
+        )
+        # Many threads write these. Each key, and each list within `_damage`, belongs to one of them at a time.
+        self._sizes_bytes: dict[int, int] = {}
+        self._damage: list[list[tuple[int, int]]] = [[] for _ in self._manifest.objects]
+        self._header_problems: dict[int, list[str]] = {}
+        self._missing: set[int] = set()
+
+    def run(self) -> list[str]:
+        """Return every problem, each with the object's key and the names of what it holds; empty where all is well.
+
+        Raises `StoreError` where the store does not answer, or may not be read: that says nothing about the data.
+        """
+        self._contents = list_contents(self._manifest)
+        num_bytes = sum(stored.size for stored in self._manifest.objects)
+        self._reader.context.emit("verify.planned", num_bytes=num_bytes)
+        self._in_threads(range(len(self._manifest.objects)), self._measure)
+        self._in_threads(list(self._plan()), self._check)
+        return [text for index in range(len(self._manifest.objects)) for text in self._problems_of(index)]
+
+    def _in_threads(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
+        context = self._reader.context
+        done = each_done(
+            items,
+            work,
+            num_threads=context.connections,
+            name="cloudckpt-verify",
+            on_failure=context.stop,
+        )
+        for _ in done:
+            pass
+
+    def _measure(self, index: int) -> None:
+        size_bytes = self._reader.measure(index)
+        if size_bytes is None:
+            self._missing.add(index)
+        else:
+            self._sizes_bytes[index] = size_bytes
+        if not self._manifest.objects[index].size:
+            self._judge_header(index, memoryview(b""))
+
+    def _plan(self) -> Iterator[RangeRead]:
+        """Yield ranges of whole tiles: each one read, or one tile that is too large for one."""
+        tile_bytes = self._manifest.tile_bytes
+        step_bytes = max(self._read_bytes // tile_bytes, 1) * tile_bytes
+        for index, size_bytes in self._sizes_bytes.items():
+            saved_bytes = self._manifest.objects[index].size
+            # Of an object that was cut, the tiles that are whole.
+            there_bytes = saved_bytes if size_bytes >= saved_bytes else size_bytes // tile_bytes * tile_bytes
+            for begin in range(0, there_bytes, step_bytes):
+                yield RangeRead(object_index=index, begin=begin, end=min(begin + step_bytes, there_bytes))
+
+    def _check(self, request: RangeRead) -> None:
+        index, tile_bytes = request.object_index, self._manifest.tile_bytes
+        try:
+            bad = self._bad_tiles(request) if request.num_bytes <= self._read_bytes else self._bad_large_tile(request)
+        except ObjectNotFoundError:
+            self._missing.add(index)
+        except ShortObjectError:  # replaced since its size was asked for
+            self._damage[index].append((request.begin, request.end))
+        else:
+            for tile in bad:
+                begin = request.begin + tile * tile_bytes
+                self._damage[index].append((begin, min(begin + tile_bytes, request.end)))
+        key = self._manifest.objects[index].key
+        self._reader.context.emit("verify.range_read", key=key, num_bytes=request.num_bytes)
+        self._on_read(request.num_bytes)
+
+    def _bad_tiles(self, request: RangeRead) -> Sequence[int]:
+        with self._arena.lend(request.num_bytes) as buffer:
+            view = bytes_view(buffer)
+            self._fetch(request.object_index, request.begin, view)
+            bad = list(self._reader.find_wrong_tiles(request, [view]))
+            if request.begin == 0 and not bad:
+                self._judge_header(request.object_index, view)
+        return bad
+
+    def _bad_large_tile(self, request: RangeRead) -> Sequence[int]:
+        """Check a tile that is read in pieces."""
+        (expected,) = self._reader.tiles_of(request)
+
+        def look() -> None:
+            if self._crc32c_of(request) != expected:
+                raise _DamagedUnitError("the tile has another checksum than was saved")
+
+        try:
+            self._client.observe(look, doubted=_DamagedUnitError)
+        except _DamagedUnitError:
+            return [0]
+        if request.begin == 0:
+            self._judge_header(request.object_index, memoryview(b""))
+        return []
+
+    def _crc32c_of(self, request: RangeRead) -> int:
+        value = 0
+        for begin in range(request.begin, request.end, self._read_bytes):
+            with self._arena.lend(min(self._read_bytes, request.end - begin)) as buffer:
+                view = bytes_view(buffer)
+                self._fetch(request.object_index, begin, view)
+                value = crc32c_of([view], value)
+        return value
+
+    def _judge_header(self, index: int, known: memoryview) -> None:
+        """Compare an object's header with the manifest. `known` are its first bytes, if they are checked."""
+        size_bytes = self._manifest.objects[index].size
+
+        def look() -> None:
+            beginning = self._prefix(index, known, min(LENGTH_BYTES, size_bytes))
+            try:
+                end = find_header_end(beginning, size_bytes=size_bytes)
+            except ValueError as error:
+                raise _DamagedUnitError(str(error)) from error
+            header = self._prefix(index, known, end)
+            problems = list(find_header_problems(header, self._contents[index], size_bytes=size_bytes))
+            if problems:
+                raise _DamagedUnitError(*problems)
+
+        try:  # what is read here is not covered by a checksum, and may have been damaged on its way
+            self._client.observe(look, doubted=_DamagedUnitError)
+        except _DamagedUnitError as error:
+            self._header_problems[index] = list(error.args)
+
+    def _prefix(self, index: int, known: memoryview, num_bytes: int) -> bytes:
+        if len(known) >= num_bytes:
+            return bytes(known[:num_bytes])
+        content = bytearray(num_bytes)
+        self._fetch(index, 0, memoryview(content))
+        return bytes(content)
+
+    def _fetch(self, index: int, begin: int, view: memoryview) -> None:
+        fetch(self._client, key=self._manifest.objects[index].key, begin=begin, views=[view])
+
+    def _problems_of(self, index: int) -> Iterator[str]:
+        stored, contents = self._manifest.objects[index], self._contents[index]
+        where = self._client.url(stored.key)
+        if index in self._missing:
+            yield f"{where} is missing, and with it {contents.names(0, stored.size)}"
+            return
+        size_bytes = self._sizes_bytes[index]
+        if size_bytes > stored.size:
+            yield f"{where} has {size_bytes} bytes, but {stored.size} were saved: bytes were added to it"
+        elif size_bytes < stored.size:
+            lost_from = size_bytes // self._manifest.tile_bytes * self._manifest.tile_bytes
+            yield (
+                f"{where} has {size_bytes} bytes, but {stored.size} were saved: it was cut, and bytes from "
+                f"{lost_from} on cannot be checked. They hold {contents.names(lost_from, stored.size)}"
+            )
+        for begin, end in _joined(sorted(self._damage[index])):
+            yield (
+                f"{where} is damaged: bytes [{begin}, {end}) do not have the CRC32C that was saved. They hold "
+                f"{contents.names(begin, end)}"
+            )
+        yield from (f"{where}: {text}" for text in self._header_problems.get(index, ()))
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined

@@ -8,13 +8,10 @@ said so, and in each look a read and the object's HEAD agree. A store that contr
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from cloudckpt.errors import (
-    CorruptCheckpointError,
     InterruptedReadError,
     ObjectNotFoundError,
     ShortObjectError,
@@ -22,7 +19,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.client import Attempts, Doubts, StoreClient
 from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, num_bytes, without_first
-from cloudckpt.telemetry.timeline import Recorder, now_ns
+from cloudckpt.telemetry.timeline import now_ns
 
 _Answer: TypeAlias = Literal["absent", "short", "there"]
 """The store's answer about the bytes before an offset: no object, one that ends earlier, or all there."""
@@ -142,48 +139,6 @@ def _head_answer(store: Store, key: str, end: int) -> _Answer:
         return "short"
 
 
-def fetch_and_verify(
-    client: StoreClient,
-    *,
-    key: str,
-    begin: int,
-    views: Views,
-    tile_bytes: int,
-    expected_crc32cs: Sequence[int],
-    holding: Callable[[int, int], str],
-) -> None:
-    """Fetch whole tiles, whose checksums must be `expected_crc32cs`.
-
-    `holding` names what a range of the object's bytes holds, for the error. Raises `CorruptCheckpointError` for tiles
-    that `find_wrong_tiles` finds, and for an object that is too short.
-    """
-    try:
-        fetch(client, key=key, begin=begin, views=views)
-        wrong = find_wrong_tiles(
-            client,
-            key=key,
-            begin=begin,
-            views=views,
-            tile_bytes=tile_bytes,
-            expected_crc32cs=expected_crc32cs,
-        )
-    except ShortObjectError as error:
-        raise CorruptCheckpointError(
-            f"{client.url(key)} is shorter than when it was saved, so "
-            f"{holding(begin, begin + num_bytes(views))} cannot be loaded: {error}",
-            uri=client.uri,
-        ) from error
-    if wrong:
-        index, actual = next(iter(wrong.items()))
-        low = begin + index * tile_bytes
-        high = min(low + tile_bytes, begin + num_bytes(views))
-        raise CorruptCheckpointError(
-            f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
-            f"{expected_crc32cs[index]:08x} was saved. They hold {holding(low, high)}. Load an older checkpoint",
-            uri=client.uri,
-        )
-
-
 def find_wrong_tiles(
     client: StoreClient,
     *,
@@ -232,19 +187,3 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((index, index + 1))
     return runs
-
-
-@contextlib.contextmanager
-def stage_targets(opened: AbstractContextManager[Views], *, key: str, recorder: Recorder) -> Iterator[Views]:
-    """Open the target memory. The time that it takes to open and to close counts as staging.
-
-    `key` is for the timeline.
-    """
-    begun_ns = now_ns()
-    with opened as views:
-        recorder.span("stage", begun_ns, key=key)
-        recorder.spent("stage", begun_ns)
-        yield views
-        begun_ns = now_ns()
-    recorder.span("place", begun_ns, key=key)
-    recorder.spent("stage", begun_ns)

@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 
 class WantedRange(NamedTuple):
-    """Bytes ``[begin, end)`` of an object that one consumer wants. A tuple, since a load has one for each tensor."""
+    """Bytes ``[begin, end)`` of an object that one target wants. A tuple, since a load has one for each tensor."""
 
-    consumer: int
+    target: int
+    """Number of the target."""
     object_index: int
     begin: int
     end: int
@@ -29,15 +30,15 @@ _RANGE = operator.itemgetter(WantedRange._fields.index("begin"), WantedRange._fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead:
-    """One ranged read, and the part of each want that it brings (the wants' own ranges may reach further)."""
+    """One ranged read, and the part of each wanted range that it brings (the wanted ranges may reach further)."""
 
     object_index: int
     begin: int
     end: int
-    wants: tuple[WantedRange, ...]
-    overlapping: bool
+    wanted: tuple[WantedRange, ...] = ()
+    overlapping: bool = False
     """Some byte is wanted twice."""
-    continues: bool
+    continues: bool = False
     """It brings more of a want that is held, and that the read before it has begun."""
 
     @property
@@ -133,7 +134,7 @@ def _requests_of(
             # A cut can fall into a gap, of which nothing has to be read then.
             begin=max(low, inside[0].begin // tile_bytes * tile_bytes),
             end=min(high, -(-reached // tile_bytes) * tile_bytes),
-            wants=tuple(inside),
+            wanted=tuple(inside),
             overlapping=overlapping,
             continues=any(want.is_held and want.begin < low for want in inside),
         )

@@ -59,9 +59,9 @@ class BytesTarget:
         """Let go of the bytes."""
         self._content = None
 
-    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:  # noqa: ARG002  # one range has no gaps
+    def ranges(self, number: int, *, max_gap_bytes: int) -> list[WantedRange]:  # noqa: ARG002  # one range has no gaps
         at = self._location
-        return [WantedRange(consumer, at.object_index, at.begin, at.end, is_held=True)]
+        return [WantedRange(number, at.object_index, at.begin, at.end, is_held=True)]
 
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
         return [memoryview(self.content)[begin - self._location.begin : end - self._location.begin]]
@@ -85,8 +85,8 @@ class RunTarget:
         self.num_bytes = bounds[-1] - bounds[0]
         self._tensors, self._object_index, self._bounds, self._shifts = tensors, object_index, bounds, shifts
 
-    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:  # noqa: ARG002  # one range has no gaps
-        return [WantedRange(consumer, self._object_index, self._bounds[0], self._bounds[-1])]
+    def ranges(self, number: int, *, max_gap_bytes: int) -> list[WantedRange]:  # noqa: ARG002  # one range has no gaps
+        return [WantedRange(number, self._object_index, self._bounds[0], self._bounds[-1])]
 
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
         if not self._bounds[0] <= begin < end <= self._bounds[-1]:
@@ -125,11 +125,11 @@ class TensorTarget(msgspec.Struct, gc=False):
     run_begins: Sequence[int] = ()
     """The begin of each wanted range of a block that has an address."""
     is_copied: bool = False
-    """True if the bytes come by way of a buffer. Known once `wants` was called."""
+    """True if the bytes come by way of a buffer. Known once `ranges` was called."""
     cast: Cast | None = None
     """The check of the elements that a tensor of another dtype takes."""
 
-    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:
+    def ranges(self, number: int, *, max_gap_bytes: int) -> list[WantedRange]:
         """Return the ranges to fetch."""
         at, size = self.chunk, self.dtype.itemsize
         runs = [
@@ -141,7 +141,7 @@ class TensorTarget(msgspec.Struct, gc=False):
         addresses = None if self.is_shared else address_range(self.tensor)
         if holds_only_wanted and addresses and self.tensor.dtype == self.dtype and is_viewable(self.tensor):
             self.address, self.run_begins, self.is_copied = addresses[0], [begin for begin, _ in runs], False
-        return [WantedRange(consumer, at.object_index, begin, end) for begin, end in runs]
+        return [WantedRange(number, at.object_index, begin, end) for begin, end in runs]
 
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
         """Return the memory that these wanted bytes belong in; no views if they have to be copied there."""
@@ -298,12 +298,12 @@ def _group_wants(request: RangeRead) -> Iterator[tuple[int, int, Sequence[Wanted
     """Give the wants with the ranges of the request that they want. Wants that overlap are given together."""
     low, high = request.begin, request.end
     if not request.overlapping:
-        for want in request.wants:
+        for want in request.wanted:
             yield max(want.begin, low), min(want.end, high), (want,)
         return
     begin = end = low
     together: list[WantedRange] = []
-    for want in request.wants:
+    for want in request.wanted:
         if together and want.begin < end:
             together.append(want)
             end = max(end, min(want.end, high))
@@ -321,7 +321,7 @@ def _find_direct_views(
     """Return the want whose own memory takes bytes ``[begin, end)``, and that memory. Each has to want all of it."""
     if len(wants) == 1 or all(want.begin <= begin and end <= want.end for want in wants):
         for want in wants:
-            if views := targets[want.consumer].direct_views(begin, end):
+            if views := targets[want.target].direct_views(begin, end):
                 return want, views
     return None, []
 
@@ -337,7 +337,7 @@ def _copy(want: WantedRange, sources: Sequence[_Source], targets: Sequence[Targe
             break
         begin, end = max(want.begin, source.begin), min(want.end, source.end)
         if begin < end:
-            targets[want.consumer].copy_from(source.content[begin - source.begin : end - source.begin], begin)
+            targets[want.target].copy_from(source.content[begin - source.begin : end - source.begin], begin)
 
 
 def _end_of(source: _Source) -> int:

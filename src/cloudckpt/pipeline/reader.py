@@ -1,0 +1,419 @@
+"""The one reader of a checkpoint's objects: plan ranged reads, fetch them, verify them, hand over what they fill."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from cloudckpt._this_process import rare_collections
+from cloudckpt._workers import each_done
+from cloudckpt.commit.log import resolve
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    ShortObjectError,
+)
+from cloudckpt.format.chunks import dtype_of, find_overlapping_chunks, locate_chunk, locate_value
+from cloudckpt.format.codec import unpack_tiles
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest, StoredTensor
+from cloudckpt.io.boxes import Box, intersect, split_into_boxes
+from cloudckpt.io.client import choose_hedge_bytes
+from cloudckpt.io.download import fetch, find_wrong_tiles, measure
+from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
+from cloudckpt.options import MIB
+from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.wants import TensorBytes, Want, Wants, want_block, want_value
+from cloudckpt.report import LoadReport
+from cloudckpt.stores.base import Views
+from cloudckpt.telemetry.timeline import now_ns
+from cloudckpt.tensors.extensions import ReadTransforms, decoded_chunk
+from cloudckpt.tensors.host_memory import new_arena
+from cloudckpt.tensors.load_targets import BytesTarget, open_request
+from cloudckpt.tensors.tensor_bytes import synchronize_streams, writable
+
+_UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
+_UNSEEN_BYTES = 16 * MIB
+"""Values and transformed chunks of one object that take more memory than this are believed only after a HEAD."""
+_REQUESTS_PER_CONNECTION = 4
+_SMALL_REQUEST_BYTES = 8 * MIB
+_MAX_KEPT_BYTES = 512 * MIB
+"""More than that is kept only of a single chunk."""
+
+
+class Reader:
+    """Reads from the objects of one manifest, and checks each byte.
+
+    `read` fills all that a load wants, and `read_bytes` fills buffers with the bytes of tensors, however they are cut
+    into chunks. Both read in threads of their own. `fetch` reads whole tiles of one object in the caller's thread.
+    Safe to share between threads.
+
+    Args:
+        context: Location of the checkpoint.
+        manifest: Manifest to read from.
+        transforms: Undo what extensions did at the save. By default, the extensions of the context's options.
+
+    Raises:
+        CorruptCheckpointError: An object is missing, cut or damaged. The message names the entries in it.
+        CheckpointChangedError: An object is missing because the checkpoint was overwritten or removed.
+
+    Example::
+
+        reader = Reader(context, resolve(context.client).manifest)
+        buffer = torch.empty(16, dtype=torch.uint8)
+        reader.read_bytes([TensorBytes(name="model.weight", begin=0, end=16, buffer=buffer)])
+
+    """
+
+    def __init__(self, context: Context, manifest: Manifest, *, transforms: ReadTransforms | None = None) -> None:
+        self.context = context
+        self.manifest = manifest
+        self._transforms = transforms or ReadTransforms(None, context.options.extensions)
+        self._tiles: dict[int, array[int]] = {}
+        self._unpacking = threading.Lock()
+        self._unpacked: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        """Whole chunks that `read_bytes` keeps, by tensor and offsets. The one that was used last is at the end."""
+
+    def read(self, wants: Wants) -> LoadReport:
+        """Fill all that is wanted. Each want receives its item in this thread, once its last byte is there."""
+        context, recorder, begun_s = self.context, self.context.recorder, time.monotonic()
+        staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
+        with recorder.step("read"):
+            with rare_collections():
+                self._check_extensions(wants)
+                requests = self._plan(wants)
+            self._check_claims(requests, wants)
+            hedger, arena = context.client.hedger, new_arena(budget_bytes=_buffer_bytes(context))
+            reads = each_done(
+                requests,
+                functools.partial(
+                    self.fetch,
+                    opened=functools.partial(open_request, targets=wants.targets, arena=arena),
+                    names_in=wants.names_in,
+                    is_verified=context.options.verify,
+                ),
+                num_threads=hedger.connections,
+                name="cloudckpt-read",
+                on_failure=context.stop,
+            )
+            with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
+                self._hand_over(wants, requests, done)
+        return LoadReport(
+            uri=context.uri,
+            attempt=self.manifest.attempt,
+            rank=context.rank,
+            num_bytes_wanted=wants.num_bytes,
+            num_bytes_read=sum(request.num_bytes for request in requests),
+            num_requests=context.client.num_requests,
+            num_retries=context.client.num_retries,
+            num_hedges=hedger.num_hedges,
+            plan_s=0.0,
+            read_s=time.monotonic() - begun_s,
+            transfer_s=recorder.seconds("transfer") - transferred_s,
+            stage_s=recorder.seconds("stage") - staged_s,
+        )
+
+    def read_bytes(
+        self,
+        wanted: Sequence[TensorBytes],
+        *,
+        values: Mapping[str, Callable[[bytes | bytearray], object]] | None = None,
+    ) -> None:
+        """Fill the buffers of all `wanted`. `values` are the receivers of stored values by name.
+
+        A chunk that was saved through an extension can only be unpacked whole. If parts of it are wanted, one chunk is
+        unpacked at a time. The last ones are kept for the reads of the next parts, up to `_MAX_KEPT_BYTES` in all.
+        """
+        wants = [want for one in wanted for want in self._wants_of(one)]
+        for name, receive in (values or {}).items():
+            wants.append(want_value(name, locate_value(self.manifest.values[name]), receive))
+        if wants:
+            self.read(Wants(wants))
+
+    def fetch(
+        self,
+        request: RangeRead,
+        *,
+        opened: Callable[[RangeRead], AbstractContextManager[Views]],
+        names_in: Callable[[RangeRead, int, int], str],
+        is_verified: bool,
+    ) -> None:
+        """Fetch one range of whole tiles into the memory that is `opened` for it.
+
+        `names_in` returns the names that some bytes of the object belong to, for a message.
+        """
+        client, key = self.context.client, self.manifest.objects[request.object_index].key
+        recorder, begun_ns = client.recorder, now_ns()
+        with opened(request) as views:
+            recorder.span("stage", begun_ns, key=key)
+            recorder.spent("stage", begun_ns)
+            try:
+                fetch(client, key=key, begin=request.begin, views=views)
+                wrong = self.find_wrong_tiles(request, views) if is_verified else {}
+            except ObjectNotFoundError as error:
+                raise self._explain_missing(key, names_in(request, request.begin, request.end)) from error
+            except ShortObjectError as error:
+                raise CorruptCheckpointError(
+                    f"{client.url(key)} is shorter than when it was saved, so "
+                    f"{names_in(request, request.begin, request.end)} cannot be loaded: {error}",
+                    uri=client.uri,
+                ) from error
+            if wrong:
+                index, actual = next(iter(wrong.items()))
+                low = request.begin + index * self.manifest.tile_bytes
+                high = min(low + self.manifest.tile_bytes, request.end)
+                raise CorruptCheckpointError(
+                    f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
+                    f"{self.tiles_of(request)[index]:08x} was saved. They hold {names_in(request, low, high)}. Load an "
+                    "older checkpoint",
+                    uri=client.uri,
+                )
+            begun_ns = now_ns()
+        recorder.span("place", begun_ns, key=key)
+        recorder.spent("stage", begun_ns)
+
+    def find_wrong_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
+        """Return index and actual CRC32C of each tile of the request that is not what was saved. `views` hold it."""
+        return find_wrong_tiles(
+            self.context.client,
+            key=self.manifest.objects[request.object_index].key,
+            begin=request.begin,
+            views=views,
+            tile_bytes=self.manifest.tile_bytes,
+            expected_crc32cs=self.tiles_of(request),
+        )
+
+    def tiles_of(self, request: RangeRead) -> array[int]:
+        """Return the checksums of the request's tiles that were saved."""
+        index, tile_bytes = request.object_index, self.manifest.tile_bytes
+        if index not in self._tiles:
+            self._tiles[index] = unpack_tiles(self.manifest.objects[index].crc32c)
+        return self._tiles[index][request.begin // tile_bytes : -(-request.end // tile_bytes)]
+
+    def measure(self, object_index: int) -> int | None:
+        """Return the size of an object in the store, or None if it is missing."""
+        stored = self.manifest.objects[object_index]
+        return measure(self.context.client, key=stored.key, size_bytes=stored.size)
+
+    def has_changed(self) -> bool:
+        """Return True if the checkpoint was removed or replaced since its manifest was read."""
+        try:
+            return resolve(self.context.client.restarted()).manifest.attempt != self.manifest.attempt
+        except (CheckpointNotFoundError, CheckpointChangedError):
+            return True
+
+    def _explain_missing(self, key: str, names: str) -> CheckpointError:
+        """Return the reason why an object of the manifest is missing."""
+        uri = self.context.uri
+        if self.has_changed():
+            return CheckpointChangedError(
+                f"{uri} was overwritten or removed while it was being read. What was loaded is not usable; load again",
+                uri=uri,
+            )
+        return CorruptCheckpointError(
+            f"{self.context.client.url(key)} is missing, and with it {names}. Load an older checkpoint", uri=uri
+        )
+
+    def _check_extensions(self, wants: Wants) -> None:
+        """Raise for a missing extension before anything is read."""
+        seen: set[tuple[str, ...]] = set()
+        for want in wants.others:
+            descriptors = want.location.transforms
+            if descriptors and descriptors not in seen:
+                seen.add(descriptors)
+                self._transforms.check(descriptors, fqn=want.name, uri=self.context.uri)
+
+    def _plan(self, wants: Wants) -> list[RangeRead]:
+        options, manifest = self.context.options, self.manifest
+        synchronize_streams(want.tensor for want in wants.others)
+        max_gap_bytes = options.advanced.max_gap_bytes
+        ranges = wants.ranges(max_gap_bytes=max_gap_bytes)
+        request_bytes = choose_request_bytes(self.context, ranges, [target.is_copied for target in wants.targets])
+        return plan_reads(
+            ranges,
+            object_sizes_bytes={index: stored.size for index, stored in enumerate(manifest.objects)},
+            tile_bytes=manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
+            request_bytes=max(request_bytes, manifest.tile_bytes),
+            max_gap_bytes=max_gap_bytes,
+            max_over_read=options.advanced.max_over_read,
+        )
+
+    def _check_claims(self, requests: Sequence[RangeRead], wants: Wants) -> None:
+        """Check that objects are as large as the manifest says, before it alone makes this read take much memory."""
+        held: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
+        for want in wants.others:
+            if isinstance(want.target, BytesTarget):
+                held[want.location.object_index][want.name, want.location.begin] = want.location
+        claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
+        doubtful = {index for index, num_bytes in claimed.items() if num_bytes > _UNSEEN_BYTES}
+        for request in requests:
+            if request.num_bytes > self.context.options.read_bytes:  # one tile, larger than all buffers
+                doubtful.add(request.object_index)
+        for index in sorted(doubtful):
+            stored, claimed_bytes = self.manifest.objects[index], claimed.get(index, 0)
+            names = ", ".join(repr(name) for name, _ in held[index])
+            size_bytes = self.measure(index)
+            if size_bytes is None:
+                raise self._explain_missing(stored.key, names)
+            if max(stored.size, claimed_bytes) > size_bytes:
+                raise CorruptCheckpointError(
+                    f"{self.context.client.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of "
+                    f"which {claimed_bytes} are asked for. They hold {names}. Load an older checkpoint",
+                    uri=self.context.uri,
+                )
+
+    def _hand_over(self, wants: Wants, requests: Sequence[RangeRead], done: Iterable[RangeRead]) -> None:
+        """Hand over each want once the last of its `requests` is `done`, and at once if it has none.
+
+        Whole tensors in columns need no end: they are filled.
+        """
+        context, num_left = self.context, len(requests)
+        outstanding = [0] * len(wants.others)
+        for request in requests:
+            for number in wants.numbers_of_others(request.wanted):
+                outstanding[number] += 1
+        for want, num_ranges in zip(wants.others, outstanding, strict=True):
+            if not num_ranges:  # empty
+                self._finish(want)
+        for request in done:
+            num_left -= 1
+            key = self.manifest.objects[request.object_index].key
+            context.emit("load.range_read", key=key, num_bytes=request.num_bytes)
+            for number in wants.numbers_of_others(request.wanted):
+                outstanding[number] -= 1
+                if not outstanding[number]:
+                    self._finish(wants.others[number])
+        if num_left or any(outstanding):
+            raise CheckpointError(
+                f"the load of {context.uri} ended before all was read. What was loaded is not usable; load again",
+                uri=context.uri,
+            )
+
+    def _finish(self, want: Want) -> None:
+        """Hand over one want whose bytes are all there."""
+        location, target, tensor = want.location, want.target, want.tensor
+        received: bytes | bytearray | torch.Tensor | None = tensor
+        if isinstance(target, BytesTarget):
+            received = target.content
+            target.release()
+            if location.transforms:
+                received = self._undo_transforms(want, received)
+            if tensor is not None and location.dtype is not None:
+                wanted = decoded_chunk(received, location.dtype, location.lengths)[want.box.slices]
+                with writable([tensor]):
+                    tensor.copy_(wanted if want.cast is None else want.cast.check(wanted))
+                received = tensor
+        if want.receive is not None:
+            want.receive(received)
+
+    def _undo_transforms(self, want: Want, stored: bytes | bytearray) -> bytearray:
+        location, uri = want.location, self.context.uri
+        fqn, read_bytes = want.name, self.context.options.read_bytes
+        if location.dtype is None:
+            content = self._transforms.undo(location.transforms, stored, max_bytes=read_bytes, fqn=fqn, uri=uri)
+            if content is None:
+                raise CheckpointError(
+                    f"the value {fqn!r} of {uri} unpacks to more than Options(read_bytes={read_bytes}). If it may be "
+                    "so large, load with a larger read_bytes",
+                    uri=uri,
+                )
+            return content
+        num_bytes = math.prod(location.lengths) * ITEMSIZE_BYTES[location.dtype]
+        content = self._transforms.undo(location.transforms, stored, max_bytes=num_bytes, fqn=fqn, uri=uri)
+        if content is None or len(content) != num_bytes:
+            raise CorruptCheckpointError(
+                f"{fqn!r} of {uri} unpacks to {'more' if content is None else 'fewer'} than the {num_bytes} bytes that "
+                f"{list(location.lengths)} of {location.dtype} take. Load an older checkpoint",
+                uri=uri,
+            )
+        return content
+
+    def _wants_of(self, wanted: TensorBytes) -> Iterator[Want]:
+        """Yield the wants that fill one buffer."""
+        tensor = self.manifest.tensors[wanted.name]
+        itemsize_bytes = ITEMSIZE_BYTES[tensor.dtype]
+        elements = wanted.buffer.view(dtype_of(tensor.dtype))
+        position = 0
+        for box in split_into_boxes(wanted.begin // itemsize_bytes, wanted.end // itemsize_bytes, tensor.shape):
+            size = math.prod(box.lengths)
+            block = elements[position : position + size].view(box.lengths)
+            position += size
+            for chunk, common in _find_chunks(tensor.chunks, box):
+                within = common.relative_to(chunk.offsets)
+                target = block  # a view takes memory, and there can be very many
+                if common.lengths != box.lengths:
+                    target = block[common.relative_to(box.offsets).slices]
+                if tensor.transforms and common.lengths != chunk.lengths:
+                    target.copy_(self._unpack_kept(wanted.name, tensor, chunk)[within.slices])
+                    continue
+                yield want_block(wanted.name, locate_chunk(tensor, chunk), within, target)
+
+    def _unpack_kept(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk that can only be unpacked whole."""
+        key = (name, chunk.offsets)
+        with self._unpacking:  # a second thread that wants the chunk waits instead of unpacking it again
+            whole = self._unpacked.pop(key, None)
+            if whole is None:
+                num_bytes = math.prod(chunk.lengths) * ITEMSIZE_BYTES[tensor.dtype]
+                while (
+                    self._unpacked
+                    and sum(kept.nbytes for kept in self._unpacked.values()) + num_bytes > _MAX_KEPT_BYTES
+                ):
+                    self._unpacked.pop(next(iter(self._unpacked)))
+                raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                whole = raw.view(dtype_of(tensor.dtype)).view(chunk.lengths)
+                within = Box((0,) * len(chunk.lengths), chunk.lengths)
+                self.read(Wants([want_block(name, locate_chunk(tensor, chunk), within, whole)]))
+            self._unpacked[key] = whole
+            return whole
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._unpacked and sum(kept.nbytes for kept in self._unpacked.values()) + num_bytes > _MAX_KEPT_BYTES:
+            self._unpacked.pop(next(iter(self._unpacked)))
+
+
+def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box]]:
+    """Find the chunks that overlap `box`, with the overlap."""
+    positions = find_overlapping_chunks(chunks, box.offsets, box.lengths) if len(chunks) > 1 else None
+    for chunk in chunks if positions is None else [chunks[position] for position in positions]:
+        common = intersect(box, Box(chunk.offsets, chunk.lengths))
+        if common is not None:
+            yield chunk, common
+
+
+def choose_request_bytes(context: Context, ranges: Sequence[WantedRange], copied: Sequence[bool]) -> int:
+    """Return the size of the reads that bring `ranges`; `copied` says which targets' bytes pass through a buffer.
+
+    Reads are as large as possible, since each costs the client some CPU, but there are some for every connection.
+    """
+    wanted_bytes = copied_bytes = 0
+    for wanted in ranges:
+        num_bytes = wanted.end - wanted.begin
+        wanted_bytes += num_bytes
+        copied_bytes += num_bytes * copied[wanted.target]
+    most_bytes = context.options.advanced.request_bytes
+    if 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
+        most_bytes = min(most_bytes, _buffer_bytes(context) // context.connections)
+    return spread_over_connections(
+        wanted_bytes,
+        connections=context.connections,
+        num_for_each=_REQUESTS_PER_CONNECTION,
+        least_bytes=_SMALL_REQUEST_BYTES,
+        most_bytes=most_bytes,
+    )
+
+
+def _buffer_bytes(context: Context) -> int:
+    """Return how much memory the buffers of a read may take."""
+    return context.options.read_bytes - choose_hedge_bytes(context.options)

@@ -1,0 +1,111 @@
+"""The parts of a checkpoint that a read asks for, and the memory that each fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cloudckpt.format.model import Chunk, ItemLocation
+from cloudckpt.io.boxes import Box
+from cloudckpt.io.reads import RangeRead, WantedRange
+from cloudckpt.tensors.casts import Cast
+from cloudckpt.tensors.load_targets import BytesTarget, Target, find_runs_of, new_block_target
+
+_MAX_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """Bytes ``[begin, end)`` of one tensor in row-major order, and the ``uint8`` memory to read them into."""
+
+    name: str
+    begin: int
+    end: int
+    buffer: torch.Tensor
+
+
+class Want(NamedTuple):
+    """A part of one stored item, and the memory that it fills; `tensor` is None for a value."""
+
+    name: str
+    location: ItemLocation
+    box: Box
+    """The part of the chunk; nothing for a value, which is read whole."""
+    target: Target
+    tensor: torch.Tensor | None
+    cast: Cast | None
+    receive: Callable[[Any], object] | None
+    """Called with the tensor when it is filled, or with the bytes of a value."""
+
+
+def want_value(name: str, location: ItemLocation, receive: Callable[[bytes | bytearray], object]) -> Want:
+    """Return the want of a value."""
+    return Want(name, location, Box((), ()), BytesTarget(location), None, None, receive)
+
+
+def want_block(
+    name: str,
+    location: ItemLocation,
+    box: Box,
+    tensor: torch.Tensor,
+    *,
+    cast: Cast | None = None,
+    receive: Callable[[torch.Tensor], object] | None = None,
+) -> Want:
+    """Return the want that fills `tensor` with the part `box` of a chunk. A transformed chunk is read whole."""
+    target: Target = (
+        BytesTarget(location) if location.transforms else new_block_target(location, box, tensor, cast=cast)
+    )
+    return Want(name, location, box, target, tensor, cast, receive)
+
+
+class Wants:
+    """All that a read fills, numbered: the `others`, each a want of its own, and then runs of whole tensors."""
+
+    __slots__ = ("_chunks", "_fqns", "others", "targets")
+
+    def __init__(
+        self,
+        others: Sequence[Want],
+        fqns: Sequence[str] = (),
+        tensors: Sequence[torch.Tensor] = (),
+        chunks: Sequence[Chunk] = (),
+        addresses: Sequence[int] = (),
+    ) -> None:
+        """`fqns`, `tensors`, `chunks` and `addresses` are columns of whole tensors, which share no memory."""
+        self._fqns, self._chunks = fqns, chunks
+        self.others = others
+        runs = find_runs_of(tensors, chunks, addresses)
+        self.targets: list[Target] = [*(want.target for want in others), *runs]
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes that are wanted."""
+        return sum(target.num_bytes for target in self.targets)
+
+    def ranges(self, *, max_gap_bytes: int) -> list[WantedRange]:
+        """Return the ranges to fetch."""
+        return [
+            wanted
+            for number, target in enumerate(self.targets)
+            for wanted in target.ranges(number, max_gap_bytes=max_gap_bytes)
+        ]
+
+    def names_in(self, request: RangeRead, begin: int, end: int) -> str:
+        """Return the names, for a message, that bytes ``[begin, end)`` of the request's object belong to."""
+        fqns = [
+            fqn
+            for fqn, chunk in zip(self._fqns, self._chunks, strict=True)
+            if chunk.object_index == request.object_index and chunk.begin < end and chunk.end > begin
+        ]
+        wanted = (one for one in request.wanted if one.begin < end and one.end > begin)
+        fqns += {self.others[number].name: None for number in self.numbers_of_others(wanted)}
+        shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
+        return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")
+
+    def numbers_of_others(self, wanted: Iterable[WantedRange]) -> Iterator[int]:
+        """Yield the number of each range's want that is of `others`."""
+        return (one.target for one in wanted if one.target < len(self.others))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.commit.actors import data_key_of, fence, manifest_for
 from tests.kit.in_memory import Memory, assert_holds, state_of
 from tests.kit.options import make_options
 from tests.kit.ranks import run_ranks
-from tests.kit.wrapped import FaultyStore, WrappedStore
+from tests.kit.wrapped import FaultyStore, Lies, WrappedStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -171,27 +170,6 @@ def test_listed_manifest_that_reads_as_missing_raises() -> None:
         resolve(client_of(store))
 
 
-class Forgetful(WrappedStore):
-    """Leaves what matches a pattern out of the first listing that has it, whichever store of the process makes it."""
-
-    def __init__(self, inner: Store, pattern: str, lies: list[str]) -> None:
-        super().__init__(inner)
-        self._pattern, self._lies = pattern, lies
-
-    def _kept(self, names: dict[str, Any], prefix: str = "") -> Iterator[Any]:
-        hidden = {name for name in names if re.search(self._pattern, f"{self.inner.uri}/{prefix}{name}")}
-        if hidden and not self._lies:
-            self._lies.extend(hidden)
-            names = {name: info for name, info in names.items() if name not in hidden}
-        return iter(names.values())
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._kept({info.key: info for info in self.inner.list(prefix)})
-
-    def list_directories(self) -> Iterator[str]:
-        return self._kept({name: name for name in self.inner.list_directories()})
-
-
 LOOKS: dict[str, tuple[str, Callable[[Memory, Options], object]]] = {
     "list_checkpoints(all=True)": (
         "step-2$",
@@ -231,10 +209,9 @@ def test_entry_missing_from_one_listing_is_found(memory: Memory, name: str) -> N
         except CheckpointExistsError as error:
             return str(error)
 
-    lies: list[str] = []
-    honest = made(lambda inner: inner)
-    assert made(lambda inner: Forgetful(inner, pattern, lies)) == honest
-    assert lies
+    honest, lies = made(lambda inner: inner), Lies(pattern, "list", "list_directories")
+    assert made(lies) == honest
+    assert lies.num_told == 1
 
 
 # Sizes that a listing gets wrong.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,60 +10,10 @@ from safetensors.torch import save as safetensors_bytes
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, store_at, torch_saved
 from tests.kit.options import make_options
+from tests.kit.wrapped import Lies
 
 import cloudckpt
-from cloudckpt.errors import ObjectNotFoundError
-from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import WrappedStore
-
-
-class Lies:
-    """Tells one lie about keys that contain `key`: the `nth` answer that could show them lacks them.
-
-    `operations` are those that lie: a listing leaves them out, a HEAD says that there is none, or, with `more_bytes`,
-    says another size. `times` answers from there on lie.
-    """
-
-    def __init__(self, key: str, *operations: str, nth: int = 1, times: int = 1, more_bytes: int = 0) -> None:
-        self.key = key
-        self.more_bytes = more_bytes
-        self._operations = operations
-        self._due = range(nth, nth + times)
-        self._num_asked = dict.fromkeys(operations, 0)
-        self.num_told = 0
-
-    def __call__(self, inner: Store) -> Store:
-        return _Lying(inner, self)
-
-    def is_due(self, operation: str) -> bool:
-        """Whether this answer, which could show such a key, is to lie."""
-        if operation not in self._operations:
-            return False
-        self._num_asked[operation] += 1
-        is_due = self._num_asked[operation] in self._due
-        self.num_told += is_due
-        return is_due
-
-
-class _Lying(WrappedStore):
-    def __init__(self, inner: Store, lies: Lies) -> None:
-        super().__init__(inner)
-        self._lies = lies
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        found = [*super().list(prefix)]
-        lacking = [info for info in found if self._lies.key not in self.url(info.key)]
-        yield from lacking if lacking != found and self._lies.is_due("list") else found
-
-    def head(self, key: str) -> ObjectInfo:
-        found = super().head(key)
-        if self._lies.key in key and self._lies.is_due("head"):
-            if not self._lies.more_bytes:
-                raise ObjectNotFoundError("not found", key=self.url(key), operation="head")
-            return dataclasses.replace(found, size_bytes=found.size_bytes + self._lies.more_bytes)
-        return found
-
 
 _TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors"}
 

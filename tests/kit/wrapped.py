@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cloudckpt.errors import StoreError, TransientStoreError
-from cloudckpt.stores.base import Capabilities, Store
+from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError
+from cloudckpt.stores.base import Capabilities, ObjectInfo, Store
 from cloudckpt.testing.faults import Call, WrappedStore
 
-__all__ = ["Call", "FaultyStore", "WrappedStore", "permanent", "transient"]
+__all__ = ["Call", "FaultyStore", "Lies", "WrappedStore", "permanent", "transient"]
 
 _T = TypeVar("_T")
 
@@ -98,6 +100,60 @@ class FaultyStore(WrappedStore):
             fault.times -= 1
             return fault
         return None
+
+
+class Lies:
+    """Wraps stores that lie about what matches `pattern`: the `nth` answer that could show it lacks it.
+
+    `operations` are those that lie: a listing leaves it out, a HEAD says that there is none, or, with `more_bytes`,
+    says another size. `times` answers from there on lie, of all stores together.
+    """
+
+    def __init__(self, pattern: str, *operations: str, nth: int = 1, times: int = 1, more_bytes: int = 0) -> None:
+        self._pattern, self._operations, self.more_bytes = pattern, operations, more_bytes
+        self._due = range(nth, nth + times)
+        self._num_asked = self.num_told = 0
+
+    def __call__(self, inner: Store) -> Store:
+        return _Lying(inner, self)
+
+    def is_told(self, operation: str, *urls: str) -> bool:
+        """Return True for an answer that is to lie: there is something to lie about, and it is its turn."""
+        if operation not in self._operations or not any(map(self.hides, urls)):
+            return False
+        self._num_asked += 1
+        self.num_told += self._num_asked in self._due
+        return self._num_asked in self._due
+
+    def hides(self, url: str) -> bool:
+        """Return True for what a lying answer lacks."""
+        return re.search(self._pattern, url) is not None
+
+
+class _Lying(WrappedStore):
+    def __init__(self, inner: Store, lies: Lies) -> None:
+        super().__init__(inner)
+        self._lies = lies
+
+    def _shown(self, operation: str, names: list[str]) -> list[str]:
+        urls = [self.url(name) for name in names]
+        is_lie = self._lies.is_told(operation, *urls)
+        return [name for name, url in zip(names, urls, strict=True) if not (is_lie and self._lies.hides(url))]
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        found = {info.key: info for info in super().list(prefix)}
+        yield from map(found.__getitem__, self._shown("list", [*found]))
+
+    def list_directories(self) -> Iterator[str]:
+        yield from self._shown("list_directories", [*super().list_directories()])
+
+    def head(self, key: str) -> ObjectInfo:
+        found = super().head(key)
+        if not self._lies.is_told("head", self.url(key)):
+            return found
+        if not self._lies.more_bytes:
+            raise ObjectNotFoundError("not found", key=self.url(key), operation="head")
+        return dataclasses.replace(found, size_bytes=found.size_bytes + self._lies.more_bytes)
 
 
 def transient(operation: str) -> TransientStoreError:

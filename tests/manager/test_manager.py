@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from tests.kit.clock import set_time, set_time_in_new_process
 from tests.kit.in_memory import Gate, Memory, assert_holds, state_of
 from tests.kit.options import make_options
-from tests.kit.wrapped import permanent
+from tests.kit.wrapped import Lies, permanent
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
@@ -27,9 +27,8 @@ from cloudckpt.commit.attempts import datetime_of
 from cloudckpt.commit.entries import encode_fence, new_fence
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import clock
-from cloudckpt.stores.base import Store, crc32c_of
+from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faults import Call, WrappedStore
 
 WAIT_S = 60.0
 
@@ -348,35 +347,14 @@ def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
         CheckpointManager(memory.uri("step-5")).restore(state_of())
 
 
-class Hiding(WrappedStore):
-    """Its listings come empty where `is_hidden` says so."""
-
-    def __init__(self, inner: Store, is_hidden: Callable[[Call], bool]) -> None:
-        super().__init__(inner)
-        self._is_hidden = is_hidden
-
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        return [] if self._is_hidden(call) else action()
-
-
-def hiding(operation: str, key: str, *, nth: int) -> Options:
-    """The `nth` such call, of all stores together, comes empty."""
-    num_calls = iter(range(1, 10_000))
-
-    def is_hidden(call: Call) -> bool:
-        return (call.operation, call.key) == (operation, key) and next(num_calls) == nth
-
-    return make_options(connections=1, wrap_store=lambda inner: Hiding(inner, is_hidden))
-
-
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-@pytest.mark.parametrize(("operation", "key"), [("list", ".metadata"), ("list_directories", "")])
+@pytest.mark.parametrize(("operation", "pattern"), [("list", r"\.metadata$"), ("list_directories", "step-")])
 def test_one_listing_that_lacks_torchs_steps_is_no_fresh_start(
-    tmp_path: Path, operation: str, key: str, nth: int
+    tmp_path: Path, operation: str, pattern: str, nth: int
 ) -> None:
     """If this fails, one bogus listing lets a job that moves to the manager train from nothing."""
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "step-20", no_dist=True)
-    options = hiding(operation, key, nth=nth)
+    options = make_options(connections=1, wrap_store=Lies(pattern, operation, nth=nth))
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"has saved the steps 20\. Import them"):
         CheckpointManager(tmp_path, no_dist=True, options=options).restore({"w": torch.zeros(4)})
 
@@ -884,13 +862,14 @@ def test_foreign_objects_under_a_root_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize(("operation", "key"), [("list", "rank-0/manifest"), ("list_directories", "")])
-def test_steps_of_ranks_apart_are_no_fresh_start(memory: Memory, operation: str, key: str, nth: int) -> None:
+@pytest.mark.parametrize(("operation", "pattern"), [("list", "rank-0/manifest"), ("list_directories", "step-")])
+def test_steps_of_ranks_apart_are_no_fresh_start(memory: Memory, operation: str, pattern: str, nth: int) -> None:
     """If this fails, a job whose ranks once saved apart trains from nothing, at least after one bogus listing."""
     for rank in (0, 1):
         cloudckpt.save(state_of(7.0), memory.uri(f"step-7/rank-{rank}"), no_dist=True)
+    options = make_options(connections=1, wrap_store=Lies(pattern, operation, nth=nth))
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match="in the steps 7 each rank has a checkpoint"):
-        CheckpointManager(memory.root, options=hiding(operation, key, nth=nth)).restore(state_of())
+        CheckpointManager(memory.root, options=options).restore(state_of())
 
 
 @pytest.mark.timeout(60)

@@ -372,12 +372,15 @@ class S3Session(HTTPSession):
 
     def call(self, operation: str, api: str, key: str | None, **members: Any) -> dict[str, Any]:
         """Make the request `api` about `key`, or about the bucket, for the store's `operation`. Raises `StoreError`."""
-        about = {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
         with self.translation(operation, api, key or members.get("Prefix", "")):
-            return self._send(api, **about, **members)
+            return self.send(api, key, **members)
 
-    def _send(self, api: str, **members: Any) -> dict[str, Any]:
-        """Make the request `api`; once more after an error that a new signature or other credentials may prevent."""
+    def send(self, api: str, key: str | None, **members: Any) -> dict[str, Any]:
+        """Make a request as `call` does, within the caller's own translation: what sends data needs no frame of it.
+
+        It is made once more after an error that a new signature or other credentials may prevent.
+        """
+        members |= {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
         client, code, num_sent = self.client(), "", 0
         while True:
             num_sent += 1
@@ -430,10 +433,8 @@ class S3Session(HTTPSession):
     def prepare_get(
         self, operation: str, key: str, byte_range: tuple[int, int] | None
     ) -> Callable[[], Any]:  # GCS's needs the operation
-        about = {"Bucket": self.bucket, "Key": key}
-        if byte_range is not None:
-            about["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
-        return functools.partial(self._send, "GetObject", **about)
+        about = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1] - 1}"}
+        return functools.partial(self.send, "GetObject", key, **about)
 
     def open_body(self, answer: Any) -> tuple[ResponseBody, str | None, int | None]:
         return ResponseBody(answer["Body"]), answer.get("ContentRange"), answer.get("ContentLength")

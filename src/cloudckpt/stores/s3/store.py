@@ -102,15 +102,11 @@ class S3Store(HTTPStore):
             self.refuse_ignored_condition(key)
         name, body = self.name_of(key, "put"), ViewsBody(views)
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        self.session.call(
-            "put",
-            "PutObject",
-            name,
-            Body=body,
-            ContentLength=len(body),
-            ChecksumCRC32C=encode_crc32c(crc32c),
-            **condition,
-        )
+        checksum = encode_crc32c(crc32c)
+        with self.session.translation("put", "PutObject", name):
+            self.session.send(
+                "PutObject", name, Body=body, ContentLength=len(body), ChecksumCRC32C=checksum, **condition
+            )
 
     def create_multipart(self, key: str) -> str:
         """Begin an upload with CRC32C as the parts' checksum."""
@@ -120,16 +116,16 @@ class S3Store(HTTPStore):
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         name, body = self.name_of(key, "upload_part"), ViewsBody(views)
-        answer = self.session.call(
-            "upload_part",
-            "UploadPart",
-            name,
-            UploadId=upload_id,
-            PartNumber=part.number,
-            Body=body,
-            ContentLength=len(body),
-            ChecksumCRC32C=encode_crc32c(crc32c),
-        )
+        with self.session.translation("upload_part", "UploadPart", name):
+            answer = self.session.send(
+                "UploadPart",
+                name,
+                UploadId=upload_id,
+                PartNumber=part.number,
+                Body=body,
+                ContentLength=len(body),
+                ChecksumCRC32C=encode_crc32c(crc32c),
+            )
         token = self.session.require(answer, "ETag", "upload_part", "UploadPart", name)
         return UploadedPart(part=part, token=token, crc32c=crc32c)
 

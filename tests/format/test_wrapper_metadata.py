@@ -14,8 +14,7 @@ from tests.scaled import ALLOWED, Limits, Recipe, Rounding, Scaled, make_scaled
 
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.wrapper_metadata import Registry, encode
-from cloudckpt.format.wrappers import describe_difference, take_apart
+from cloudckpt.format.wrappers import Registry, describe_difference, encode, take_apart
 
 LEAVES = st.one_of(
     st.none(),

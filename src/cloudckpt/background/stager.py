@@ -23,8 +23,7 @@ from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor,
 from cloudckpt.background.answers import HookAnswers, has_hooks
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS
-from cloudckpt.format.wrapper_metadata import put_together
-from cloudckpt.format.wrappers import is_wrapper
+from cloudckpt.format.wrappers import is_wrapper, put_together
 from cloudckpt.tensors.copying import Staging, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
 from cloudckpt.tensors.snapshot_plan import (

@@ -13,8 +13,7 @@ import torch
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.chunks import dtype_name, dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, StoredTensor
-from cloudckpt.format.wrapper_metadata import Registry
-from cloudckpt.format.wrappers import SavedWrapper, collapse
+from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.wants import TensorBytes
 

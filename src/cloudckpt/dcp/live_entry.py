@@ -28,8 +28,7 @@ from cloudckpt.errors import (
     quote_names,
 )
 from cloudckpt.format.nesting import Nesting, rebuild_tuple, unflatten
-from cloudckpt.format.wrapper_metadata import Registry
-from cloudckpt.format.wrappers import SavedWrapper, collapse
+from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
 
 IMPORT_HINT = (
     "Check that it is the same model. If it was imported without a prefix, load it with "

@@ -39,8 +39,7 @@ from cloudckpt.format.nesting import (
     name_path,
     unflatten,
 )
-from cloudckpt.format.wrapper_metadata import Registry
-from cloudckpt.format.wrappers import collapse, describe_difference
+from cloudckpt.format.wrappers import Registry, collapse, describe_difference
 
 _MAX_SHOWN = 10
 _MAX_COMPARED = 5000

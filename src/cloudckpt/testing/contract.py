@@ -23,13 +23,11 @@ from typing import Any
 import pytest
 
 # This must precede the imports: pytest explains failed assertions only in modules that it has rewritten.
-pytest.register_assert_rewrite(
-    *(f"cloudckpt.testing.contract_{topic}" for topic in ("base", "reads", "uploads", "writes"))
-)
+pytest.register_assert_rewrite(*(f"cloudckpt.testing.contract_{topic}" for topic in ("base", "uploads", "writes")))
 
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
-from cloudckpt.testing.contract_reads import ReadClauses
+from cloudckpt.testing.contract_base import ReadClauses
 from cloudckpt.testing.contract_uploads import UploadClauses
 from cloudckpt.testing.contract_writes import WriteClauses
 

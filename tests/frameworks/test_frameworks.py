@@ -14,6 +14,7 @@ from lightning.fabric.strategies.fsdp import _distributed_checkpoint_save
 import cloudckpt
 from cloudckpt.integrations.lightning import CloudFSDPStrategy, CloudModelParallelStrategy
 from cloudckpt.integrations.torchtitan import CloudCheckpointManager
+from cloudckpt.testing.servers import clean_environment
 
 if TYPE_CHECKING:
     from tests.frameworks.conftest import Jobs
@@ -255,11 +256,19 @@ def test_torch_checkpointing_after_a_crash(every_place: str, jobs: Jobs) -> None
     assert found["verified"] == 2
 
 
-def test_the_example_of_torch_checkpointing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("checkpoint_files", ["saved and loaded; 4 files are whole"]),
+        ("megatron_core", ["has loaded what it saved"] * 2),
+    ],
+)
+def test_an_example_runs(name: str, said: list[str], tmp_path: Path) -> None:
     """The example would not run as its first lines say."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = subprocess.run(
-        [*torchrun, str(EXAMPLES / "checkpoint_files.py"), str(tmp_path)],
+        [*torchrun, str(EXAMPLES / f"{name}.py"), f"file://{tmp_path}"],
+        env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -267,4 +276,29 @@ def test_the_example_of_torch_checkpointing(tmp_path: Path) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stdout[-6000:]
-    assert "saved and loaded; 4 files are whole" in process.stdout
+    assert process.stdout.count(said[0]) == len(said)
+
+
+def test_verl(place: str, jobs: Jobs) -> None:
+    """verl's workers would go on with other weights, optimizer, learning rate or random numbers; or keep the wrong
+    checkpoints.
+    """
+    found = jobs.at(place, "verl_fsdp")
+    assert found["resumed"] == found["whole"]
+    assert found["kept"] == [0, 1, 1]
+    assert found["refused"].startswith("hf_model and save_lora_only are not saved")
+
+
+def test_verl_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
+    """What two of verl's workers saved would not load on one, as it does not with verl's own manager."""
+    jobs.at(one_place, "verl_fsdp")
+    alone = jobs.at(one_place, "verl_fsdp", num_ranks=1)
+    assert alone["lr"] == [1e-2 / 8]
+    assert alone["kept"] == [0, 1, 1]
+
+
+def test_olmo_core(one_place: str, jobs: Jobs) -> None:
+    """With the lines of the document, OLMo-core would save through its own writer, or load other values."""
+    found = jobs.at(one_place, "olmo_fsdp")
+    assert found["weights"][0] == found["weights"][1]
+    assert found["moments"][0] == found["moments"][1]

@@ -143,7 +143,7 @@ def fail_and_go_on(root: str) -> None:
 
 def test_a_failure_on_one_rank_reaches_all(s3: Place) -> None:
     """If this fails, a save by process that fails on one rank hangs the others, or loses the cause."""
-    run_ranks(fail_and_go_on, s3.root, world_size=2)
+    run_ranks(fail_and_go_on, s3.root, world_size=2, timeout_s=240.0)  # it starts eight processes
 
 
 @on_ranks(1)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from cloudckpt._torch_compat import problems_in
 from cloudckpt.dcp.replicas import copies_of_items
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks, check_agreement, merge_plans
-from cloudckpt.dcp.shards import describe_shards
+from cloudckpt.dcp.write_items import describe_shards
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.nesting import unflatten
 from cloudckpt.io.boxes import Box

@@ -38,8 +38,7 @@ from cloudckpt.dcp.replicas import (
     ranks_text,
     take_fingerprints,
 )
-from cloudckpt.dcp.shards import describe_shards
-from cloudckpt.dcp.write_items import find_aliases
+from cloudckpt.dcp.write_items import describe_shards, find_aliases
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path

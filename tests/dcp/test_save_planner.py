@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -309,9 +310,15 @@ def test_the_plan_of_one_rank_is_torchs(state: dict[str, Any]) -> None:
     ("verdict", "problems"),
     [([], []), (["key:w is wrong"], ["key:w is wrong"]), (True, []), (False, ["see torch's log"]), (None, [])],
 )
-def test_the_verdict_of_every_torch_is_understood(verdict: object, problems: list[str]) -> None:
+def test_the_verdict_of_every_torch_is_understood(
+    monkeypatch: pytest.MonkeyPatch, verdict: object, problems: list[str]
+) -> None:
     """If this fails, no save succeeds with the oldest torch, or what it finds wrong with a plan is overlooked."""
     assert problems_in(verdict) == problems
+    monkeypatch.setattr("cloudckpt.dcp.save_planner.validate_global_plan", lambda *_: problems_in(verdict))
+    expected = pytest.raises(ValueError, match=f"^Failed to validate global plan: {problems[0]}$") if problems else None
+    with expected or contextlib.nullcontext():
+        merge_plans([SavePlan([])])
 
 
 @st.composite

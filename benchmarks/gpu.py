@@ -330,15 +330,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{_shown(free_bytes)} are free on the device; ask for less: --gib, --load-gib", file=sys.stderr)
         return NO_DEVICE
     bench = Bench(torch.device("cuda"), sizes=sizes, repetitions=arguments.repetitions)
+    about = {**provenance(ROOT), "device": torch.cuda.get_device_name(), "torch": torch.__version__}
     figures = []
     for figure in bench.figures():
         print(f"{figure.name}: {figure.formula}: {figure.verdict}", file=sys.stderr, flush=True)
         figures.append(figure)
+        if arguments.results is not None:  # after each: a run that is interrupted keeps those that are complete
+            document = {"provenance": about, "gb_per_s": bench.gb_per_s, "figures": [asdict(one) for one in figures]}
+            arguments.results.write_text(json.dumps(document, indent=1) + "\n")
     print(text(figures, bench.gb_per_s))
-    if arguments.results is not None:
-        about = {**provenance(ROOT), "device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        document = {"provenance": about, "gb_per_s": bench.gb_per_s, "figures": [asdict(one) for one in figures]}
-        arguments.results.write_text(json.dumps(document, indent=1) + "\n")
     return int(any(figure.verdict.startswith(("MISSED", "not")) for figure in figures if figure.bar is not None))
 
 

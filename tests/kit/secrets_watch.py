@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 _SECRETS = re.compile(r"testing-secret|(?<![a-z0-9])(?:hush)+(?![a-z0-9])|PRIVATE KEY-----", re.IGNORECASE)
-"""Of the servers of the tests; of all that tests make up (four letters that base64 has by chance); of any service account."""
+"""Of the servers of the tests; of all that tests make up, four letters that base64 has too; of any service account."""
 
 _FIRST = "cloudckpt"
 _lock = threading.Lock()

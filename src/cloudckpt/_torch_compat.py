@@ -322,11 +322,11 @@ def validate_global_plan(plans: Sequence[Any], metadata: Any) -> list[str]:
     return [] if _validate_global_plan is None else problems_in(_validate_global_plan(plans, metadata))
 
 
-def problems_in(verdict: object) -> list[str]:
+def problems_in(verdict: Any) -> list[str]:
     """Return what a torch's check of a plan found: a list of problems, or True."""
     if isinstance(verdict, bool):  # torch 2.11 logs what is wrong
         return [] if verdict else ["see torch's log"]
-    return list(verdict) if isinstance(verdict, Sequence) else []
+    return list(verdict or ())
 
 
 def flatten_sharded_tensors(entries: dict[str, Any]) -> dict[str, Any]:

@@ -308,7 +308,14 @@ def test_the_plan_of_one_rank_is_torchs(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("verdict", "problems"),
-    [([], []), (["key:w is wrong"], ["key:w is wrong"]), (True, []), (False, ["see torch's log"]), (None, [])],
+    [
+        ([], []),
+        (["key:w is wrong"], ["key:w is wrong"]),
+        ({"wrong"}, ["wrong"]),
+        (True, []),
+        (False, ["see torch's log"]),
+        (None, []),
+    ],
 )
 def test_the_verdict_of_every_torch_is_understood(
     monkeypatch: pytest.MonkeyPatch, verdict: object, problems: list[str]

@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.kit.in_memory import Memory, assert_holds, loaded, state_of
-from tests.kit.wrapped import permanent
+from tests.kit.ranks import on_ranks
+from tests.kit.wrapped import Lies, permanent
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -220,7 +222,8 @@ def test_a_later_failure_of_the_same_writer_leaves_what_it_committed(memory: Mem
     assert_holds(loaded(memory.uri()), 1.0)
 
 
-def test_discard_keeps_what_a_commit_refers_to(memory: Memory) -> None:
+@on_ranks(2)
+def test_discard_keeps_what_a_commit_refers_to(tmp_path: Path) -> None:
     """torch also reports a failure where something broke only after the commit; the data is the checkpoint's then."""
 
     class Careless(cloudckpt.ObjectStoreWriter):
@@ -228,8 +231,63 @@ def test_discard_keeps_what_a_commit_refers_to(memory: Memory) -> None:
             super().finish(metadata, results)
             raise OSError("after the commit")
 
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
     with pytest.raises(BaseException, match="after the commit"):
-        cloudckpt.save(state_of(1.0), storage_writer=Careless(memory.uri()))
+        cloudckpt.save({f"w{rank}": torch.full((10,), float(rank))}, storage_writer=Careless(tmp_path / "c"))
+    dist.barrier()  # both have discarded
+    target = {f"w{other}": torch.zeros(10)}
+    cloudckpt.load(target, tmp_path / "c")
+    assert bool((target[f"w{other}"] == other).all())
+
+
+@pytest.mark.parametrize("where", ["callback", "finish"])
+def test_what_fails_after_the_commit_keeps_the_data_where_listings_lag(memory: Memory, where: str) -> None:
+    """If this fails, Ctrl-C in a callback deletes the data of a committed checkpoint that no listing shows yet."""
+    lies = Lies("manifest", "list", times=0)
+
+    def interrupt(event: Event) -> None:
+        if event.name == "save.done" and where == "callback":
+            lies.begin()
+            raise KeyboardInterrupt
+
+    class Careless(cloudckpt.ObjectStoreWriter):
+        def finish(self, metadata, results):  # type: ignore[no-untyped-def]
+            super().finish(metadata, results)
+            lies.begin()
+            raise KeyboardInterrupt
+
+    options = Options(on_event=interrupt, advanced=cloudckpt.AdvancedOptions(wrap_store=lies))
+    with pytest.raises((KeyboardInterrupt, CommitUnknownError)):
+        cloudckpt.save(state_of(1.0), storage_writer=Careless(memory.uri(), options=options))
+    assert_holds(loaded(memory.uri()), 1.0)
+
+
+def test_memory_that_changes_during_the_planning_is_saved_as_it_is_when_it_is_sent(memory: Memory) -> None:
+    """If this fails, a save reads the old or freed memory of a parameter that a callback gives new memory."""
+    state = {"w": torch.zeros(1000), "freed": torch.zeros(1000)}
+
+    def replace(event: Event) -> None:
+        if event.name == "save.set_up":
+            state["w"].data = torch.ones(1000)
+
+    cloudckpt.save(state, memory.uri(), options=Options(on_event=replace))
+    target = {"w": torch.zeros(1000)}
+    cloudckpt.load(target, memory.uri())
+    assert bool((target["w"] == 1).all())
+
+    def free(event: Event) -> None:
+        if event.name == "save.set_up":
+            state["freed"].untyped_storage().resize_(0)
+
+    with pytest.raises(BaseException, match=r"'freed'.* memory was freed"):
+        cloudckpt.save(state, memory.uri("freed"), options=Options(on_event=free))
+
+
+def test_a_planner_with_attributes_of_its_own_saves(memory: Memory) -> None:
+    """If this fails, an attribute of a user's planner is taken for something of ours."""
+    planner = DefaultSavePlanner()
+    planner.sources = {"a": "somewhere"}  # type: ignore[attr-defined]
+    cloudckpt.save(state_of(1.0), memory.uri(), planner=planner)
     assert_holds(loaded(memory.uri()), 1.0)
 
 

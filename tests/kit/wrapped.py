@@ -117,6 +117,10 @@ class Lies:
     def __call__(self, inner: Store) -> Store:
         return _Lying(inner, self)
 
+    def begin(self) -> None:
+        """Lie in every answer from now on."""
+        self._due = range(self._num_asked + 1, 1_000_000)
+
     def is_told(self, operation: str, *urls: str) -> bool:
         """Return True for an answer that is to lie: there is something to lie about, and it is its turn."""
         if operation not in self._operations or not any(map(self.hides, urls)):

@@ -262,6 +262,16 @@ def test_many_threads_stay_within_the_budget_and_come_to_an_end(seed: int) -> No
     assert arena._num_lent == 0
 
 
+def test_an_empty_loan_leaves_the_budget_as_it_is() -> None:
+    """If this fails, a copy of an empty object keeps buffers of an arena in use for ever, and memory grows."""
+    arena = Arena(budget_bytes=4096)
+    for _ in range(3):
+        with arena.lend(1024), arena.lend(0), arena.lend(64):
+            pass
+        with arena.lend(4096), arena.lend(0):
+            assert arena._held_bytes <= 4096
+
+
 @pytest.mark.timeout(TIMEOUT_S)
 def test_buffer_larger_than_the_budget_is_lent_alone() -> None:
     """If this fails, one large part can never be staged, and its save waits for ever; or it comes on top."""

@@ -347,7 +347,7 @@ class CopyJob:
             for begin in range(0, stored.size, part_bytes):
                 with body.open(begin, min(begin + part_bytes, stored.size)):
                     pass
-        except (CorruptCheckpointError, CheckpointChangedError) as error:
+        except CheckpointError as error:
             _log.warning("a copy is not what was saved: %s", error)
             return False
         return True

@@ -38,7 +38,7 @@ from cloudckpt.dcp.replicas import (
     ranks_text,
     take_fingerprints,
 )
-from cloudckpt.dcp.write_items import describe_shards, find_aliases
+from cloudckpt.dcp.write_items import KnowsSources, describe_shards, find_aliases
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path
@@ -65,7 +65,7 @@ class TiedItem(WriteItem):
     first: MetadataIndex | None = None
 
 
-class BalancedSavePlanner(DefaultSavePlanner):
+class BalancedSavePlanner(KnowsSources, DefaultSavePlanner):
     """Spreads replicated tensors by bytes, the largest first; torch's planner takes them in their order.
 
     A tensor, or a shard of it, is never cut. Replicas can differ, so only those that are known to be equal are spread:
@@ -93,8 +93,6 @@ class BalancedSavePlanner(DefaultSavePlanner):
         """The snapshot that is still being made of what is saved."""
         self.is_alone = False
         """True if no other rank saves."""
-        self.sources: Mapping[str, Source] = {}
-        """The entries of the flat state dict, each asked once what it is (`cloudckpt.dcp.write_items.KnowsSources`)."""
 
     def set_up_planner(
         self,

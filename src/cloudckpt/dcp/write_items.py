@@ -9,7 +9,7 @@ import io
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -36,6 +36,7 @@ from cloudckpt.tensors.tensor_bytes import (
     layout_of,
     plain_tensor,
     view_memory,
+    viewable_address,
 )
 from cloudckpt.tensors.values import check_value
 
@@ -47,13 +48,11 @@ _MAX_SHARDS = 1000
 _MAX_POINTS = 10_000
 
 
-@runtime_checkable
-class KnowsSources(Protocol):
+class KnowsSources:
     """A planner that resolves plain tensors as torch's default planner does."""
 
-    @property
-    def sources(self) -> Mapping[str, Source]:
-        """The entries of the flat state dict: an item of a whole tensor resolves to the tensor of its name."""
+    sources: Mapping[str, Source] = {}
+    """The entries of the flat state dict: an item of a whole tensor resolves to the tensor of its name."""
 
 
 def find_sources(planner: SavePlanner) -> Mapping[str, Source]:
@@ -214,6 +213,8 @@ def _stage_in_place(item: WriteItem, source: Source, kinds: dict[int, _Kind | No
         kind = kinds[id(data)]
     except KeyError:
         kind = kinds[id(data)] = _kind_of(data)
+    if viewable_address(tensor) != source.address:  # the caller's code may have given it other memory since the plan
+        return None
     if kind is None or tensor.dtype is not kind.dtype or tensor.size() != kind.size or index.offset != kind.offsets:
         return None
     entry = HeaderEntry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)

@@ -267,7 +267,8 @@ class ObjectStoreWriter(StorageWriter):
             metadata.version = DCP_VERSION
             metadata.storage_data = storage_data
             metadata.storage_meta = self._storage_meta()
-        self.lifecycle.end(draft.report)
+        with draft.keeping_data():
+            self.lifecycle.end(draft.report)
 
     def flush_trace(self) -> None:
         """Write the part of `Options.trace` that follows the last step; each step writes its own at its end."""

@@ -218,7 +218,8 @@ class Reader:
         uri = self.context.uri
         if self.has_changed():
             return CheckpointChangedError(
-                f"{uri} was overwritten or removed while it was being read. What was loaded is not usable; load again",
+                f"{uri} was overwritten or removed while it was being read. What was read is not usable; load again, "
+                "or repeat the command",
                 uri=uri,
             )
         return CorruptCheckpointError(
@@ -256,13 +257,14 @@ class Reader:
             if isinstance(want.target, BytesTarget):
                 held[want.location.object_index][want.name, want.location.begin] = want.location
         claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
-        doubtful = {index for index, num_bytes in claimed.items() if num_bytes > _UNSEEN_BYTES}
-        for request in requests:
-            if request.num_bytes > self.context.options.read_bytes:  # one tile, larger than all buffers
-                doubtful.add(request.object_index)
-        for index in sorted(doubtful):
+        large = {  # one tile, larger than all buffers
+            request.object_index: wants.names_in(request, request.begin, request.end)
+            for request in requests
+            if request.num_bytes > self.context.options.read_bytes
+        }
+        for index in sorted({*large, *(index for index in claimed if claimed[index] > _UNSEEN_BYTES)}):
             stored, claimed_bytes = self.manifest.objects[index], claimed.get(index, 0)
-            names = ", ".join(repr(name) for name, _ in held[index])
+            names = ", ".join(repr(name) for name, _ in held[index]) or large[index]
             size_bytes = self.measure(index)
             if size_bytes is None:
                 raise self._explain_missing(stored.key, names)
@@ -366,11 +368,7 @@ class Reader:
             whole = self._unpacked.pop(key, None)
             if whole is None:
                 num_bytes = math.prod(chunk.lengths) * ITEMSIZE_BYTES[tensor.dtype]
-                while (
-                    self._unpacked
-                    and sum(kept.nbytes for kept in self._unpacked.values()) + num_bytes > _MAX_KEPT_BYTES
-                ):
-                    self._unpacked.pop(next(iter(self._unpacked)))
+                self._make_room(num_bytes)
                 raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
                 whole = raw.view(dtype_of(tensor.dtype)).view(chunk.lengths)
                 within = Box((0,) * len(chunk.lengths), chunk.lengths)

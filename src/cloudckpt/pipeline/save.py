@@ -211,10 +211,11 @@ class Draft:
             context.emit("save.committing", key=manifest_key(self.number))
             check_still_next(context.client, self.number)
         self._publish(manifest, keys)
+        self._written_keys = []  # they belong to the checkpoint now
         self._tidy_up(manifest)
 
     def discard(self) -> None:
-        """Remove what this rank wrote in a save that failed, unless a commit refers to it."""
+        """Remove what this rank wrote in a save that failed, unless it committed, or a listed manifest names it."""
         keys, self._written_keys = self._written_keys, []
         if keys and not self._may_be_committed(keys):
             self.remove(keys)
@@ -255,18 +256,25 @@ class Draft:
     def _tidy_up(self, manifest: Manifest) -> None:
         """Remove what the commit superseded. Raises only interrupts, in a form that keeps the data of all ranks."""
         context = self.context
+        with self.keeping_data():
+            try:
+                context.emit("save.committed", key=manifest_key(self.number))
+                if self.number:
+                    remove_superseded(
+                        context.client,
+                        manifest,
+                        number=self.number,
+                        on_removing=lambda key: context.emit("save.removing", key=key),
+                    )
+                    context.emit("save.cleaned_up")
+            except Exception:  # noqa: BLE001  # it is logged, and must not undo a commit
+                _log.exception("%s is committed, but tidying up after it failed", context.uri)
+
+    @contextlib.contextmanager
+    def keeping_data(self) -> Iterator[None]:
+        """Turn whatever ends the body, after the commit, into the error for which no rank removes its data."""
         try:
-            context.emit("save.committed", key=manifest_key(self.number))
-            if self.number:
-                remove_superseded(
-                    context.client,
-                    manifest,
-                    number=self.number,
-                    on_removing=lambda key: context.emit("save.removing", key=key),
-                )
-                context.emit("save.cleaned_up")
-        except Exception:  # noqa: BLE001  # it is logged, and must not undo a commit
-            _log.exception("%s is committed, but tidying up after it failed", context.uri)
+            yield
         except BaseException as error:
             raise self._interrupted(error) from error
 

@@ -348,6 +348,8 @@ def copy_into(views: Views, body: memoryview) -> None:
     begin = 0
     for view in views:
         source = body[begin : begin + view.nbytes]
+        if source.nbytes != view.nbytes:  # numpy fills a whole view with one byte
+            raise ValueError(f"{body.nbytes} bytes are too few for views of {num_bytes(views)}")
         if view.nbytes < _LARGE_COPY_BYTES:
             view[:] = source
         else:  # other threads run meanwhile

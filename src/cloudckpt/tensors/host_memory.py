@@ -305,6 +305,8 @@ class _Buffer:
         return begin, cut
 
     def give_back(self, begin: int, end: int) -> None:
+        if begin == end:
+            return
         joined: list[tuple[int, int]] = []
         for low, high in sorted([*self.free, (begin, end)]):
             if joined and joined[-1][1] == low:

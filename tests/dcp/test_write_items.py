@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
-from cloudckpt.dcp.write_items import plan_items
+from cloudckpt.dcp.write_items import prepare_items
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.tensors.body import PieceBody, StagedItem, new_piece
 from cloudckpt.tensors.extensions import WriteTransforms
@@ -43,7 +43,7 @@ def planned(planner: SavePlanner, state: dict[str, Any]) -> list[WriteItem]:
 
 
 def all_staged(planner: SavePlanner, items: list[WriteItem]) -> list[StagedItem]:
-    return list(plan_items(items, planner, WriteTransforms(None), uri=URI).stage(range(len(items))))
+    return list(prepare_items(items, planner, WriteTransforms(None), uri=URI).stage(range(len(items))))
 
 
 def told(item: StagedItem) -> tuple[Any, ...]:
@@ -124,13 +124,13 @@ def test_tensors_in_values_are_waited_for() -> None:
     items = planned(planner, {"pair": pair, "step": 3, "betas": (0.9, 0.99), "w": third})
     assert {item.index.fqn for item in items if item.tensor_data is None} == {"pair", "step", "betas"}
     with pytest.warns(UserWarning, match="unpickling it could run any code"):
-        plan_items(items, planner, WriteTransforms(None), uri=URI, pending=waits)
+        prepare_items(items, planner, WriteTransforms(None), uri=URI, pending=waits)
     assert waits.waits == [(first.data_ptr(), 12), (second.data_ptr(), 16)]
 
 
 def test_bytes_of_a_value_are_those_of_its_check() -> None:
     """If this fails, a value is encoded twice in a save: to see if it can be saved, and again when it is sent."""
     planner, betas = BalancedSavePlanner(), [0.9, 0.99]
-    planned_items = plan_items(planned(planner, {"betas": betas}), planner, WriteTransforms(None), uri=URI)
+    planned_items = prepare_items(planned(planner, {"betas": betas}), planner, WriteTransforms(None), uri=URI)
     betas.append(0.5)
     assert [told(item)[2] for item in planned_items.stage([0])] == [b"[0.9,0.99]"]

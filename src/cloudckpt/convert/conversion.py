@@ -215,7 +215,7 @@ def upload(
     with (
         contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
         target.new_uploads(
-            part_bytes=choose_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes),
+            part_bytes=choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes),
             tile_bytes=tile_bytes,
             resumable=leftovers is not None,
         ) as session,
@@ -233,7 +233,7 @@ def upload(
     return receipts, session.num_reused_bytes
 
 
-def choose_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
+def choose_buffered_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
     """Return the size of the parts of uploads to `target` that hold `budget_bytes` in all."""
     return choose_held_part_bytes(
         budget_bytes,

@@ -16,7 +16,7 @@ from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_prefix, new_attem
 from cloudckpt.commit.entries import manifest_key, read_manifest
 from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.convert.bodies import CopiedBody
-from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, choose_part_bytes, upload
+from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, choose_buffered_part_bytes, upload
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -341,7 +341,7 @@ class CopyJob:
             info = target.client.head(key)
             if info is None or info.size_bytes != stored.size:
                 return False
-            part_bytes = choose_part_bytes(
+            part_bytes = choose_buffered_part_bytes(
                 target, budget_bytes=self._budget_bytes, tile_bytes=self._manifest.tile_bytes
             )
             for begin in range(0, stored.size, part_bytes):

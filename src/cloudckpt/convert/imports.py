@@ -26,7 +26,7 @@ from cloudckpt.convert.conversion import (
     Format,
     OnProgress,
     check_unchanged,
-    choose_part_bytes,
+    choose_buffered_part_bytes,
     folder_and_name,
     head_file,
     replaced_error,
@@ -172,7 +172,7 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
     progress.expect(sum(file.layout.size_bytes for file in files))
     target.on_sent = progress.add
     budget_bytes = conversion.source.options.read_bytes
-    part_bytes = choose_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)
+    part_bytes = choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)
     try:
         with contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena:
             bodies = ((file.body_in(source, fqns)(arena), part_bytes) for file in files)

@@ -102,7 +102,7 @@ def _key_of_storage(item: WriteItem, sources: Mapping[str, Source]) -> Hashable 
     return layout, item.index.offset, item.tensor_data.chunk.sizes
 
 
-def plan_items(
+def prepare_items(
     items: Sequence[WriteItem],
     planner: SavePlanner,
     transforms: WriteTransforms,

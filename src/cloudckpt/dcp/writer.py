@@ -19,7 +19,7 @@ from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.attempts import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
-from cloudckpt.dcp.write_items import plan_items
+from cloudckpt.dcp.write_items import prepare_items
 from cloudckpt.errors import CloudckptError, IncompleteSaveError, InvalidOptionError, UnsupportedValueError, portable
 from cloudckpt.format.build import Content
 from cloudckpt.format.chunks import dtype_name
@@ -227,7 +227,7 @@ class ObjectStoreWriter(StorageWriter):
                     # takes its place: the manifest names every object by its whole key.
                     if isinstance(message, AttemptMessage) and message.nonce == draft.attempt and message.attempt:
                         draft.attempt = message.attempt
-                    items = plan_items(plan.items, planner, self._transforms, uri=uri, pending=pending)
+                    items = prepare_items(plan.items, planner, self._transforms, uri=uri, pending=pending)
                     self._cancellation.enter("uploading", total_bytes=sum(items.sizes_bytes))
                     context.on_sent = self._cancellation.count_uploaded
                     objects = draft.write(bodies_of(context, items, arena, pending, make_receipts))

@@ -320,7 +320,7 @@ def bodies_of(
         planned: The items.
         arena: Where tensors are copied that cannot be sent from where they are.
         pending: Memory that is still being filled. It is read part by part, once it is there.
-        make_receipts: For each object, a function is appended that takes its `ObjectRef` as `stored_in`, and returns the
+        make_receipts: For each object, gets a function that takes its `ObjectRef` as `stored_in` and returns the
             receipts of its items.
 
     """

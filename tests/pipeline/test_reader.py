@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from tests.kit.options import make_options
 
 import cloudckpt
+from cloudckpt import Event
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import CheckpointChangedError, CorruptCheckpointError
 from cloudckpt.io.reads import RangeRead
@@ -110,3 +113,16 @@ def test_a_missing_object_is_damage_unless_the_checkpoint_was_replaced(
         read(reader)
     text = "was overwritten or removed while it was being read" if is_replaced else "is missing, and with it 'w'"
     assert text in str(caught.value)
+
+
+def test_a_read_is_told_of_where_it_ends(place: Path) -> None:
+    """If this fails, a handler that wants to see a load under way hears of its reads when all have ended."""
+    threads: set[str] = set()
+
+    def note(event: Event) -> None:
+        if event.name == "load.range_read":
+            threads.add(threading.current_thread().name.rpartition("-")[0])
+
+    options = dataclasses.replace(OPTIONS, on_event=note)
+    cloudckpt.load({"w": torch.zeros_like(TENSOR)}, place, no_dist=True, options=options)
+    assert threads == {"cloudckpt-read"}

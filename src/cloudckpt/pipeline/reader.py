@@ -25,6 +25,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ShortObjectError,
 )
+from cloudckpt.events import EventName
 from cloudckpt.format.chunks import dtype_of, find_overlapping_chunks, locate_chunk, locate_value
 from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest, StoredTensor
@@ -102,6 +103,7 @@ class Reader:
                     opened=functools.partial(open_request, targets=wants.targets, arena=arena),
                     names_in=wants.names_in,
                     is_verified=context.options.verify,
+                    event="load.range_read",
                 ),
                 num_threads=hedger.connections,
                 name="cloudckpt-read",
@@ -148,10 +150,11 @@ class Reader:
         opened: Callable[[RangeRead], AbstractContextManager[Views]],
         names_in: Callable[[RangeRead, int, int], str],
         is_verified: bool,
+        event: EventName | None = None,
     ) -> None:
         """Fetch one range of whole tiles into the memory that is `opened` for it.
 
-        `names_in` returns the names that some bytes of the object belong to, for a message.
+        `names_in` returns the names that some bytes of the object belong to, for a message. `event` is emitted then.
         """
         client, key = self.context.client, self.manifest.objects[request.object_index].key
         recorder, begun_ns = client.recorder, now_ns()
@@ -182,6 +185,8 @@ class Reader:
             begun_ns = now_ns()
         recorder.span("place", begun_ns, key=key)
         recorder.spent("stage", begun_ns)
+        if event is not None:
+            self.context.emit(event, key=key, num_bytes=request.num_bytes)
 
     def find_wrong_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
         """Return index and actual CRC32C of each tile of the request that is not what was saved. `views` hold it."""
@@ -290,8 +295,6 @@ class Reader:
                 self._finish(want)
         for request in done:
             num_left -= 1
-            key = self.manifest.objects[request.object_index].key
-            context.emit("load.range_read", key=key, num_bytes=request.num_bytes)
             for number in wants.numbers_of_others(request.wanted):
                 outstanding[number] -= 1
                 if not outstanding[number]:

@@ -241,7 +241,7 @@ def test_discard_keeps_what_a_commit_refers_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["callback", "finish"])
-def test_what_fails_after_the_commit_keeps_the_data_where_listings_lag(memory: Memory, where: str) -> None:
+def test_failures_after_the_commit_keep_the_data_where_listings_lag(memory: Memory, where: str) -> None:
     """If this fails, Ctrl-C in a callback deletes the data of a committed checkpoint that no listing shows yet."""
     lies = Lies("manifest", "list", times=0)
 

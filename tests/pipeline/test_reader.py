@@ -126,3 +126,13 @@ def test_a_read_is_told_of_where_it_ends(place: Path) -> None:
     options = dataclasses.replace(OPTIONS, on_event=note)
     cloudckpt.load({"w": torch.zeros_like(TENSOR)}, place, no_dist=True, options=options)
     assert threads == {"cloudckpt-read"}
+
+
+def test_a_missing_object_with_tiles_larger_than_all_buffers_is_damage_of_its_entries(tmp_path: Path) -> None:
+    """If this fails, the error for such an object names nothing that is lost with it."""
+    cloudckpt.save({"w": TENSOR}, tmp_path / "c", no_dist=True, options=make_options(tile_bytes=2**20))
+    (path,) = (tmp_path / "c" / "data").glob("*/*")
+    path.unlink()
+    options = make_options(read_bytes=8192, request_bytes=8192, tile_bytes=4096)
+    with pytest.raises(BaseException, match="is missing, and with it 'w'"):
+        cloudckpt.load({"w": torch.zeros_like(TENSOR)}, tmp_path / "c", no_dist=True, options=options)

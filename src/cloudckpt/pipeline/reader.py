@@ -262,23 +262,23 @@ class Reader:
             if isinstance(want.target, BytesTarget):
                 held[want.location.object_index][want.name, want.location.begin] = want.location
         claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
-        large = {  # one tile, larger than all buffers
-            request.object_index: wants.names_in(request, request.begin, request.end)
-            for request in requests
-            if request.num_bytes > self.context.options.read_bytes
-        }
+        read_bytes = self.context.options.read_bytes
+        large = {request.object_index: request for request in requests if request.num_bytes > read_bytes}  # one tile
         for index in sorted({*large, *(index for index in claimed if claimed[index] > _UNSEEN_BYTES)}):
             stored, claimed_bytes = self.manifest.objects[index], claimed.get(index, 0)
-            names = ", ".join(repr(name) for name, _ in held[index]) or large[index]
             size_bytes = self.measure(index)
+            if size_bytes is not None and max(stored.size, claimed_bytes) <= size_bytes:
+                continue
+            names = ", ".join(repr(name) for name, _ in held[index])
+            if not names:
+                names = wants.names_in(large[index], large[index].begin, large[index].end)
             if size_bytes is None:
                 raise self._explain_missing(stored.key, names)
-            if max(stored.size, claimed_bytes) > size_bytes:
-                raise CorruptCheckpointError(
-                    f"{self.context.client.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of "
-                    f"which {claimed_bytes} are asked for. They hold {names}. Load an older checkpoint",
-                    uri=self.context.uri,
-                )
+            raise CorruptCheckpointError(
+                f"{self.context.client.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of "
+                f"which {claimed_bytes} are asked for. They hold {names}. Load an older checkpoint",
+                uri=self.context.uri,
+            )
 
     def _hand_over(self, wants: Wants, requests: Sequence[RangeRead], done: Iterable[RangeRead]) -> None:
         """Hand over each want once the last of its `requests` is `done`, and at once if it has none.

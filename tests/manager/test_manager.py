@@ -23,8 +23,8 @@ from tests.kit.wrapped import Lies, permanent
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
-from cloudckpt.commit.attempts import datetime_of
 from cloudckpt.commit.entries import encode_fence, new_fence
+from cloudckpt.commit.times import datetime_of
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import clock
 from cloudckpt.stores.base import crc32c_of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from cloudckpt.cli._console import Console
-from cloudckpt.stores.open import parse_assignments
+from cloudckpt.stores.storage_options import parse_assignments
 
 if TYPE_CHECKING:
     from cloudckpt.options import Options

@@ -15,7 +15,7 @@ import msgspec
 from awscrt.checksums import crc32c
 
 from cloudckpt._version import __version__
-from cloudckpt.commit.attempts import datetime_of, note_commit_time_ns, ns_of, parse_commit_time_ns
+from cloudckpt.commit.times import datetime_of, note_commit_time_ns, ns_of, parse_commit_time_ns
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,

@@ -12,9 +12,10 @@ from datetime import datetime, timezone
 import msgspec
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_prefix, new_attempt_id, ns_of
+from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_prefix, new_attempt_id
 from cloudckpt.commit.entries import manifest_key, read_manifest
 from cloudckpt.commit.log import read_log, resolve
+from cloudckpt.commit.times import ns_of
 from cloudckpt.convert.bodies import CopiedBody
 from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, choose_buffered_part_bytes, upload
 from cloudckpt.errors import (

@@ -15,7 +15,8 @@ from cloudckpt.errors import CloudckptError, CorruptCheckpointError, Unsupported
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
-from cloudckpt.io.boxes import Box, find_overlapping
+from cloudckpt.io.addresses import find_overlapping
+from cloudckpt.io.boxes import Box
 from cloudckpt.pipeline.wants import Want, Wants, want_block, want_value
 from cloudckpt.tensors.casts import log_precision, new_cast
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
-from cloudckpt.commit.attempts import newest_commit_time_ns, note_commit_time_ns
+from cloudckpt.commit.times import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.dcp.write_items import prepare_items
 from cloudckpt.errors import CloudckptError, IncompleteSaveError, InvalidOptionError, UnsupportedValueError, portable

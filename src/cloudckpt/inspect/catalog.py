@@ -10,11 +10,11 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, TypeVar
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import commit_order, datetime_of
 from cloudckpt.commit.collect import group_uploads
 from cloudckpt.commit.entries import CommitTimes, SummaryReader, manifest_key
 from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
 from cloudckpt.commit.log import TORCH_METADATA_KEY, list_entries, read_log_once
+from cloudckpt.commit.times import commit_order, datetime_of
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,

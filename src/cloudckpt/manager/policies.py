@@ -10,7 +10,7 @@ from datetime import datetime
 from numbers import Integral
 from typing import Literal, TypeAlias
 
-from cloudckpt.commit.attempts import commit_order
+from cloudckpt.commit.times import commit_order
 from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointExistsError,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import data_key, draw_commit_time_ns, new_attempt_id
+from cloudckpt.commit.attempts import data_key, new_attempt_id
 from cloudckpt.commit.entries import CommitTimes, Entry, check_ours, manifest_key, manifest_number, read_entry
 from cloudckpt.commit.log import list_entries, lists_torch_checkpoint, read_log, read_log_once
 from cloudckpt.commit.publish import (
@@ -23,6 +23,7 @@ from cloudckpt.commit.publish import (
     publish,
     remove_superseded,
 )
+from cloudckpt.commit.times import draw_commit_time_ns
 from cloudckpt.errors import (
     OVERWRITE_HINT,
     CheckpointExistsError,

@@ -22,7 +22,7 @@ from cloudckpt._this_process import is_first
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
 from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
-from cloudckpt.stores.open import is_loopback, parse_endpoint
+from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
 _MOST_CLIENTS = 16
 _LONGEST_CONNECT_S = 20.0

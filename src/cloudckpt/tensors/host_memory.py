@@ -24,7 +24,7 @@ import torch
 
 from cloudckpt._torch_compat import has_other_users, new_shared_storage
 from cloudckpt.errors import UnsupportedOperationError
-from cloudckpt.io.boxes import LINE_BYTES, Placement, place_segments
+from cloudckpt.io.addresses import LINE_BYTES, Placement, place_segments
 from cloudckpt.options import MIB
 
 _log = logging.getLogger("cloudckpt")

@@ -12,7 +12,8 @@ import msgspec
 import torch
 
 from cloudckpt._torch_compat import copy_each, negated_view
-from cloudckpt.io.boxes import LINE_BYTES, compute_strides, plan_address_ranges
+from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
+from cloudckpt.io.boxes import compute_strides
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors.host_memory import Block, SnapshotPool, empty_tensor
 from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes, layout_of

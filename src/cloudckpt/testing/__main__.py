@@ -23,7 +23,7 @@ from cloudckpt.doctor import examine
 from cloudckpt.doctor.environment import scratch_location
 from cloudckpt.errors import CloudckptError, install_advice
 from cloudckpt.options import Options
-from cloudckpt.stores.open import parse_assignments
+from cloudckpt.stores.storage_options import parse_assignments
 from cloudckpt.uri import Location
 
 HOLDS, FAILS, NOT_CHECKED = 0, 1, 2

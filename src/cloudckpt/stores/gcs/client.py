@@ -49,7 +49,7 @@ from cloudckpt.stores.http_errors import (
     describe_foreign,
 )
 from cloudckpt.stores.http_store import HTTPSession
-from cloudckpt.stores.open import (
+from cloudckpt.stores.storage_options import (
     PARSER,
     list_parsers,
     option,

@@ -23,16 +23,6 @@ from cloudckpt.stores.http_body import ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey, SDKClient, check_endpoint, make_cancellable
 from cloudckpt.stores.http_errors import CredentialSourceError, ForeignAnswerError
 from cloudckpt.stores.http_store import HTTPSession
-from cloudckpt.stores.open import (
-    list_parsers,
-    option,
-    parse,
-    parse_choice,
-    parse_endpoint,
-    parse_flag,
-    parse_seconds,
-    parse_text,
-)
 from cloudckpt.stores.s3.credentials import SOURCES, MetadataServices
 from cloudckpt.stores.s3.errors import (
     SKEWED,
@@ -44,6 +34,16 @@ from cloudckpt.stores.s3.errors import (
     region_in,
     status_of,
     translate,
+)
+from cloudckpt.stores.storage_options import (
+    list_parsers,
+    option,
+    parse,
+    parse_choice,
+    parse_endpoint,
+    parse_flag,
+    parse_seconds,
+    parse_text,
 )
 
 _CUSTOMER_KEY_BYTES = 32

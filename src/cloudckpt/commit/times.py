@@ -1,0 +1,90 @@
+"""The time of a commit, by which checkpoints are ordered.
+
+The coordinator draws the time of a commit, and the manifest keeps it. A store's own time is no order, since that of
+Amazon S3 has whole seconds. But it bounds the time that is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import datetime, timedelta, timezone
+
+from cloudckpt.stores import clock
+
+# The order of these members is that of `Manifest`.
+_HEAD = re.compile(
+    rb'\{"format":"cloudckpt","version":\[1,[0-9]+\],"attempt":"[^"\\]*","created_at":"[^"\\]*",'
+    rb'"committed_at_ns":([0-9]{1,19}),'
+)
+_TICK_NS = 1000  # of a `datetime`, which shows the order to users
+_LATEST_NS = (2**63 - 1) // _TICK_NS * _TICK_NS
+"""The latest time that a manifest can hold, in the year 2262. After it, the names of checkpoints decide."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
+"""A store that knows no times gives objects earlier ones."""
+_RESOLUTION_S = 1.0
+"""The coarsest that a store's times are."""
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: float = math.inf) -> int:
+    """Return the time of a commit that begins now, later than every one that this process has drawn or seen.
+
+    A hybrid logical clock (Kulkarni et al., 2014): no clock is trusted to say that a time which was seen is wrong,
+    because it may be the wrong one itself. The store's clock, which all writers share, bounds the own one.
+
+    Args:
+        written_at: The time that the store gives the newest object of this save.
+        longest_since_s: That was at most so many seconds ago.
+
+    """
+    machine = clock.MACHINE
+    now_ns = machine.time_ns()
+    if written_at is not None and written_at > _EARLIEST:
+        begin_ns = ns_of(written_at)
+        now_ns = max(begin_ns, now_ns)
+        if longest_since_s < math.inf:
+            now_ns = min(now_ns, begin_ns + int((longest_since_s + _RESOLUTION_S) * 1e9))
+    with machine.lock:
+        machine.newest_ns = min(max(now_ns, machine.newest_ns + _TICK_NS), _LATEST_NS) // _TICK_NS * _TICK_NS
+        return machine.newest_ns
+
+
+def note_commit_time_ns(seen_ns: int | None, *, url: str = "") -> None:
+    """Let every later `draw_commit_time_ns` return more than `seen_ns`, which the manifest at `url` holds."""
+    if seen_ns is None:
+        return
+    machine = clock.MACHINE
+    with machine.lock:
+        machine.newest_ns = max(machine.newest_ns, seen_ns)
+    if url:
+        ahead_s = min(0.0, (machine.time_ns() - seen_ns) / 1e9)
+        clock.warn_of_clock(ahead_s, f"the time of commit that {url} has", whose="machine")
+
+
+def newest_commit_time_ns() -> int:
+    """Return the latest time that this process has drawn or seen, to hand it on to another process."""
+    return clock.MACHINE.newest_ns
+
+
+def parse_commit_time_ns(head: bytes) -> int | None:
+    """Return the time in the first bytes of a manifest; None if it has none there, or none that a manifest can hold."""
+    match = _HEAD.match(head)
+    return int(match[1]) if match is not None and int(match[1]) <= _LATEST_NS else None
+
+
+def datetime_of(committed_at_ns: int) -> datetime:
+    """Return the time as a `datetime` in UTC, cut to microseconds."""
+    return _EPOCH + timedelta(microseconds=committed_at_ns // 1000)
+
+
+def ns_of(moment: datetime) -> int:
+    """Return the reverse of `datetime_of`."""
+    return (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+
+
+def commit_order(committed_at: datetime, name: str) -> tuple[datetime, list[tuple[int, str]]]:
+    """Return the sort key of a checkpoint, the oldest first. Equal times are ordered by name, numbers by value."""
+    texts = _DIGITS.split(name)
+    return committed_at, [(int(text), "") if _DIGITS.fullmatch(text) else (-1, text) for text in texts]

@@ -149,6 +149,12 @@ def test_flags_of_all_commands_count_before_and_after_the_name(run: Run, folder:
     for command in (["-q", "verify", "step-1"], ["verify", "step-1", "-q"]):
         assert (run(*command).code, run(*command).err) == (0, "")
     assert "Read in" in run("verify", "step-1").err
+    early = run("-q", "--timeout", "8", "-o", "no=such", "--json", "ls", "step-1")
+    assert (early.code, early.err) == (2, run("ls", "step-1", "-o", "no=such").err)
+    for command in (["--timeout=8", "--json", "ls", "."], ["--sort", "name", "-v", "ls", ".", "--json"]):
+        assert [one["name"] for one in run(*command).document] == ["step-1", "step-2"], command
+    assert "No such option: --speed" in run("--speed", "8", "ls", ".").err
+    assert run("--timeout", "8").code == run("--timeout", "8", "nothing").code == 2
 
 
 def test_hints_name_flags_that_the_command_has() -> None:

@@ -41,6 +41,21 @@ class _Commands(TyperGroup):
             sys.exit(error.exit_code)  # type: ignore[attr-defined]  # Click's, of which Typer exports no class
         sys.exit(code)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move options of a command that stand before its name behind it: ``cloudckpt --timeout 8 ls ROOT``."""
+        of_all = self.get_params(ctx)
+        params = [one for each in self.commands.values() for one in each.params] + of_all
+        known = {flag: one for one in params for flag in one.opts}
+        own, early, rest = list[str](), list[str](), list(args)
+        while rest and rest[0].startswith("-"):
+            flag, has_value, _ = rest[0].partition("=")
+            option: Any = known.get(flag)
+            num_words = 1 if option is None or option.is_flag or has_value else 2
+            is_own = option is None or option in of_all
+            (own if is_own else early).extend(rest[:num_words])
+            rest = rest[num_words:]
+        return super().parse_args(ctx, [*own, *rest[:1], *(early if rest else ()), *rest[1:]])
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in _REMOVED:
             ctx.fail(f"cloudckpt {args[0]} was removed. {_REMOVED[args[0]]}")

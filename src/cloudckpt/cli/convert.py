@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import NO, Console, count, describe_report, message_of, rate, size
+from cloudckpt._display import count, rate, size
+from cloudckpt.cli._console import NO, Console, describe_report, message_of
 from cloudckpt.cli._options import PairOptions, parse_size
 from cloudckpt.errors import (
     CheckpointChangedError,

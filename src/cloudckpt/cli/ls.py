@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import DENIED, Console, age, count, date, size
+from cloudckpt._display import count, date, size
+from cloudckpt.cli._console import DENIED, Console, age
 from cloudckpt.cli._options import CommonOptions, parse_duration
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import NO, WRONG_USAGE, Console, age, count, describe_report, rate, size
+from cloudckpt._display import count, rate, size
+from cloudckpt.cli._console import NO, WRONG_USAGE, Console, age, describe_report
 from cloudckpt.cli._options import CommonOptions, parse_duration
 from cloudckpt.cli.ls import document_of
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import NO, NOT_FOUND, Console, count, size
+from cloudckpt._display import count, size
+from cloudckpt.cli._console import NO, NOT_FOUND, Console
 from cloudckpt.cli._options import CommonOptions, PairOptions
 
 if TYPE_CHECKING:

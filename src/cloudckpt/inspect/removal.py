@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from cloudckpt._display import count, size
 from cloudckpt.commit.collect import (
     WalkedLocation,
     collect,
@@ -31,7 +32,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event, EventName
 from cloudckpt.io.client import StoreClient, open_client
-from cloudckpt.options import GIB, KIB, MIB, Options
+from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
 from cloudckpt.stores import clock
 from cloudckpt.stores.open import open_store
@@ -42,7 +43,6 @@ __all__ = ["Garbage", "GarbageReport", "KeptObject", "delete", "gc"]
 _ONE_DAY = timedelta(days=1)
 _PARTS = ("manifest", "data/")
 """The beginnings of the keys of a checkpoint."""
-_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
 
 def gc(
@@ -216,11 +216,11 @@ class _Collection:
         for key, failure in left.items():
             self._fail(self._client.url(key), failure)
         if num_untried:
-            reason = f"{_count(num_untried, 'more object')} not tried after these failures"
+            reason = f"{count(num_untried, 'more object')} not tried after these failures"
             self._failed.append(KeptObject(uri=uri, reason=reason))
         if young:
             uploads = sum(item.kind == "upload" for item in young)
-            what = f"{_size(sum(item.size_bytes for item in young))} and {_count(uploads, 'unfinished upload')}"
+            what = f"{size(sum(item.size_bytes for item in young))} and {count(uploads, 'unfinished upload')}"
             reason = f"{what} of a save that is not committed, and was alive after {self._before:%Y-%m-%d %H:%M:%S} UTC"
             self._skipped.append(KeptObject(uri=uri, reason=reason))
         if plan.is_empty:
@@ -360,7 +360,7 @@ class GarbageReport:
 
     def _lines(self) -> Iterator[str]:
         for garbage in self.locations:
-            of_size = f" ({_size(garbage.num_bytes)})" if garbage.keys else ""  # that of uploads is unknown
+            of_size = f" ({size(garbage.num_bytes)})" if garbage.keys else ""  # that of uploads is unknown
             yield f"{_as_one_line(garbage.uri)}: {', '.join(garbage.reasons)}{of_size}"
         for spared in self.skipped:
             yield f"{_as_one_line(spared.uri)}: left alone: {_as_one_line(spared.reason)}"
@@ -369,8 +369,8 @@ class GarbageReport:
         done = "would be removed" if self.dry_run else "removed"
         how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
         yield (
-            f"{self.root}: {_count(self.num_objects, 'object')} of {_size(self.num_bytes)} and "
-            f"{_count(self.num_uploads, 'unfinished upload')} {done}{how}"
+            f"{self.root}: {count(self.num_objects, 'object')} of {size(self.num_bytes)} and "
+            f"{count(self.num_uploads, 'unfinished upload')} {done}{how}"
         )
         if self.is_nothing_there:
             yield f"{self.root}: no checkpoint of cloudckpt is there. Is it the right place?"
@@ -383,11 +383,11 @@ def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
     data = [item for item in plan.objects if item.kind == "data"]
     attempts = {item.attempt for item in data}
     counts = (
-        (len(data), f"{_count(len(data), 'data object')} of {_count(len(attempts), 'save')} that nothing refers to"),
-        (len(plan.uploads), _count(len(plan.uploads), "unfinished upload")),
-        (len(entries) - len(fences), f"{_count(len(entries) - len(fences), 'manifest')} that no longer counts"),
-        (len(fences), _count(len(fences), "spent fence")),
-        (len(plan.objects) - len(data), _count(len(plan.objects) - len(data), "left-over probe")),
+        (len(data), f"{count(len(data), 'data object')} of {count(len(attempts), 'save')} that nothing refers to"),
+        (len(plan.uploads), count(len(plan.uploads), "unfinished upload")),
+        (len(entries) - len(fences), f"{count(len(entries) - len(fences), 'manifest')} that no longer counts"),
+        (len(fences), count(len(fences), "spent fence")),
+        (len(plan.objects) - len(data), count(len(plan.objects) - len(data), "left-over probe")),
     )
     return Garbage(
         uri=uri,
@@ -396,17 +396,6 @@ def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
         num_bytes=sum(item.size_bytes for item in plan.objects) + sum(entry.size_bytes for entry in entries),
         reasons=tuple(text for number, text in counts if number),
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _size(num_bytes: int) -> str:
-    for unit_bytes, name in _UNITS:
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.1f} {name}"
-    return _count(num_bytes, "byte")
 
 
 def _as_one_line(text: str) -> str:

@@ -40,7 +40,7 @@ def test_a_dry_run_says_what_would_go_and_touches_nothing(root: str, capsys: pyt
     assert len(uploads_in(root)) == 1
     printed = capsys.readouterr().out
     assert printed == f"{report}\n"
-    assert "4 objects of 36 bytes and 1 unfinished upload would be removed" in printed
+    assert "4 objects of 36 B and 1 unfinished upload would be removed" in printed
     assert cloudckpt.gc(root, older_than=0, quiet=True) == report
     assert capsys.readouterr().out == ""
 

@@ -280,8 +280,50 @@ def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
     assert first.metrics == {"loss": 0.5, "accuracy": 0.25, "n": 3.0}
     assert math.isnan(second.metrics["loss"])
     assert third.metrics == {}
-    best = [other.best("loss"), other.best("accuracy", "max"), other.best("accuracy"), other.best("none")]
-    assert [info.step if info else None for info in best] == [1, 2, 1, None]
+    best = [other.best("loss"), other.best("accuracy", "max"), other.best("accuracy")]
+    assert [info.step if info else None for info in best] == [1, 2, 1]
+
+
+def test_the_latest_step_has_its_metrics_after_one_manifest(memory: Memory) -> None:
+    """If this fails, the newest step says that it has no metrics, or asking for it reads every manifest of the run."""
+    writer = CheckpointManager(memory.root)
+    save_all(writer, 1, 3, metrics={"loss": 0.5})
+    save_all(writer, 2, metrics={"loss": math.inf, "accuracy": 0.25})
+    manager = CheckpointManager(memory.root)
+    stores = [memory.at(f"step-{step}") for step in (1, 3, 2)]
+    for store in stores:
+        store.calls.clear()
+    newest = manager.latest()
+    assert newest is not None
+    assert (newest.step, newest.metrics["accuracy"]) == (2, 0.25)
+    assert math.isnan(newest.metrics["loss"])
+    assert [store.count("read") for store in stores] == [0, 0, 1]
+    assert manager.latest() is not None
+    assert stores[2].count("read") == 1, "it is remembered"
+    stores[2].once_before("read", "manifest", lambda: cloudckpt.delete(memory.uri("step-2")))
+    newest = CheckpointManager(memory.root).latest()
+    assert newest is not None
+    assert (newest.step, newest.metrics) == (2, {}), "it was removed meanwhile, and the look came before"
+
+
+def test_unknown_metric_is_refused_by_name(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a mistyped metric reads as "no best step", and `keep_best` removes the best ones in silence."""
+    manager = CheckpointManager(memory.root, keep_last=1, keep_best=("val_los", "min", 3))
+    assert manager.best("val_los") is None, "there is no step"
+    save_all(manager, 1)
+    assert manager.best("val_los") is None, "no step has metrics"
+    assert "val_los" not in caplog.text
+    save_all(manager, 2, metrics={"val_loss": math.nan, "loss": 0.5})
+    save_all(manager, 3, metrics={"val_loss": math.nan, "loss": 0.5})
+    warnings = [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
+    told = "no step has the metric 'val_los'; the steps have 'loss', 'val_loss'. Did you mean 'val_loss'?"
+    assert warnings == [f"keep_best keeps no step under {memory.root}: {told}"], "once, once it matters"
+    with pytest.raises(cloudckpt.errors.InvalidOptionError) as caught:
+        manager.best("val_los")
+    assert str(caught.value).endswith(told)
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match=r"have 'loss', 'val_loss'$"):
+        manager.best("accuracy", "max")
+    assert manager.best("val_loss") is None, "it is finite nowhere"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from cloudckpt.manager.policies import (
     SaveFailure,
     StepInfo,
     check_mode,
+    explain_missing_metric,
     is_positive,
     keep_newest_of_each_step,
     sort_best_first,
@@ -409,13 +410,15 @@ class CheckpointManager(OfThisProcess):
         return sorted(keep_newest_of_each_step(committed), key=lambda info: info.step)
 
     def latest(self) -> StepInfo | None:
-        """Return the step that was committed last, without its metrics, or None.
+        """Return the step that was committed last, or None if there is no step.
+
+        It reads the metrics of this step alone. A damaged manifest gives no metrics.
 
         Raises:
             StoreError: A request failed.
 
         """
-        return next(iter(self._steps.find_committed(with_metrics=False)), None)
+        return self._steps.find_latest()
 
     def best(self, metric: str, mode: Mode = "min") -> StepInfo | None:
         """Return the step with the best value of a metric. The newest wins if values are equal.
@@ -425,16 +428,18 @@ class CheckpointManager(OfThisProcess):
             mode: ``"min"`` if low values are good, ``"max"`` if high ones are.
 
         Returns:
-            The step, or None if no step has a finite value.
+            The step. None if its value is finite in no step, or if no step has metrics at all.
 
         Raises:
-            InvalidOptionError: `mode` is another word.
+            InvalidOptionError: `mode` is another word; or the steps have metrics, and none has this one.
             StoreError: A request failed.
 
         """
         check_mode(mode)
-        committed = self._steps.find_committed(with_metrics=True)
-        return next(iter(sort_best_first(keep_newest_of_each_step(committed), metric, mode)), None)
+        committed = keep_newest_of_each_step(self._steps.find_committed(with_metrics=True))
+        if (missing := explain_missing_metric(committed, metric)) is not None:
+            raise InvalidOptionError(f"best under {self.root}: {missing}")
+        return next(iter(sort_best_first(committed, metric, mode)), None)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the save in flight is committed and the checkpoints that it supersedes are removed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from cloudckpt.errors import (
     InvalidOptionError,
     SaveInFlightError,
     StoreError,
+    quote_names,
 )
 
 Mode: TypeAlias = Literal["min", "max"]
@@ -111,6 +113,16 @@ def sort_best_first(steps: Sequence[StepInfo], metric: str, mode: Mode) -> list[
     """Sort the steps that have a finite value of `metric`. If two values are equal, the newer step is better."""
     measured = [info for info in sort_newest_first(steps) if math.isfinite(info.metrics.get(metric, math.nan))]
     return sorted(measured, key=lambda info: info.metrics[metric] * (1 if mode == "min" else -1))
+
+
+def explain_missing_metric(steps: Sequence[StepInfo], metric: str) -> str | None:
+    """Return a sentence that names the metrics of `steps`, if they have some and none has `metric`, or else None."""
+    names = sorted({name for info in steps for name in info.metrics})
+    if not names or metric in names:
+        return None
+    near = difflib.get_close_matches(metric, names, n=1)
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    return f"no step has the metric {metric!r}; the steps have {quote_names(names)}{hint}"
 
 
 def find_superseded(

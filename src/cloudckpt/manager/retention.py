@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -14,7 +14,13 @@ from cloudckpt.commit.log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject, gc, walk_checkpoint
-from cloudckpt.manager.policies import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
+from cloudckpt.manager.policies import (
+    RetentionPolicy,
+    StepInfo,
+    explain_missing_metric,
+    find_superseded,
+    sort_newest_first,
+)
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
@@ -87,6 +93,7 @@ class Retention:
         """Step that this manager committed last."""
         self._denied_uris: set[str] = set()
         """URIs whose removal was denied. A run tries them after all others."""
+        self._has_warned_of_metric = False
 
     @property
     def report(self) -> RetentionReport | None:
@@ -158,6 +165,8 @@ class Retention:
             failed += [KeptObject(uri=one.uri, reason=one.problem) for one in unknown]
             damaged = {*self._get_damaged_uris(), *(one.uri for one in unknown)}
             superseded = find_superseded(infos, self._policy, damaged=damaged, own_step=own_step)
+            if superseded:
+                self._warn_of_missing_metric(infos)
             self._remove_all(superseded, removed, failed)
             with self._changed:
                 self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
@@ -172,6 +181,15 @@ class Retention:
         tried = {*removed, *(one.uri for one in failed)}
         kept = [info.uri for info in sort_newest_first(infos) if info.uri not in tried]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
+
+    def _warn_of_missing_metric(self, infos: Sequence[StepInfo]) -> None:
+        """Warn once if `keep_best` keeps nothing, because its metric has another name in the steps."""
+        keep_best = self._policy.keep_best
+        if keep_best is None or self._has_warned_of_metric:
+            return
+        if (missing := explain_missing_metric(infos, keep_best[0])) is not None:
+            self._has_warned_of_metric = True
+            _log.warning("keep_best keeps no step under %s: %s", self._steps.root.uri, missing)
 
     def _remove_all(self, superseded: list[StepInfo], removed: list[str], failed: list[KeptObject]) -> None:
         num_denied = 0

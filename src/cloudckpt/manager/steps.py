@@ -168,6 +168,14 @@ class Steps:
         _raise_if_denied(folders)
         return sort_newest_first([one.info for one in folders if one.info is not None])
 
+    def find_latest(self) -> StepInfo | None:
+        """Return the step that was committed last, with its metrics. Raises as `find_committed` does."""
+        newest = next(iter(self.find_committed(with_metrics=False)), None)
+        if newest is None:
+            return None
+        name = newest.uri.rpartition("/")[2]
+        return self._look_at(name, self._open_client(), SummaryReader()).info or newest  # None: it was just removed
+
     def find_half_deleted(self) -> list[int]:
         """Return the steps that a deletion has hidden and not removed, lowest first. Raises as `list_folders` does."""
         return sorted({parse_step_uri(one.uri) for one in self.list_folders() if one.is_half_deleted})

@@ -93,3 +93,8 @@ class Event:
     """Text of the error."""
     report: SaveReport | LoadReport | None = None
     """Report, if a save or load is done."""
+
+
+def log_fields(**known: object) -> dict[str, object]:
+    """Return those of the fields that are known, for a log record's ``extra``."""
+    return {name: value for name, value in known.items() if value not in ("", None)}

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments
 
 import cloudckpt
 from cloudckpt.dcp.live_objects import RandomState
-from cloudckpt.integrations import serialize
+from cloudckpt.integrations._nested_state import serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
 from cloudckpt.integrations.lightning import CloudCheckpointIO
 from cloudckpt.integrations.transformers import CloudCheckpoints

@@ -20,7 +20,9 @@ from tests.scaled import ALLOWED, assert_same_scaled, make_scaled
 
 import cloudckpt
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.integrations import TESTED_VERSIONS, deserialize, find_steps, flatten, serialize, unflatten
+from cloudckpt.integrations._nested_state import deserialize, from_state_dict, serialize, to_state_dict
+from cloudckpt.integrations._requirements import TESTED_VERSIONS
+from cloudckpt.manager.steps import find_steps_on_all_ranks
 
 _DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
 _MODULES = {re.split(r"[\[-]", name)[0]: name for name in TESTED_VERSIONS}
@@ -45,17 +47,17 @@ def test_only_steps_are_in_the_way_of_training(memory: Memory) -> None:
     for name in ("step-10", "step-9", "step-09", "somebodys"):
         cloudckpt.save(state_of(), memory.uri(name))
     memory.at("").fail("list", key_part="somebodys", error=lambda: _DENIED, times=100)
-    assert find_steps(memory.root, cloudckpt.Options()) == [9, 10]
+    assert find_steps_on_all_ranks(memory.root, cloudckpt.Options()) == [9, 10]
     memory.at("step-9").fail("list", error=lambda: _DENIED, times=100)
     with pytest.raises(AccessDeniedError):  # it might be in the way
-        find_steps(memory.root, cloudckpt.Options())
+        find_steps_on_all_ranks(memory.root, cloudckpt.Options())
 
 
 def test_steps_of_torchs_own_writer_are_in_the_way_too(tmp_path: Path) -> None:
     """If this fails, training that goes on from step 1 comes hours later to a step that no save may replace."""
     cloudckpt.save(state_of(), tmp_path / "step-1")
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
-    assert find_steps(str(tmp_path), cloudckpt.Options()) == [1, 2]
+    assert find_steps_on_all_ranks(str(tmp_path), cloudckpt.Options()) == [1, 2]
 
 
 def test_pickle_that_could_run_code_is_refused() -> None:
@@ -75,9 +77,9 @@ def test_pickle_that_could_run_code_is_refused() -> None:
 def test_quantized_weights_of_a_framework_come_back(tmp_path: Path) -> None:
     """If this fails, Lightning on one device or DDP refuses a model with quantized weights, or gets other ones back."""
     tree = {"state_dict": {"layer.weight": make_scaled()}, "epoch": 3}
-    cloudckpt.save(flatten(tree, uri="u"), tmp_path / "1", no_dist=True)
+    cloudckpt.save(to_state_dict(tree, uri="u"), tmp_path / "1", no_dist=True)
     with torch.serialization.safe_globals(ALLOWED):
-        found = unflatten(cloudckpt.read(tmp_path / "1"))
+        found = from_state_dict(cloudckpt.read(tmp_path / "1"))
     assert found["epoch"] == 3
     assert_same_scaled(found["state_dict"]["layer.weight"], make_scaled())
 
@@ -110,12 +112,12 @@ def _without_tensors(value: object) -> object:
 def test_nested_state_whose_paths_are_equal_comes_back(tree: dict[object, object]) -> None:
     """If this fails, keys with dots, or 1 beside "1", make one tensor of a framework's state another one."""
     given_tree = _with_tensors(tree, itertools.count())
-    flat = flatten(given_tree, uri="u")
+    flat = to_state_dict(given_tree, uri="u")
     assert all(isinstance(name, str) for name in flat)
-    assert _without_tensors(unflatten(flat)) == _without_tensors(given_tree)
+    assert _without_tensors(from_state_dict(flat)) == _without_tensors(given_tree)
 
 
 def test_state_that_looks_like_a_placeholder_is_refused() -> None:
     """If this fails, a dict of the user's comes back as a tensor."""
     with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=r"^note\.it is a dict whose only key"):
-        flatten({"w": torch.ones(1), "note": {"it": {"cloudckpt.tensor": "w"}}}, uri="u")
+        to_state_dict({"w": torch.ones(1), "note": {"it": {"cloudckpt.tensor": "w"}}}, uri="u")

@@ -25,8 +25,8 @@ from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt import Event, Options, telemetry
-from cloudckpt.telemetry import is_watched
 from cloudckpt.telemetry.opentelemetry import METRICS
+from cloudckpt.telemetry.subscribers import is_watched
 from cloudckpt.testing.servers import S3Server, moto_server
 
 SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096}

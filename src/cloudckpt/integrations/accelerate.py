@@ -13,7 +13,8 @@ from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations import deserialize, require, serialize
+from cloudckpt.integrations._nested_state import deserialize, serialize
+from cloudckpt.integrations._requirements import require
 
 with require("accelerate"):
     from accelerate import Accelerator

@@ -20,7 +20,8 @@ from cloudckpt.dcp.live_objects import ModelEntry
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.inspect.removal import delete
-from cloudckpt.integrations import SKELETON, deserialize, flatten, require, serialize, unflatten
+from cloudckpt.integrations._nested_state import SKELETON, deserialize, from_state_dict, serialize, to_state_dict
+from cloudckpt.integrations._requirements import require
 from cloudckpt.options import Options
 from cloudckpt.uri import parse_location
 
@@ -111,7 +112,7 @@ class CloudCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None) -> None:
         """Save `checkpoint` from rank 0, and return once it is committed."""
         _refuse_storage_options(storage_options)
-        state = flatten(checkpoint, uri=parse_location(path).uri)
+        state = to_state_dict(checkpoint, uri=parse_location(path).uri)
         save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
         self._removals.note_save(path, checkpoint.get("callbacks"))
 
@@ -131,7 +132,7 @@ class CloudCheckpointIO(CheckpointIO):
         flat = load_whole(location, self._options, Selection(uri=location.uri), allow_pickle=False)
         if isinstance(map_location, (str, torch.device)):
             flat = {name: each.to(map_location) if torch.is_tensor(each) else each for name, each in flat.items()}
-        checkpoint: dict[str, Any] = unflatten(flat, allow_pickle=allow_pickle, uri=location.uri)
+        checkpoint: dict[str, Any] = from_state_dict(flat, allow_pickle=allow_pickle, uri=location.uri)
         self._removals.note_load(path)
         return checkpoint
 
@@ -183,12 +184,14 @@ def load_from_checkpoint(
     location, options = parse_location(uri), options or Options()
     selection = Selection(uri=location.uri, leaves_out=_is_training_state)
     found = load_whole(location, options, selection, allow_pickle=False)
-    checkpoint = unflatten(found, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri)
+    checkpoint = from_state_dict(
+        found, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri
+    )
     checkpoint.setdefault("state_dict", found.get("state_dict", {}))  # shards are not in the skeleton
     file = io.BytesIO()
     torch.save(checkpoint, file)
     file.seek(0)
-    # `unflatten` has already refused values that could run code.
+    # `from_state_dict` has already refused values that could run code.
     module: _Module = module_class.load_from_checkpoint(
         file, map_location=map_location, strict=strict, weights_only=False, **hyperparameters
     )

@@ -26,7 +26,7 @@ from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.description import describe
-from cloudckpt.integrations import require
+from cloudckpt.integrations._requirements import require
 from cloudckpt.options import Options
 from cloudckpt.uri import is_remote_uri, mangled_uri_scheme
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudckpt.errors import UnsupportedFormatError
-from cloudckpt.integrations import require
+from cloudckpt.integrations._requirements import require
 
 with require("ray[train]"):
     import ray.train

@@ -13,7 +13,8 @@ from cloudckpt.api import load
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp.protocol import Coordinator
 from cloudckpt.errors import CheckpointNotFoundError
-from cloudckpt.integrations import find_steps, refuse_existing_steps, require
+from cloudckpt.integrations._requirements import require
+from cloudckpt.manager.steps import find_steps_on_all_ranks, refuse_existing_steps
 from cloudckpt.options import Options
 from cloudckpt.uri import parse_location
 
@@ -134,7 +135,7 @@ class CloudCheckpointManager(CheckpointManager):
         self.states[MODEL].load_state_dict(states)
         if step != -1 and not self.load_only and not self._overwrite:
             refuse_existing_steps(
-                self._manager.root, find_steps(self._manager.root, self.options), after=step, hint=_HINT
+                self._manager.root, find_steps_on_all_ranks(self._manager.root, self.options), after=step, hint=_HINT
             )
         return True
 

@@ -14,10 +14,11 @@ from torch import nn
 
 from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations import deserialize, find_steps, refuse_existing_steps, require, serialize
+from cloudckpt.integrations._nested_state import deserialize, serialize
+from cloudckpt.integrations._requirements import require
 from cloudckpt.integrations.accelerate import AcceleratorState
 from cloudckpt.manager.checkpoint_manager import CheckpointManager
-from cloudckpt.manager.steps import parse_step_uri
+from cloudckpt.manager.steps import find_steps_on_all_ranks, parse_step_uri, refuse_existing_steps
 from cloudckpt.options import Options
 
 with require("transformers"):
@@ -125,7 +126,7 @@ class CloudCheckpoints(_Trainer):
             if restored is not None:
                 self._cloud_step = restored.step
                 damaged = {parse_step_uri(each.uri) for each in restored.skipped}  # saving them again is allowed
-        steps = find_steps(self._cloud.root, self._cloud_options)
+        steps = find_steps_on_all_ranks(self._cloud.root, self._cloud_options)
         if not self._cloud_overwrite and self.args.save_strategy != "no":
             refuse_existing_steps(self._cloud.root, set(steps) - damaged, after=self._cloud_step, hint=_HINT)
         if self.args.metric_for_best_model is not None and self.is_world_process_zero():  # only its metrics are saved

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cloudckpt.api import load, save
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.inspect.removal import delete
-from cloudckpt.integrations import require
+from cloudckpt.integrations._requirements import require
 from cloudckpt.options import Options
 
 with require("verl"):

@@ -31,11 +31,11 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
+from cloudckpt.events import log_fields
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores.base import Call, ForwardingStore, FoundPart, ObjectInfo, Store, UploadInfo
 from cloudckpt.stores.open import open_store
-from cloudckpt.telemetry import fields
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 from cloudckpt.uri import Location, parse_location
 
@@ -373,7 +373,7 @@ class Attempts:
 
     def _wait(self, error: StoreError, delay_s: float) -> bool:
         calls = self.calls
-        more = fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
+        more = log_fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
         _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
         with calls.lock:
             calls.num_retries += 1

@@ -12,10 +12,12 @@ from typing import Any, SupportsFloat, TypeVar
 
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
+from cloudckpt.dcp.protocol import Coordinator
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
     CheckpointError,
+    CheckpointExistsError,
     CloudckptError,
     InvalidOptionError,
 )
@@ -24,7 +26,7 @@ from cloudckpt.io.client import MOST_LOOKS, StoreClient, open_client
 from cloudckpt.manager.policies import StepInfo, sort_newest_first
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
-from cloudckpt.uri import Location
+from cloudckpt.uri import Location, parse_location
 
 _log = logging.getLogger("cloudckpt")
 
@@ -32,6 +34,7 @@ STEP_KEY = "step"
 METRICS_KEY = "metrics"
 """Keys in the ``metadata`` of a manifest."""
 
+_MAX_SHOWN = 5
 _T = TypeVar("_T")
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
 
@@ -321,3 +324,32 @@ def _raise_if_denied(folders: Sequence[StepFolder]) -> None:
     for one in folders:
         if one.denied is not None:
             raise one.denied
+
+
+def find_steps_on_all_ranks(root: str, options: Options) -> list[int]:
+    """Return the committed steps on all ranks, lowest first. Rank 0 lists them and reads only the manifests' heads.
+
+    Steps of torch's own writer are included, because a save would collide with them too. Raises torch's
+    ``CheckpointException`` on all ranks if the store fails.
+    """
+
+    def find() -> list[int]:
+        steps = Steps(parse_location(root), options)
+        return sorted({*(info.step for info in steps.find_committed(with_metrics=False)), *steps.find_torch_steps()})
+
+    return Coordinator(None, no_dist=False, root=root, timeout_s=options.timeout_s).broadcast("find", find)
+
+
+def refuse_existing_steps(root: str, steps: Collection[int], *, after: int | None, hint: str) -> None:
+    """Raise `CheckpointExistsError` if there are steps above `after`, or any step if `after` is None.
+
+    Without this check, training would collide with them hours later, or its retention would remove them.
+    """
+    existing = [step for step in sorted(steps) if after is None or step > after]
+    if not existing:
+        return
+    shown = ", ".join(map(str, existing[:_MAX_SHOWN])) + (", …" if len(existing) > _MAX_SHOWN else "")
+    starts = "starts from scratch" if after is None else f"continues from step {after}"
+    raise CheckpointExistsError(
+        f"training {starts}, but {root} already has step{'s' if len(existing) > 1 else ''} {shown}. {hint}", uri=root
+    )

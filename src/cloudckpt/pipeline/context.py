@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from cloudckpt import _this_process, telemetry
+from cloudckpt import _this_process
 from cloudckpt._workers import logging_failures
 from cloudckpt.errors import SaveCancelledError
-from cloudckpt.events import LEVELS, Event, EventName
+from cloudckpt.events import LEVELS, Event, EventName, log_fields
 from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.stores.base import Store
-from cloudckpt.telemetry import fields
+from cloudckpt.telemetry import subscribers
 from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.uri import Location
 
@@ -104,7 +104,7 @@ class Context:
         """Hand an event to all listeners. Raises what the user's `Options.on_event` raises."""
         if name == "save.part_uploaded":
             self.on_sent(num_bytes)
-        if self.options.on_event is None and not telemetry.is_watched():
+        if self.options.on_event is None and not subscribers.is_watched():
             return
         event = Event(
             name=name,
@@ -116,7 +116,7 @@ class Context:
             error="" if error is None else type(error).__name__,
             message="" if error is None else str(error),
         )
-        telemetry.tell(event)
+        subscribers.deliver(event)
         if self.options.on_event is not None:
             self.options.on_event(event)
 
@@ -197,7 +197,7 @@ class Lifecycle:
 def tell(event: Event, options: Options, *, words: str) -> None:
     """Log the event, and hand it to all listeners. An error of theirs is logged: it changes no outcome."""
     report = event.report
-    extra = fields(
+    extra = log_fields(
         event=event.name,
         uri=event.uri,
         rank=event.rank,
@@ -210,7 +210,7 @@ def tell(event: Event, options: Options, *, words: str) -> None:
     if event.name in LEVELS:
         level = LEVELS[event.name] if event.rank == 0 else min(LEVELS[event.name], logging.INFO)  # once, not per rank
         _log.log(level, "%s", words, extra=extra)
-    telemetry.tell(event)
+    subscribers.deliver(event)
     if options.on_event is not None:
         with logging_failures("Options.on_event failed at %s", event.name):
             options.on_event(event)

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from typing_extensions import ParamSpec
 
-from cloudckpt import telemetry
 from cloudckpt.errors import InvalidOptionError
+from cloudckpt.telemetry import subscribers
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -88,7 +88,7 @@ class Recorder:
         """Record this context as a span, and write the timeline at its end, also after an exception."""
         begun_ns, more = now_ns(), {}
         try:
-            with telemetry.step(self.operation, name):
+            with subscribers.step(self.operation, name):
                 yield
         except BaseException as error:
             more = {"error": type(error).__name__}

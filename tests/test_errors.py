@@ -84,7 +84,7 @@ def failed_with(**causes: BaseException) -> CheckpointException:
 def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
     """If this fails, `except CheckpointExistsError` around a save does not catch what it names."""
     cause = made(kind)
-    failure = failure_of(failed_with(rank_0=cause, rank_2=made(kind)), what="saving s3://bucket/run")
+    failure = failure_of(failed_with(rank_0=cause, rank_2=made(kind)), what="saving s3://bucket/run", is_alone=False)
     assert isinstance(failure, CheckpointException)
     assert isinstance(failure, kind)
     assert failure.failures[0][0] is cause
@@ -94,8 +94,35 @@ def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
         assert isinstance(copy, (kind, CheckpointException))
         assert sorted(copy.failures) == [0, 2]
         assert str(copy) == str(failure)
-        assert "saving s3://bucket/run failed at step 'write' on ranks 0, 2:" in str(copy)
-        assert f"[ranks 0, 2] {kind.__name__}: what failed" in str(copy)
+        assert str(copy) == f"saving s3://bucket/run failed on ranks 0, 2: {cause}"
+
+
+def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> None:
+    """If this fails, a user of one process reads of ranks, or one error of all ranks is repeated for each."""
+    missing = CheckpointNotFoundError(
+        "no checkpoint is committed at s3://bucket/run: check the URI", uri="s3://bucket/run"
+    )
+    denied = AccessDeniedError("s3://bucket/run/data: denied", key="s3://bucket/run/data", operation="put")
+
+    def text_of(*causes: BaseException, what: str = "loading s3://bucket/run", is_alone: bool = False) -> str:
+        failures: Any = {rank: (cause, None) for rank, cause in enumerate(causes)}
+        return str(failure_of(CheckpointException("read", failures), what=what, is_alone=is_alone))
+
+    assert text_of(missing, is_alone=True) == str(missing)
+    assert text_of(denied, is_alone=True) == f"loading s3://bucket/run failed: {denied}"
+    assert text_of(OSError("gone"), is_alone=True) == "loading s3://bucket/run failed: OSError: gone"
+    assert text_of(missing, missing) == f"loading s3://bucket/run failed on ranks 0-1: {missing}"
+    lines = text_of(missing, denied).splitlines()
+    assert lines[0] == "loading s3://bucket/run failed on ranks 0-1:"
+    assert lines[1:] == [f"[rank 0] CheckpointNotFoundError: {missing}", f"[rank 1] AccessDeniedError: {denied}"]
+    failures: Any = {0: (denied, None)}
+    earlier = failure_of(
+        CheckpointException("write", failures), what="the background save to s3://bucket/run", is_alone=True
+    )
+    assert text_of(earlier, what="saving s3://bucket/next", is_alone=True) == (
+        "saving s3://bucket/next did not begin, because an earlier save failed: the background save to s3://bucket/run "
+        "failed: s3://bucket/run/data: denied"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +142,7 @@ def test_ranks_that_failed_alike_fail_as_what_they_have_in_common(
     for kinds in (causes, causes[::-1]):
         stack = traceback.StackSummary()
         failures: Any = {rank: (made(kind), stack) for rank, kind in enumerate(kinds)}
-        failure = failure_of(CheckpointException("write", failures), what="saving s3://bucket/run")
+        failure = failure_of(CheckpointException("write", failures), what="saving s3://bucket/run", is_alone=False)
         assert isinstance(failure, common)
         assert next(kind for kind in type(failure).__mro__ if kind in CLASSES) is common
 

@@ -178,7 +178,7 @@ class Sampler:
 
 
 def save_positions(uri: str) -> None:
-    with pytest.raises(cloudckpt.CloudckptError, match=r"rank 1\] .*'scheduler' raised KeyError: 'shuffle'"):
+    with pytest.raises(cloudckpt.CloudckptError, match=r"on rank 1: .*'scheduler' raised KeyError: 'shuffle'"):
         cloudckpt.save(uri, scheduler=Sampler(-2 * dist.get_rank()))
     cloudckpt.save(uri, dataloader=Sampler(7 + dist.get_rank()), scheduler={"warm": Sampler()})
 
@@ -196,7 +196,7 @@ def load_positions(uri: str) -> None:
             continue
         assert wrong.position == 7 + dist.get_rank()
     for objects in ({"dataloader": Sampler(-dist.get_rank())}, {"scheduler": {"warm": Sampler(-dist.get_rank())}}):
-        with pytest.raises(cloudckpt.CloudckptError, match=r"rank 1\] .*'(dataloader.rank-1|scheduler.warm)'.*shuffle"):
+        with pytest.raises(cloudckpt.CloudckptError, match=r"rank 1: .*'(dataloader.rank-1|scheduler.warm)'.*shuffle"):
             cloudckpt.load(uri, **objects)  # type: ignore[arg-type]
 
 

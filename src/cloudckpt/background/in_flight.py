@@ -143,7 +143,7 @@ def in_flight_on(
         with call.ended():
             answers = call.all_gather_object(mine)
     except CheckpointException as error:
-        raise failure_of(error, what=f"saving {uri}") from None
+        raise failure_of(error, what=f"saving {uri}", is_alone=False) from None
     return next(((rank, answer) for rank, answer in enumerate(answers) if answer is not None), None)
 
 
@@ -184,10 +184,11 @@ def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
     if isinstance(error, CheckpointException) and any(isinstance(at, SaveOrLoadError) for at in causes_of(error)):
         return None  # it is another rank's earlier failure, which must not go back and forth between the ranks
     what = f"the background save to {handle.uri}"
+    is_alone = not isinstance(error, SaveOrLoadError) or error.is_alone
     if not isinstance(error, CheckpointException):
         cause = portable(error) if isinstance(error, Exception) else error
         error = CheckpointException("save", {0: (cause, traceback.extract_tb(error.__traceback__))})
-    return failure_of(error, what=what)
+    return failure_of(error, what=what, is_alone=is_alone)
 
 
 def keep(handle: AsyncSave, thread: threading.Thread | None = None) -> None:

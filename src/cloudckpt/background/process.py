@@ -92,6 +92,7 @@ class ProcessSave:
         self._make_group = make_group
         self._no_dist = no_dist
         self._uri = writer.checkpoint_id
+        writer.is_alone = ranks.get_world_size() == 1
         self._is_stopped = False
         self._upload: Future[Any] = Future()
 

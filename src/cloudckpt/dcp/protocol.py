@@ -33,6 +33,7 @@ from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CloudckptError,
     CommitUnknownError,
     CorruptCheckpointError,
@@ -107,6 +108,7 @@ def run_save(
     """
     try:
         with ranks_context as ranks:
+            writer.is_alone = ranks.get_world_size() == 1
             save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, refusal)
             save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
             metadata = ranks.all_reduce("write", save.write, save.finish)
@@ -139,7 +141,7 @@ def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> Ch
         writer.discard()
     writer.flush_trace()
     writer.lifecycle.end(error)
-    return failure_of(error, what=f"saving {writer.checkpoint_id}")
+    return failure_of(error, what=f"saving {writer.checkpoint_id}", is_alone=writer.is_alone)
 
 
 @dataclasses.dataclass(slots=True)
@@ -210,7 +212,7 @@ def run_load(
                 reader.reset()
                 continue
             _raise_own_interrupt(error, rank)
-            raise failure_of(error, what=f"loading {reader.checkpoint_id}") from None
+            raise failure_of(error, what=f"loading {reader.checkpoint_id}", is_alone=reader.is_alone) from None
     assert reader.report is not None  # noqa: S101  # the reader makes one
     return reader.report
 
@@ -236,6 +238,7 @@ def _load_once(
     try:
         with ranks_context as ranks:
             rank = ranks.rank
+            reader.is_alone = ranks.get_world_size() == 1
             if isinstance(planner, ExplainingLoadPlanner):
                 planner.num_ranks = ranks.get_world_size()
             # In one order on all ranks: the methods of the objects may be collective.
@@ -338,6 +341,7 @@ class Coordinator:
         self._process_group, self._no_dist = process_group, no_dist
         self._root, self._timeout_s = root, timeout_s
         self._what = f"loading a checkpoint under {root}"
+        self._is_alone = num_ranks_of(process_group, no_dist=no_dist) == 1
 
     def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
         """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
@@ -352,13 +356,13 @@ class Coordinator:
                 found: _T = ranks.broadcast(step, find)
         except CheckpointException as error:
             _raise_own_interrupt(error, self.rank)
-            raise failure_of(error, what=self._what) from None
+            raise failure_of(error, what=self._what, is_alone=self._is_alone) from None
         return found
 
     def make_failure(self, error: CorruptCheckpointError) -> CheckpointException:
         """Wrap `error`, which all ranks have found, in the exception that a failed load raises."""
         failures: Any = {self.rank: (error, traceback.StackSummary())}
-        return failure_of(CheckpointException("find", failures), what=self._what)
+        return failure_of(CheckpointException("find", failures), what=self._what, is_alone=self._is_alone)
 
 
 class SaveOrLoadError(CheckpointException):
@@ -370,6 +374,8 @@ class SaveOrLoadError(CheckpointException):
 
     step: str
     what: str
+    is_alone: bool
+    """True if this process saved or loaded without others, so that its rank says nothing."""
 
     @property
     def message(self) -> str:
@@ -380,28 +386,35 @@ class SaveOrLoadError(CheckpointException):
         ranks_by_text: dict[str, list[int]] = {}
         for rank in sorted(self.failures):
             error, trace = self.failures[rank]
-            text = f"{type(error).__name__}: {bounded(str(error))}"
+            text = bounded(str(error))
+            if type(error).__name__ != type(self).__name__:  # which Python shows before the text
+                text = f"{type(error).__name__}: {text}"
             if not isinstance(error, CloudckptError) and trace is not None:
                 text += "\n" + "".join(trace.format()).rstrip()  # not one of ours: where it came from matters
             ranks_by_text.setdefault(text, []).append(rank)
-        how = f"failed at step {self.step!r} on {_ranks_text(sorted(self.failures))}"
-        if all(isinstance(cause, SaveOrLoadError) for cause in causes_of(self)):
-            how = "did not begin, because the background save before it failed"
-        lines = [f"{self.what} {how}:"]
-        lines += [f"[{_ranks_text(ranks)}] {text}" for text, ranks in ranks_by_text.items()]
-        return "\n".join(lines)
+        causes = causes_of(self)
+        how = "failed" if self.is_alone else f"failed on {_ranks_text(sorted(self.failures))}"
+        if all(isinstance(cause, SaveOrLoadError) for cause in causes):
+            how = "did not begin, because an earlier save failed"
+        if len(ranks_by_text) > 1:
+            lines = (f"[{_ranks_text(ranks)}] {text}" for text, ranks in ranks_by_text.items())
+            return "\n".join([f"{self.what} {how}:", *lines])
+        (text,) = ranks_by_text
+        place = self.what.partition(" ")[2]
+        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and place in text
+        return text if names_it else f"{self.what} {how}: {text}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.what, self.step, dict(self.failures))
+        return _rebuild, (self.what, self.step, dict(self.failures), self.is_alone)
 
 
-def failure_of(error: CheckpointException, *, what: str) -> CheckpointException:
+def failure_of(error: CheckpointException, *, what: str, is_alone: bool) -> CheckpointException:
     """Return `error` as a readable instance of its causes' class.
 
     Neither the result nor its causes hold on to the tensors that were being saved or loaded.
     """
     _release_frames([error, *causes_of(error)])
-    return _rebuild(what, str(error.args[0]), dict(error.failures))
+    return _rebuild(what, str(error.args[0]), dict(error.failures), is_alone)
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
@@ -440,7 +453,7 @@ def _release_frames(errors: Iterable[BaseException]) -> None:
             waiting += [linked for linked in (error.__cause__, error.__context__) if linked is not None]
 
 
-def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:
+def _rebuild(what: str, step: str, failures: dict[int, Any], is_alone: bool) -> CheckpointException:
     ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
     cancelled = [cause for cause in ours if isinstance(cause, SaveCancelledError)]
     # A cancelled save is one, whatever else failed because of it.
@@ -453,7 +466,9 @@ def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointExcept
         failure.__dict__.update((cancelled or ours)[0].__dict__)
     if cancelled:
         failure.__dict__["ranks"] = tuple(sorted({rank for cause in cancelled for rank in cause.ranks}))
-    failure.__dict__.update(step=step, what=what, _failures=failures)  # the last as torch's __init__ sets it
+    failure.__dict__.update(
+        step=step, what=what, is_alone=is_alone, _failures=failures
+    )  # the last as torch's __init__ sets it
     return failure
 
 

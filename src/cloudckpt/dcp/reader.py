@@ -136,6 +136,8 @@ class ObjectStoreReader(StorageReader):
         self._is_part = _is_part
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
+        self.is_alone = False
+        """True if the load is of this process alone, which `run_load` finds out."""
         self.reset()
 
     @property

@@ -104,6 +104,8 @@ class ObjectStoreWriter(StorageWriter):
         self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))
         self.save_id = str(uuid.uuid4())
         """The id of the save, as torch's writers have it: a new one after each `reset`."""
+        self.is_alone = False
+        """True if the save is of this process alone, which `run_save` finds out."""
         self.lifecycle = Lifecycle("save", self._options)
         """Tells that the current save begins and how it ends."""
         self._draft: Draft | None = None

@@ -1,12 +1,19 @@
-"""Values as people read them: sizes, rates, counts and times."""
+"""Values as people read them: sizes, rates, counts and times; results as short texts, and as tables in notebooks."""
 
 from __future__ import annotations
 
+import dataclasses
+import html
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from typing import Any, TypeVar
 
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 _MB, _GB = 10**6, 10**9
+_MOST_ROWS = 50
+_T = TypeVar("_T")
 
 
 def size(num_bytes: float) -> str:
@@ -37,3 +44,127 @@ def count(number: int, noun: str) -> str:
 def date(moment: datetime) -> str:
     """``2026-01-31 12:00:00Z``."""
     return f"{moment.astimezone(timezone.utc):%Y-%m-%d %H:%M:%SZ}"
+
+
+class _Brief(reprlib.Repr):
+    """``repr`` with rounded numbers and without the middle of what is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict, self.maxtuple, self.maxlist = 8, 3, 3
+        self.maxstring = self.maxother = 160
+
+    def repr_float(self, value: float, _level: int) -> str:
+        return f"{value:.4g}"
+
+    def repr_int(self, value: int, _level: int) -> str:
+        return f"{value:_}"
+
+    def repr_datetime(self, value: datetime, _level: int) -> str:
+        return repr(date(value))
+
+
+def shown(cls: type[_T]) -> type[_T]:
+    """Give a dataclass a short ``repr`` and, for notebooks, ``_repr_html_``.
+
+    The ``repr`` leaves out the identifier of the save, and fields that are empty or have their defaults. Neither shows
+    fields that are declared with ``repr=False``: they may be secret.
+    """
+    cls.__repr__ = _repr  # type: ignore[method-assign]
+    cls._repr_html_ = to_html  # type: ignore[attr-defined]
+    return cls
+
+
+def _repr(shown: Any) -> str:
+    words = []
+    for field in dataclasses.fields(shown):
+        value = getattr(shown, field.name)
+        is_usual = value == (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
+        if field.repr and field.name != "attempt" and not is_usual and value not in ("", (), [], {}, None):
+            is_long = isinstance(value, tuple) and len(value) > 1 and _are_dataclasses(value)
+            words.append(f"{field.name}=" + (f"<{len(value):,} in all>" if is_long else _Brief().repr(value)))
+    return f"{type(shown).__name__}({', '.join(words)})"
+
+
+class Listing(list[_T]):
+    """A list of dataclasses that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        return _table_of_rows("", self) or "none"
+
+
+def to_html(shown: Any) -> str:
+    """Return a dataclass as tables: its fields and the numbers that it computes; below them, the dataclasses in it."""
+    values = {field.name: getattr(shown, field.name) for field in dataclasses.fields(shown) if field.repr}
+    for name, member in vars(type(shown)).items():
+        if isinstance(member, property) and isinstance(value := getattr(shown, name), (int, float)):
+            values[name] = value
+    return pairs_to_html(type(shown).__name__, values)
+
+
+def pairs_to_html(title: str, values: Mapping[str, object]) -> str:
+    """Return tables of values by name: dataclasses, and sequences of them, in tables below that of the others."""
+    pairs, below = [], []
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            below.append(to_html(value).replace(_caption(type(value).__name__), _caption(name), 1))
+        elif isinstance(value, (list, tuple)) and _are_dataclasses(value):
+            below.append(_table_of_rows(name, value))
+        elif text := _text(name, value):
+            pairs.append(f"<tr>{_cell(name, 'th')}{_cell(text)}</tr>")
+    return f"<table>{_caption(title)}<tbody>{''.join(pairs)}</tbody></table>{''.join(below)}"
+
+
+def _table_of_rows(title: str, items: Sequence[Any]) -> str:
+    """Return a table with a row for each item. Columns that are empty in all rows are left out."""
+    rows = [dict(_columns(item)) for item in items[:_MOST_ROWS]]
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
+    head = "".join(_cell(name, "th") for name in names)
+    body = "".join(f"<tr>{''.join(_cell(row.get(name, '')) for name in names)}</tr>" for row in rows)
+    more = f"<p>… and {len(items) - _MOST_ROWS:,} more</p>" if len(items) > _MOST_ROWS else ""
+    return f"<table>{_caption(title)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}" if rows else ""
+
+
+def _columns(item: Any) -> Iterable[tuple[str, str]]:
+    for field in dataclasses.fields(item):
+        value = getattr(item, field.name)
+        if isinstance(value, Mapping) and all(isinstance(each, (int, float)) for each in value.values()):
+            yield from ((str(name), _text(str(name), each)) for name, each in value.items())  # metrics
+        elif field.repr:
+            yield field.name, _text(field.name, value)
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _number_text(name, value)
+    if isinstance(value, datetime):
+        return date(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_text(str(key), each)}" for key, each in value.items())
+    if isinstance(value, (list, tuple)) and not _are_dataclasses(value):
+        return ", ".join(_text("", each) for each in value)
+    if value is None or isinstance(value, (bool, str, BaseException)):
+        return "" if value is None else str(value)
+    return _Brief().repr(value)
+
+
+def _number_text(name: str, value: float) -> str:
+    if name.endswith("bytes_per_s"):
+        return rate(value)
+    if "_bytes" in name:
+        return size(value)
+    number = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{number} s" if name.endswith("_s") else number
+
+
+def _are_dataclasses(values: Sequence[object]) -> bool:
+    return bool(values) and all(map(dataclasses.is_dataclass, values))
+
+
+def _cell(text: str, tag: str = "td") -> str:
+    # Colours and lines are the notebook's own, which has a light and a dark theme.
+    return f'<{tag} style="text-align:left;overflow-wrap:anywhere">{html.escape(text)}</{tag}>'
+
+
+def _caption(title: str) -> str:
+    return f'<caption style="text-align:left;font-weight:bold">{html.escape(title)}</caption>' if title else ""

@@ -11,6 +11,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from cloudckpt._display import shown
+
 if TYPE_CHECKING:
     from cloudckpt.report import LoadReport, SaveReport
 
@@ -69,6 +71,7 @@ LEVELS: dict[EventName, int] = {
 """The level of each event that is written to the log; ranks other than 0 log at INFO at most."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One step of a save or load, as it happens; `Options.on_event` and `cloudckpt.telemetry` receive it."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from cloudckpt._display import shown
 from cloudckpt.errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def _refuse(removed: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
     return decorate
 
 
+@shown
 @_refuse({"share_reads": "each rank reads for itself. Leave it out"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvancedOptions:
@@ -89,6 +91,7 @@ class AdvancedOptions:
         _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of saves and loads. Sizes are in bytes, times in seconds.

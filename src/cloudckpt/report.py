@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cloudckpt._display import shown
 
+
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """Report of one save on one rank."""
@@ -48,6 +51,7 @@ class SaveReport:
 SavePhase = Literal["staging", "planning", "uploading", "committing", "committed", "failed", "cancelled"]
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveProgress:
     """Progress of a background save on one rank (`AsyncSave.progress`)."""
@@ -63,6 +67,7 @@ class SaveProgress:
     """Bytes that this rank sends: 0 before its plan is made, then an estimate, exact at the end."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedCheckpoint:
     """A newer checkpoint that `load_latest` skipped, because it could not load it."""
@@ -75,6 +80,7 @@ class SkippedCheckpoint:
     """True if it was removed meanwhile, False if it is damaged."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """Report of one load on one rank."""
@@ -116,6 +122,7 @@ class LoadReport:
         return self.num_bytes_wanted / self.read_s if self.read_s > 0 else 0.0
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """Report of a verification that found no damage. `verify` returns it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -144,6 +145,52 @@ def test_progress_tells_how_far_a_save_is(memory: Memory) -> None:
     assert (end.phase, end.staged_bytes) == ("committed", SIZE_BYTES)
     assert repr(handle) == f"<AsyncSave to {handle.uri}: committed>"
     assert end.uploaded_bytes == end.total_bytes == report.num_bytes
+
+
+def test_an_awaited_save_gives_its_result_and_outlives_a_cancelled_wait(memory: Memory) -> None:
+    """If this fails, `await handle` in a notebook blocks its event loop, loses the result, or ends the save."""
+    gate = Gate()
+    memory.at().once_before("upload_part", "", gate)
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
+
+    async def wait() -> None:
+        given_up = asyncio.ensure_future(handle)
+        await asyncio.to_thread(gate.reached.wait, WAIT_S)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert not handle.done()
+        gate.opened.set()
+        saved = await asyncio.wait_for(handle, WAIT_S)
+        assert saved is handle.result(0)
+        assert saved is await handle
+
+    asyncio.run(wait())
+    assert fill_at(memory.uri()) == 1
+
+
+def test_an_awaited_failure_is_raised_once(memory: Memory) -> None:
+    """If this fails, a failure is lost with a cancelled `await`, or is raised again after it was awaited."""
+    cloudckpt.save(state_of(1), memory.uri())
+    gate = Gate()
+    memory.at().once_before("list", "", gate)
+
+    async def give_up(handle: cloudckpt.AsyncSave) -> None:
+        waiter = asyncio.ensure_future(handle)
+        await asyncio.sleep(0)
+        waiter.cancel()
+        gate.opened.set()
+        await asyncio.to_thread(handle.committed.wait)
+
+    async def wait(handle: cloudckpt.AsyncSave) -> None:
+        await handle
+
+    asyncio.run(give_up(cloudckpt.async_save(state_of(2), memory.uri())))
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.close(WAIT_S)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        asyncio.run(wait(cloudckpt.async_save(state_of(2), memory.uri())))
+    cloudckpt.close(WAIT_S)
 
 
 def fails(memory: Memory) -> cloudckpt.AsyncSave:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from cloudckpt._display import pairs_to_html
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt._workers import logging_failures
 from cloudckpt.cancellation import Cancellation
@@ -122,6 +125,16 @@ class AsyncSave(OfThisProcess):
 
     def __repr__(self) -> str:
         return f"<AsyncSave to {self.uri}: {self.progress.phase}>"
+
+    def _repr_html_(self) -> str:
+        error = self.committed.failure() if self.done() else None
+        values = {"uri": self.uri, **dataclasses.asdict(self.progress), "error": error, "report": self.report}
+        return pairs_to_html("AsyncSave", values)
+
+    def __await__(self) -> Generator[Any, None, SavedMetadata]:
+        """Wait in asyncio's event loop, as `result` does in a thread. A task that is cancelled ends only its wait."""
+        refuse_in_fork()
+        return asyncio.wrap_future(self.committed).__await__()
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
         """Wait until the checkpoint is committed.

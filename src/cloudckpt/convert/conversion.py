@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from cloudckpt._display import shown
 from cloudckpt.convert.state_dicts import Selection, parse_patterns
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -34,6 +35,7 @@ BodyIn: TypeAlias = Callable[[Arena], Body]
 _RANK = 0  # all of this runs in one process
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
     """Result of `cloudckpt.copy`."""
@@ -69,6 +71,7 @@ class CopyReport:
         return self.num_bytes / self.copy_s if self.copy_s > 0 else 0.0
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
     """Result of `cloudckpt.export_checkpoint` or `cloudckpt.import_checkpoint`."""

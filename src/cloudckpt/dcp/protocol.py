@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cloudckpt._display import pairs_to_html
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.collectives import guarded_collectives
@@ -63,6 +64,9 @@ class SavedMetadata(Metadata):
     def __repr__(self) -> str:
         place = "" if self.report is None else f" of {self.report.uri}"
         return f"<SavedMetadata{place}: {len(self.state_dict_metadata)} entries>"
+
+    def _repr_html_(self) -> str:
+        return pairs_to_html("SavedMetadata", {"entries": len(self.state_dict_metadata), "report": self.report})
 
 
 def last_save_seconds() -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, TypeVar
 
+from cloudckpt._display import Listing, shown
 from cloudckpt._workers import each_done
 from cloudckpt.commit.collect import group_uploads
 from cloudckpt.commit.entries import CommitTimes, SummaryReader, manifest_key
@@ -38,6 +39,7 @@ _DAMAGED: CheckpointState = "damaged"
 _NEWER: CheckpointState = "newer"
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """One checkpoint, or the data of one save that is not committed. One location can have several of these.
@@ -148,7 +150,7 @@ def list_checkpoints(
     infos = [info for of_one in found.values() for info in of_one]
     if listing.denials and len(listing.denials) == len(infos):
         raise listing.denials[0]
-    return sorted(infos, key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt))
+    return Listing(sorted(infos, key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt)))
 
 
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from cloudckpt._display import shown
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
@@ -31,6 +32,7 @@ _MAX_TEXT_CHARS = 4096
 Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One entry that is not the same in both checkpoints."""
@@ -56,6 +58,7 @@ class Difference:
     """Largest difference as a share of the larger of the two magnitudes: from 0 to 2."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Differences of the second of two checkpoints from the first. `compare` returns it."""

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cloudckpt._display import shown
 from cloudckpt.commit.log import resolve
 from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDescription:
     """One tensor of a `CheckpointDescription`."""
@@ -39,6 +41,7 @@ class TensorDescription:
     """Transforms of each chunk, such as compression."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperDescription:
     """One tensor of a `CheckpointDescription` that consists of others, such as a quantized weight."""
@@ -53,6 +56,7 @@ class WrapperDescription:
     """Names of its parts among the tensors."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDescription:
     """One Python object of a `CheckpointDescription`."""
@@ -63,6 +67,7 @@ class ValueDescription:
     """Size on the store."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectDescription:
     """One data object of a `CheckpointDescription`."""
@@ -73,6 +78,7 @@ class ObjectDescription:
     """Size on the store."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDescription:
     """Content of a committed checkpoint. `describe` returns it."""

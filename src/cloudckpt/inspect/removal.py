@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from cloudckpt._display import count, size
+from cloudckpt._display import count, shown, size
 from cloudckpt.commit.collect import (
     WalkedLocation,
     collect,
@@ -287,6 +287,7 @@ def _walked_location(
     return WalkedLocation(client=own, root=client, prefix=prefix, found=inventory.at(prefix))
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
     """Garbage of one location."""
@@ -303,6 +304,7 @@ class Garbage:
     """Counts by kind, in words."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptObject:
     """A location or key that was kept."""
@@ -313,6 +315,7 @@ class KeptObject:
     """Reason why it was kept."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GarbageReport:
     """Result of `gc`. ``str()`` of it is the text that a dry run prints."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, SupportsFloat, TypeAlias
 import torch.distributed as dist
 from typing_extensions import Self
 
+from cloudckpt._display import Listing, pairs_to_html
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt.api import async_save, entries_of, load, save
 from cloudckpt.background import in_flight
@@ -183,6 +184,25 @@ class CheckpointManager(OfThisProcess):
         self._last: _LastSave | None = None
         self._current: _LastSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
+
+    def __repr__(self) -> str:
+        last = "no save yet" if self._last is None else f"last save step {self._last.step}"
+        return f"<CheckpointManager of {self.root}: {last}>"
+
+    def _repr_html_(self) -> str:
+        """Show what is known without a request to the store."""
+        last = self._last
+        handle = last.result if last is not None and isinstance(last.result, AsyncSave) else None
+        values = {
+            "root": self.root,
+            "save_every": self._save_every,
+            **dataclasses.asdict(self._retention.policy),
+            "last save": None if last is None else f"step {last.step}",
+            "phase": None if handle is None else handle.progress.phase,
+            "retention": self.retention,
+            "failures": self.failures,
+        }
+        return pairs_to_html("CheckpointManager", values)
 
     @property
     def root(self) -> str:
@@ -407,7 +427,7 @@ class CheckpointManager(OfThisProcess):
 
         """
         committed = self._steps.find_committed(with_metrics=True)
-        return sorted(keep_newest_of_each_step(committed), key=lambda info: info.step)
+        return Listing(sorted(keep_newest_of_each_step(committed), key=lambda info: info.step))
 
     def latest(self) -> StepInfo | None:
         """Return the step that was committed last, or None if there is no step.

@@ -11,6 +11,7 @@ from datetime import datetime
 from numbers import Integral
 from typing import Literal, TypeAlias
 
+from cloudckpt._display import shown
 from cloudckpt.commit.times import commit_order
 from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
@@ -31,6 +32,7 @@ _TROUBLE = (StoreError, CommitUnknownError)
 _MOST_KEPT = 100
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
     """One committed checkpoint of a `CheckpointManager`."""
@@ -148,6 +150,7 @@ def find_superseded(
     return [info for info in reversed(whole) if info.step not in kept]
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailure:
     """A save of a `CheckpointManager` that failed because of the store."""

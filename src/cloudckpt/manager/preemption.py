@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from cloudckpt._display import shown
 from cloudckpt._this_process import OfThisProcess
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import latest
@@ -40,6 +41,7 @@ _SLACK = 1.2
 _preemption_groups = GlooGroupCache()
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionReport:
     """Result of `Preemption.finish`."""

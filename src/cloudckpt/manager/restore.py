@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cloudckpt._display import to_html
 from cloudckpt.api import entries_of, load
 from cloudckpt.commit.log import read_log
 from cloudckpt.dcp import LoadPlanner
@@ -248,6 +249,8 @@ class Restored:
     def __repr__(self) -> str:
         skipped = f", skipped={self.skipped!r}" if self.skipped else ""
         return f"Restored(step={self.step}, uri={self.uri!r}{skipped})"
+
+    _repr_html_ = to_html
 
     @property
     def skipped(self) -> tuple[SkippedCheckpoint, ...]:

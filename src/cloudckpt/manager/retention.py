@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from cloudckpt._display import shown
 from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
 from cloudckpt.commit.log import resolve
@@ -39,6 +40,7 @@ _MAX_FENCES = 64
 """Fences of deleted checkpoints that one run removes. The bound keeps a run short."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionReport:
     """Result of one retention run of a `CheckpointManager`."""
@@ -81,7 +83,7 @@ class Retention:
     ) -> None:
         self._steps = steps
         self._options = options
-        self._policy = policy
+        self.policy = policy
         self._get_damaged_uris = get_damaged_uris
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -103,7 +105,7 @@ class Retention:
 
     def start(self, uri: str) -> None:
         """Start a run after a step was committed at `uri`. Does not wait and never raises."""
-        if self._policy.keep_last is None:
+        if self.policy.keep_last is None:
             return
         with self._changed:
             self._fenced_at.pop(uri, None)
@@ -164,7 +166,7 @@ class Retention:
             unknown = [one for one in folders if one.problem]
             failed += [KeptObject(uri=one.uri, reason=one.problem) for one in unknown]
             damaged = {*self._get_damaged_uris(), *(one.uri for one in unknown)}
-            superseded = find_superseded(infos, self._policy, damaged=damaged, own_step=own_step)
+            superseded = find_superseded(infos, self.policy, damaged=damaged, own_step=own_step)
             if superseded:
                 self._warn_of_missing_metric(infos)
             self._remove_all(superseded, removed, failed)
@@ -184,7 +186,7 @@ class Retention:
 
     def _warn_of_missing_metric(self, infos: Sequence[StepInfo]) -> None:
         """Warn once if `keep_best` keeps nothing, because its metric has another name in the steps."""
-        keep_best = self._policy.keep_best
+        keep_best = self.policy.keep_best
         if keep_best is None or self._has_warned_of_metric:
             return
         if (missing := explain_missing_metric(infos, keep_best[0])) is not None:
@@ -214,7 +216,7 @@ class Retention:
 
     def _list_folders(self, *, excluded_uris: set[str]) -> list[StepFolder]:
         """List the steps, with metrics if the policy needs them. Raises `StoreError` if all of them are denied."""
-        folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metrics=self._policy.keep_best is not None)
+        folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metrics=self.policy.keep_best is not None)
         denied = [one.denied for one in folders if one.denied is not None]
         if denied and len(denied) == len(folders):
             raise denied[0]

@@ -1,0 +1,163 @@
+"""Results as notebooks and interpreters show them: short, escaped, without secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime, timezone
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt import types
+from cloudckpt._display import Listing
+from cloudckpt.types import CheckpointInfo, Difference, KeptObject, SkippedCheckpoint, StepInfo
+
+NAUGHTY = "<script>alert('&')</script>"
+MOMENT = datetime(2026, 1, 31, 12, tzinfo=timezone.utc)
+
+
+class Tables(HTMLParser):
+    """The cells of all tables by row; fails at a tag that is not closed, or that tables do not need."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        assert tag in {"table", "caption", "thead", "tbody", "tr", "th", "td", "p"}
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("th", "td"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1] in ("th", "td"):
+            self.rows[-1][-1] += data
+
+
+def rows_of(shown: Any) -> list[list[str]]:
+    return Tables(shown._repr_html_()).rows
+
+
+def test_every_result_is_a_table_in_a_notebook() -> None:
+    """If this fails, a notebook shows a line of raw fields for some result."""
+    for name in {*types.__all__, "Options", "AdvancedOptions", "CheckpointManager"} - {"Preemption"}:
+        shown = getattr(types, name, None) or getattr(cloudckpt, name)
+        assert hasattr(shown, "_repr_html_"), name
+
+
+def test_steps_are_rows_with_a_column_for_each_metric() -> None:
+    """If this fails, the metrics of a run cannot be compared at a glance, or a column of nothing is shown."""
+    steps = Listing(
+        StepInfo(step=step, uri=f"s3://b/step-{step}", committed_at=MOMENT, metrics=metrics)
+        for step, metrics in ((0, {"loss": 0.123456789}), (10, {"loss": 2, "acc": 0.5}))
+    )
+    assert rows_of(steps) == [
+        ["step", "uri", "committed_at", "loss", "acc"],
+        ["0", "s3://b/step-0", "2026-01-31 12:00:00Z", "0.1235", ""],
+        ["10", "s3://b/step-10", "2026-01-31 12:00:00Z", "2", "0.5"],
+    ]
+    assert repr(steps[0]) == (
+        "StepInfo(step=0, uri='s3://b/step-0', committed_at='2026-01-31 12:00:00Z', metrics={'loss': 0.1235})"
+    )
+    found = [CheckpointInfo(uri="s3://b/a", name="a", committed_at=MOMENT, num_bytes=3 * 2**19, world_size=1000)]
+    names, values = rows_of(Listing(found))
+    assert dict(zip(names, values, strict=True)) == {
+        "uri": "s3://b/a",
+        "name": "a",
+        "committed_at": "2026-01-31 12:00:00Z",
+        "state": "committed",
+        "num_bytes": "1.5 MiB",
+        "num_uploads": "0",
+        "world_size": "1,000",
+        "num_overwrites": "0",
+    }
+    assert Listing([])._repr_html_() == "none"
+
+
+def test_names_from_a_store_are_escaped() -> None:
+    """If this fails, whoever can write to the bucket runs scripts in the notebooks of those who look at it."""
+    one = Difference(name=NAUGHTY, kind="values", before=NAUGHTY, after=NAUGHTY)
+    compared = types.Comparison(before=NAUGHTY, after="b", differences=(one,), num_same=0, num_bytes_compared=0)
+    info = StepInfo(step=0, uri=NAUGHTY, committed_at=MOMENT, metrics={NAUGHTY: 1.0})
+    for shown in (compared, info, Listing([info]), Listing([one])):
+        assert "<script" not in shown._repr_html_()
+        assert any(NAUGHTY in cell for row in rows_of(shown) for cell in row)
+
+
+def test_options_tell_no_secret_and_only_what_was_set() -> None:
+    """If this fails, a key of the store is in a notebook that is shared, or the text cannot be pasted."""
+    options = cloudckpt.Options(connections=32, timeout_s=90.5, storage_options={"secret_access_key": "HUSH"})
+    assert repr(options) == "Options(timeout_s=90.5, connections=32)"
+    assert eval(repr(options), vars(cloudckpt)) == dataclasses.replace(options, storage_options={})  # noqa: S307
+    assert "HUSH" not in options._repr_html_()
+    assert ["staging_bytes", "512.0 MiB"] in rows_of(options)
+    assert repr(cloudckpt.Options()) == "Options()"
+
+
+def test_long_results_are_shortened() -> None:
+    """If this fails, a comparison of two large checkpoints fills the notebook, or freezes its tab."""
+    many = tuple(
+        Difference(name=f"w{number}", kind="values", before="x" * 4096, after="", num_elements=1)
+        for number in range(1000)
+    )
+    compared = types.Comparison(before="a", after="b", differences=many, num_same=0, num_bytes_compared=0)
+    assert "differences=<1,000 in all>" in repr(compared)
+    assert len(repr(compared)) < 200
+    assert len(repr(many[0])) < 300
+    assert sum(row[0].startswith("w") for row in rows_of(compared)) == 50
+    assert "and 950 more" in compared._repr_html_()
+
+
+def test_results_of_a_run_are_shown(tmp_path: Path) -> None:
+    """If this fails, a result of a real call cannot be shown, or shows other numbers than it has."""
+    model = torch.nn.Linear(8, 8)
+    manager = cloudckpt.CheckpointManager(tmp_path / "run", save_every=5, keep_last=1, keep_best=("loss", "min", 1))
+    assert repr(manager) == f"<CheckpointManager of {tmp_path}/run: no save yet>"
+    with manager:
+        for step in (0, 5):
+            manager.save(step, model=model, metrics={"loss": step})
+        manager.wait()
+        shown = dict(row for row in rows_of(manager) if len(row) == 2)
+    assert (shown["save_every"], shown["keep_best"], shown["last save"]) == ("5", "loss, min, 1", "step 5")
+    assert [row[0] for row in rows_of(manager.steps())] == ["step", "0", "5"]
+    uri = manager.uri_of(5)
+    restored = manager.restore(model=model)
+    assert restored is not None
+    assert repr(restored) == f"Restored(step=5, uri={uri!r})"
+    assert ["num_requests", str(restored.report.num_requests)] in rows_of(restored)
+    saved = cloudckpt.save(str(tmp_path / "other"), model=model)
+    assert ["entries", str(len(saved.state_dict_metadata))] in rows_of(saved)
+    described = rows_of(cloudckpt.describe(uri))
+    assert ["num_elements", "72"] in described
+    assert ["model.weight", "float32", "8, 8", "256 B"] in [row[:4] for row in described]
+    for report in (cloudckpt.verify(uri), cloudckpt.gc(tmp_path, quiet=True), manager.retention):
+        assert rows_of(report)
+
+
+@pytest.mark.parametrize("of", [KeptObject, SkippedCheckpoint])
+def test_reasons_are_shown_within_other_results(of: type[Any]) -> None:
+    """If this fails, a report says that something was kept or skipped, and not why."""
+    if of is KeptObject:
+        one = KeptObject(uri="s3://b/a", reason="it is locked")
+        shown: Any = types.RetentionReport(kept=(), removed=(), failed=(one,))
+    else:
+        skipped = SkippedCheckpoint(uri="s3://b/a", why="it is locked")
+        zeros = dict.fromkeys(
+            ("rank", "num_bytes_wanted", "num_bytes_read", "num_requests", "num_retries", "plan_s", "read_s"), 0
+        )
+        shown = cloudckpt.LoadReport(uri="u", attempt="a", skipped=(skipped,), **zeros)
+    assert "it is locked" in repr(shown)
+    assert any("it is locked" in row for row in rows_of(shown))

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -261,6 +262,73 @@ def test_a_restore_waits_for_the_save_in_flight(memory: Memory, monkeypatch: pyt
     assert found.step == 1
     assert_holds(state, 1.0)
     manager.close(WAIT_S)
+
+
+# --- Ctrl-C
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "named"),
+    [
+        ("nothing", "nothing", None),
+        ("restored", "nothing", 1),
+        ("restored", "saved", 2),
+        ("restored", "failed", 1),
+        ("nothing", "failed", None),
+        ("nothing", "saved, and Ctrl-C again", None),
+        ("restored", "saved, and Ctrl-C again", 1),
+    ],
+)
+def test_ctrl_c_names_the_last_committed_step(
+    memory: Memory, caplog: pytest.LogCaptureFixture, first: str, last: str, named: int | None
+) -> None:
+    """If this fails, a user who stops training has to search for what is saved, or is told of a step that is not."""
+    caplog.set_level(logging.INFO, "cloudckpt")
+    if first == "restored":
+        save_all(CheckpointManager(memory.root), 1)
+    gate = Gate()
+    manager = CheckpointManager(memory.root, options=Options(on_event=gate.at_event("save.committing"), retries=0))
+
+    def train() -> None:
+        with manager:
+            manager.restore(state_of())
+            if last == "failed":
+                memory.at("step-2").fail("put", key_part="manifest", error=lambda: permanent("put"), times=99)
+            if last != "nothing":
+                manager.save(2, state_of(2.0))
+                assert gate.reached.wait(WAIT_S)
+            raise KeyboardInterrupt
+
+    class AtWarning(logging.Handler):
+        """Lets the save go on, or presses again, once the manager waits for it."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if last.endswith("again"):
+                raise KeyboardInterrupt
+            gate.opened.set()
+
+    handler = AtWarning(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            train()
+    finally:
+        logging.getLogger().removeHandler(handler)
+        gate.opened.set()
+    words = [record.getMessage() for record in caplog.records if "was committed under" in record.getMessage()]
+    words += [record.getMessage() for record in caplog.records if "last committed step" in record.getMessage()]
+    if named is None:
+        expected = f"no step was committed under {memory.root} in this run"
+    else:
+        uri = memory.uri(f"step-{named}")
+        expected = f"the last committed step is {named} ({uri}). Start the program again to resume: restore loads it"
+    if last.endswith("again"):
+        expected += f". The save to {memory.uri('step-2')} is still running"
+    assert words == [expected]
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == [f"cloudckpt: {expected}"], "the last line of the traceback"
+    waited = f"stopping: waiting for the save in flight to {memory.uri('step-2')}"
+    assert (waited in caplog.text) == (last != "nothing")
 
 
 # --- metrics

@@ -254,6 +254,19 @@ def told_of(memory: Memory) -> tuple[list[Event], Options]:
     return events, Options(on_event=events.append, retries=1)
 
 
+def test_records_of_saves_and_loads_are_lines_to_read(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, the log of a run has a dataclass with seventeen digits where somebody looks for size and time."""
+    state = {"w": torch.zeros(2**18)}
+    with caplog.at_level(logging.INFO, "cloudckpt"):
+        cloudckpt.save(state, memory.uri())
+        cloudckpt.load(state, memory.uri())
+        cloudckpt.async_save({}, memory.uri("empty")).result()
+    amount = r"1\.0 MiB in (\d+ ms|\d+\.\d s), [\d.]+ [MG]B/s"
+    for verb, record in zip(("saved", "loaded"), caplog.records, strict=False):
+        assert re.fullmatch(f"{verb} {memory.uri()}: {amount}", record.getMessage())
+    assert re.fullmatch(rf"saved {memory.uri('empty')}.* in [\d.]+ m?s.*", caplog.records[-1].getMessage())
+
+
 def test_failures_that_training_survives_are_counted(exported: Exported, memory: Memory) -> None:
     """If this fails, no dashboard shows that training goes on without checkpoints."""
     memory.at("step-1").fail("put", error=lambda: cloudckpt.errors.AccessDeniedError("no", key="k", operation="put"))

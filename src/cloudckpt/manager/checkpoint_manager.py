@@ -184,6 +184,8 @@ class CheckpointManager(OfThisProcess):
         self._last: _LastSave | None = None
         self._current: _LastSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
+        self._last_committed: tuple[int, str] | None = None
+        """Number and URI of the step that was committed last, or restored since."""
 
     def __repr__(self) -> str:
         last = "no save yet" if self._last is None else f"last save step {self._last.step}"
@@ -415,6 +417,7 @@ class CheckpointManager(OfThisProcess):
         if restored is not None:
             _log.info("restored step %d from %s", restored.step, restored.uri)
             self._current = _LastSave(step=restored.step)
+            self._last_committed = restored.step, restored.uri
         return restored
 
     def steps(self) -> list[StepInfo]:
@@ -518,10 +521,31 @@ class CheckpointManager(OfThisProcess):
             self.close()
             return
         try:
+            if isinstance(error, KeyboardInterrupt) and (running := self.in_flight) is not None:
+                _log.warning("stopping: waiting for the save in flight to %s", running.uri)
             self.close()
+        except KeyboardInterrupt as again:
+            error = again
+            raise
         except (SaveOrLoadError, Exception) as failure:  # noqa: BLE001  # the error that left the context is raised
             kind = type(failure)
             _log.warning("the last save failed, too: %s.%s: %s", kind.__module__, kind.__qualname__, failure)
+        finally:
+            if isinstance(error, KeyboardInterrupt) and rank_in(self._process_group, no_dist=self._no_dist) == 0:
+                self._add_last_step(error)
+
+    def _add_last_step(self, error: KeyboardInterrupt) -> None:
+        """Let the last line of the traceback say where the run can resume. Makes no request: the store may hang."""
+        words = f"no step was committed under {self.root} in this run"
+        if self._last_committed is not None:
+            step, uri = self._last_committed
+            words = f"the last committed step is {step} ({uri}). Start the program again to resume: restore loads it"
+        if (handle := self.in_flight) is not None:
+            words += f". The save to {handle.uri} is still running"
+        add_note = getattr(error, "add_note", None)  # Python 3.11 or newer
+        _log.log(logging.WARNING if add_note is None else logging.INFO, "%s", words)
+        if add_note is not None:
+            add_note(f"cloudckpt: {words}")
 
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})
@@ -538,6 +562,7 @@ class CheckpointManager(OfThisProcess):
             saved.is_noted = True
             if error is None:
                 self._failures.in_a_row = 0
+                self._last_committed = saved.step, saved.uri
                 self._damaged -= {saved.uri}
                 if saved.rank == 0:
                     self._retention.start(saved.uri)

@@ -34,6 +34,11 @@ def rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / _MB:.1f} MB/s"
 
 
+def seconds(number: float) -> str:
+    """``0.25 s``, ``75.3 s``."""
+    return f"{number:.2g} s" if number < 10 else f"{number:,.1f} s"  # noqa: PLR2004  # two digits are enough
+
+
 def count(number: int, noun: str) -> str:
     """``1 object``, ``2 objects``; ``2 entries``."""
     if number == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from awscrt.checksums import crc32c
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
@@ -72,6 +73,44 @@ def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
     assert run("ls", local.root, "--alive-within", "0s").out.count("garbage") == 3
 
 
+def _save_measured(local: LocalPlace, name: str, metrics: dict[str, float | None], **settings: Any) -> None:
+    save(local.uri(name), options=cloudckpt.Options(metadata={"metrics": metrics}), **settings)
+
+
+def test_metrics_have_columns_and_a_mark_at_the_best(local: LocalPlace, run: Run) -> None:
+    """If this fails, a user loads another checkpoint than the best one, or reads every manifest to find it."""
+    _save_measured(local, "step-1", {"val_loss": 0.5, "top1/acc": 0.9, "kl": 2.0})
+    _save_measured(local, "step-2", {"val_loss": 0.25, "top1/acc": 0.9, "kl": 1.0})
+    _save_measured(local, "step-3", {"val_loss": None, "top1/acc": 0.25})
+    _save_measured(local, "step-3-again-1", {"val_loss": 0.75})
+    leave_unfinished(local, "step-2", attempt=OLD_ATTEMPT)
+    ended = run("ls", local.root, "--metrics", "--columns", "name", "--sort", "name")
+    assert [line.split() for line in ended.out.splitlines()] == [
+        ["NAME", "val_loss", "top1/acc", "kl"],
+        ["step-1", "0.5", "0.9", "2"],
+        ["step-2", "*", "0.25", "*", "0.9", "1"],  # of equal values the newer one is the best, as for a manager
+        ["step-2"],
+        ["step-3", "nan", "0.25"],
+        ["step-3-again-1", "0.75"],
+    ]
+    assert "lowest val_loss, highest top1/acc" in ended.err
+    chosen = run("ls", local.root, "--best", "max:kl", "--best", "max:val_loss", "--json").document
+    best = {one["name"]: one["best"] for one in chosen if one["state"] == "committed"}
+    assert best == {"step-1": ["kl"], "step-2": ["top1/acc"], "step-3": [], "step-3-again-1": ["val_loss"]}
+    assert next(one["metrics"] for one in chosen if one["name"] == "step-3") == {"val_loss": None, "top1/acc": 0.25}
+    assert all(one["save_s"] > 0 for one in chosen if one["state"] == "committed")
+    undirected, unknown = run("ls", local.root, "--best", "kl"), run("ls", local.root, "--best", "min:val_los")
+    assert (undirected.code, "min:kl or max:kl" in undirected.err) == (2, True)
+    assert (unknown.code, "Did you mean 'val_loss'?" in unknown.err) == (3, True)
+
+
+def test_a_metric_with_the_name_of_a_control_character_is_one_line(local: LocalPlace, run: Run) -> None:
+    """If this fails, the name of a metric controls the terminal, or fakes a checkpoint."""
+    _save_measured(local, "step-1", {"loss\x1b[31m\nstep-9": 0.5})
+    ended = run("ls", local.root, "--metrics")
+    assert (len(ended.out.splitlines()), "\x1b" in ended.out + ended.err) == (2, False)
+
+
 def test_a_folder_with_nothing_but_uploads_is_listed(memory: Memory) -> None:
     """If this fails, what a killed save left is paid for, and no listing of the run shows it."""
     memory.at("step-1").create_multipart(f"data/{new_attempt_id()}/0-0.safetensors")
@@ -83,18 +122,31 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
     """If this fails, who watches a run misses a checkpoint, or a script that waits for a step waits for ever."""
     root, lines = str(tmp_path), []
     save(f"{root}/step-1")
-    command = [sys.executable, "-m", "cloudckpt", "watch", root, "--interval", "1s", "--until-step", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "cloudckpt",
+        "watch",
+        root,
+        "--interval",
+        "1s",
+        "--until-step",
+        "2",
+    ]  # not the 1 of again-1
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout is not None
             lines.append(running.stdout.readline())
             cloudckpt.delete(f"{root}/step-1")
-            save(f"{root}/step-2")
+            save(f"{root}/step-2-again-1")
             lines += running.communicate(timeout=120)[0].splitlines()
         finally:
             running.kill()
     told = [line.split()[2:4] for line in lines if "in progress" not in line]  # only if a listing finds it so
-    assert (running.returncode, told) == (0, [["step-1", "committed"], ["step-1", "gone"], ["step-2", "committed"]])
+    assert (running.returncode, told) == (
+        0,
+        [["step-1", "committed"], ["step-1", "gone"], ["step-2-again-1", "committed"]],
+    )
 
 
 def test_a_step_that_is_there_is_seen_after_an_outage_and_beside_leftovers(memory: Memory, run: Run) -> None:

@@ -118,7 +118,7 @@ class Console:
         """Print a table of the result, each row as one line; the columns in `right` are numbers."""
         from rich.cells import cell_len  # some characters take two columns, some none
 
-        lines = [list(titles), *([plain_line(cell) for cell in row] for row in rows)]
+        lines = [[plain_line(cell) for cell in row] for row in (titles, *rows)]
         texts = []
         widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
         for line in lines:

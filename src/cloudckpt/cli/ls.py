@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt._display import count, date, size
+from cloudckpt._display import count, date, seconds, size
 from cloudckpt.cli._console import DENIED, Console, age
+from cloudckpt.cli._metrics import BEST, choose_modes, describe_modes, find_best, find_metrics, mark_best, step_of
 from cloudckpt.cli._options import CommonOptions, parse_duration
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
     "attempt": lambda one: one.attempt,
     "uri": lambda one: one.uri,
     "metadata": lambda one: json.dumps(dict(one.metadata)) if one.metadata else "",
+    "duration": lambda one: "" if one.save_s is None else seconds(one.save_s),
 }
 _USUAL, _LONG = 5, 10
 """The number of columns without an option, and with ``--long``."""
-_RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "OVERWRITES")
+_RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "OVERWRITES", "DURATION")
 _HOUR: Any = "1h"  # Typer parses it
 _INTERVAL: Any = "10s"
-_STEP = re.compile(r"([0-9]+)$")
 _MIN_INTERVAL, _MAX_INTERVAL = timedelta(seconds=1), timedelta(hours=1)
 
 
@@ -81,6 +82,10 @@ def ls(
             help="A save that is not committed, and of which nothing was written for so long, is garbage.",
         ),
     ] = _HOUR,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", "-m", help="Also a column for each metric, with a mark at the best value.")
+    ] = False,
+    best: BEST = None,
     check: Annotated[
         bool, typer.Option("--check", help="Also check each manifest's entries of tensors; `verify` checks the data.")
     ] = False,
@@ -98,11 +103,17 @@ def ls(
     found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
     if not found:
         _tell_nothing(console, root, options)
+    modes = choose_modes(found, best) if metrics or best else None
+    best_of = None if modes is None else find_best(found, modes)
     if sort is _Order.name:
         found.sort(key=lambda one: one.name)
     elif sort is _Order.size:
         found.sort(key=lambda one: one.num_bytes or 0)
-    _tell(console, root, found[::-1] if reverse else found, names, long=long)
+    _tell(console, root, found[::-1] if reverse else found, names, long=long, best_of=best_of)
+    if modes and not common.as_json:
+        console.say(f"* marks the best: {describe_modes(modes)}. For others: --best min:METRIC or max:METRIC.")
+    elif modes is not None and found and not find_metrics(found):
+        console.say("No checkpoint here has metrics. A manager saves them: save(step, state, metrics={…}).")
     if any(one.state == "denied" for one in found):
         raise typer.Exit(DENIED)
 
@@ -174,16 +185,31 @@ def du(
         raise typer.Exit(DENIED)
 
 
-def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], columns: Sequence[str], *, long: bool) -> None:
+def _tell(
+    console: Console,
+    root: str,
+    found: Sequence[CheckpointInfo],
+    columns: Sequence[str],
+    *,
+    long: bool,
+    best_of: Mapping[str, CheckpointInfo] | None,
+) -> None:
     from cloudckpt.errors import gc_advice
 
     if console.as_json:
-        console.document([document_of(one) for one in found])
+        documents = [document_of(one) for one in found]
+        for one, document in zip(found, documents, strict=True) if best_of is not None else ():
+            document["best"] = [name for name, best in (best_of or {}).items() if best is one]
+        console.document(documents)
         return
     if not found:
         return
-    rows = [[_COLUMNS[name](one) for name in columns] for one in found]
-    console.table([name.upper() for name in columns], rows, right=_RIGHT)
+    metrics = find_metrics(found) if best_of is not None else []
+    rows = [
+        [*(_COLUMNS[name](one) for name in columns), *(mark_best(one, name, best_of or {}) for name in metrics)]
+        for one in found
+    ]
+    console.table([*(name.upper() for name in columns), *metrics], rows, right=[*_RIGHT, *metrics])
     if long:
         for one in found:
             if one.metadata:
@@ -230,6 +256,8 @@ def document_of(one: CheckpointInfo) -> dict[str, Any]:
         "attempt": one.attempt,
         "metadata": dict(one.metadata),
         "problem": one.problem,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in one.metrics.items()},
+        "save_s": one.save_s,
     }
 
 
@@ -283,7 +311,8 @@ def watch(
             if key not in known or known[key].state != one.state:
                 _tell_change(console, one)
             known[key] = one
-        if until_step is not None and any(_step_of(one) >= until_step for one in found.values()):
+        steps = [step_of(one) for one in found.values() if one.state == "committed"]
+        if until_step is not None and any(step is not None and step >= until_step for step in steps):
             return
         time.sleep(interval.total_seconds())
 
@@ -296,9 +325,3 @@ def _tell_change(console: Console, one: CheckpointInfo, *, is_gone: bool = False
     moment = datetime.now(timezone.utc) if is_gone else one.committed_at
     size_text = "" if one.num_bytes is None else f"  {size(one.num_bytes)}"
     console.line(f"{date(moment)}  {one.name}  {state}{size_text}{one.problem and '  '}{one.problem}")
-
-
-def _step_of(one: CheckpointInfo) -> int:
-    """Return the number that ends the name of a committed checkpoint; -1 if there is none."""
-    match = _STEP.search(one.name) if one.state == "committed" else None
-    return -1 if match is None else int(match[1])

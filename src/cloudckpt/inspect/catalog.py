@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ _T = TypeVar("_T")
 
 CheckpointState = Literal["committed", "damaged", "newer", "denied", "in progress", "garbage", "torch"]
 
+METRICS_KEY = "metrics"
+"""The key of the metrics in the ``metadata`` of a manifest."""
 _ONE_HOUR = timedelta(hours=1)
 _UNCOMMITTED_STATES = ("in progress", "garbage")
 _DAMAGED: CheckpointState = "damaged"
@@ -86,6 +89,39 @@ class CheckpointInfo:
     """``Options.metadata`` of the save."""
     problem: str = ""
     """The reason why it cannot be read."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics that a manager saved in `metadata`. NaN stands for a value that was not finite."""
+        return parse_metrics(self.metadata)
+
+    @property
+    def save_s(self) -> float | None:
+        """Seconds from the start of the save to its commit, by the writer's clock. None if unknown, as for a copy."""
+        try:
+            seconds = (self.committed_at - attempt_time(self.attempt)).total_seconds()
+        except ValueError:  # the attempt tells no time
+            return None
+        return seconds if self.state == "committed" and seconds >= 0 else None
+
+
+def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Read the metrics from the metadata of a manifest. Values of other types are another program's and left out."""
+    values = metadata.get(METRICS_KEY)
+    if not isinstance(values, dict):
+        return {}
+    return {
+        name: _to_float(value)
+        for name, value in values.items()
+        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    }
+
+
+def _to_float(value: float | None) -> float:
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:  # a whole number in JSON can have any number of digits
+        return math.nan
 
 
 def list_checkpoints(

@@ -34,6 +34,7 @@ from cloudckpt.errors import (
     SaveInFlightError,
 )
 from cloudckpt.events import Event
+from cloudckpt.inspect.catalog import METRICS_KEY
 from cloudckpt.manager.policies import (
     Failures,
     Mode,
@@ -50,7 +51,6 @@ from cloudckpt.manager.policies import (
 from cloudckpt.manager.restore import Restored, find_step_uris, load_newest, raise_missing
 from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
 from cloudckpt.manager.steps import (
-    METRICS_KEY,
     STEP_KEY,
     Steps,
     build_metadata,

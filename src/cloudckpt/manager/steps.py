@@ -21,7 +21,7 @@ from cloudckpt.errors import (
     CloudckptError,
     InvalidOptionError,
 )
-from cloudckpt.inspect.catalog import look_at_folders
+from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metrics
 from cloudckpt.io.client import MOST_LOOKS, StoreClient, open_client
 from cloudckpt.manager.policies import StepInfo, sort_newest_first
 from cloudckpt.options import Options
@@ -31,8 +31,7 @@ from cloudckpt.uri import Location, parse_location
 _log = logging.getLogger("cloudckpt")
 
 STEP_KEY = "step"
-METRICS_KEY = "metrics"
-"""Keys in the ``metadata`` of a manifest."""
+"""A key in the ``metadata`` of a manifest, as `METRICS_KEY` is."""
 
 _MAX_SHOWN = 5
 _T = TypeVar("_T")
@@ -87,25 +86,6 @@ def _is_json_text(name: object) -> bool:
 def build_metadata(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
     """Build the metadata of a step's manifest."""
     return {STEP_KEY: step, METRICS_KEY: dict(numbers)} if numbers else {STEP_KEY: step}
-
-
-def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Read the metrics from the metadata of a manifest. Values of other types are another program's and left out."""
-    values = metadata.get(METRICS_KEY)
-    if not isinstance(values, dict):
-        return {}
-    return {
-        name: _to_float(value)
-        for name, value in values.items()
-        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-    }
-
-
-def _to_float(value: float | None) -> float:
-    try:
-        return math.nan if value is None else float(value)
-    except OverflowError:  # a whole number in JSON can have any number of digits
-        return math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,98 @@
+"""The metrics of a run's checkpoints, and the best checkpoint by each of them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+import typer
+
+from cloudckpt.errors import CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from cloudckpt.inspect.catalog import CheckpointInfo
+
+Mode: TypeAlias = Literal["min", "max"]
+BEST: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[min:|max:]METRIC",
+        help="Mark the lowest (min:) or highest (max:) value of METRIC; may be given several times.",
+        show_default=False,
+    ),
+]
+_LOWER = re.compile("loss|error|err|perplexity|ppl|nll|mse|mae|rmse|wer|cer|fid|bpb")
+_HIGHER = re.compile("accuracy|acc|f1|auc|auroc|bleu|rouge|iou|miou|map|precision|recall|r2|psnr|ssim|reward")
+"""Words in the names of metrics that tell which value is the best."""
+_STEP = re.compile(r"step[-_=]?([0-9]+)|([0-9]+)$")
+
+
+def step_of(one: CheckpointInfo) -> int | None:
+    """Return the step of a manager's checkpoint, or the number that ends its name."""
+    step = one.metadata.get("step")
+    if isinstance(step, int) and not isinstance(step, bool):
+        return step
+    match = _STEP.search(one.name)
+    return None if match is None else int(match[1] or match[2])
+
+
+def find_metrics(found: Sequence[CheckpointInfo]) -> list[str]:
+    """Return the names of all metrics, in the order of their first appearance."""
+    return list(dict.fromkeys(name for one in found for name in one.metrics))
+
+
+def choose_modes(found: Sequence[CheckpointInfo], given: Sequence[str] | None) -> dict[str, Mode]:
+    """Return the direction of each metric that has one: `given` as ``min:NAME``, or known by a word of its name.
+
+    Raises `CheckpointNotFoundError` for a metric that no checkpoint has, and Typer's error without a direction.
+    """
+    names = find_metrics(found)
+    modes: dict[str, Mode] = {name: mode for name in names if (mode := _known_mode(name)) is not None}
+    for text in given or ():
+        prefix, _, rest = text.partition(":")
+        name = rest if prefix in ("min", "max") else text
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names) or 'none'}."
+            raise CheckpointNotFoundError(f"no checkpoint has the metric {name!r}. {hint}", uri="")
+        if name == text and name not in modes:
+            raise typer.BadParameter(
+                f"say which value of {name} is the best: min:{name} or max:{name}", param_hint="--best"
+            )
+        if name != text:
+            modes[name] = "min" if prefix == "min" else "max"
+    return modes
+
+
+def _known_mode(name: str) -> Mode | None:
+    words = re.split("[^a-z0-9]+", name.lower())
+    is_lower, is_higher = (any(map(words_of.fullmatch, words)) for words_of in (_LOWER, _HIGHER))
+    return "min" if is_lower else "max" if is_higher else None
+
+
+def find_best(found: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dict[str, CheckpointInfo]:
+    """Return the best checkpoint by each metric. `found` is sorted by time; of equal ones the newest is the best."""
+    best: dict[str, CheckpointInfo] = {}
+    committed = (one for one in found if one.state == "committed")
+    newest = {step_of(one) or one.name: one for one in committed}  # a step that was saved again counts once
+    for name, mode in modes.items():
+        sign = 1 if mode == "min" else -1
+        for one in newest.values():
+            value = one.metrics.get(name, math.nan)
+            if math.isfinite(value) and (name not in best or sign * value <= sign * best[name].metrics[name]):
+                best[name] = one
+    return best
+
+
+def describe_modes(modes: Mapping[str, Mode]) -> str:
+    """``lowest val_loss, highest accuracy``."""
+    return ", ".join(f"{'lowest' if mode == 'min' else 'highest'} {name}" for name, mode in modes.items())
+
+
+def mark_best(one: CheckpointInfo, name: str, best_of: Mapping[str, CheckpointInfo]) -> str:
+    """Return the value of a metric as a cell of a table, with ``*`` at the best one."""
+    value = one.metrics.get(name)
+    return "" if value is None else f"{'* ' if best_of.get(name) is one else ''}{value:.6g}"

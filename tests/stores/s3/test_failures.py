@@ -116,7 +116,7 @@ def test_a_bucket_in_an_unknown_region_names_the_option(scripted: Any, status: i
 
 
 LOCATION = '<LocationConstraint xmlns="http://s3.amazonaws.com/doc/2006-03-01/">us-west-2</LocationConstraint>'
-ELSEWHERE = "<Error><Code>{code}</Code><Message>m</Message>{more}</Error>"
+ELSEWHERE = "<Error><Code>{code}</Code>{more}</Error>"
 
 
 @pytest.mark.parametrize("operation", ["put", "head", "list", "read"])
@@ -129,11 +129,13 @@ ELSEWHERE = "<Error><Code>{code}</Code><Message>m</Message>{more}</Error>"
         (301, "by HeadBucket"),
         (307, "by GetBucketLocation"),
         (400, "by GetBucketLocation"),
+        (400, "<Message>The region 'eu-west-1' is wrong; expecting 'us-west-2'</Message>"),
+        (403, "<Region>us-west-2</Region>"),
     ],
 )
 def test_a_bucket_in_another_region_is_found(scripted: Any, operation: str, status: int, where: str) -> None:
     """If this fails, a job ends because its bucket is elsewhere, although the store says where when it is asked."""
-    code = {301: "PermanentRedirect", 307: "TemporaryRedirect", 400: "AuthorizationHeaderMalformed"}[status]
+    code = {301: "PermanentRedirect", 307: "TemporaryRedirect", 400: "AuthorizationHeaderMalformed"}.get(status, "Own")
     more = "" if where.startswith("by ") else where
     s3, moved = scripted.any_s3(), scripted.reply(status, ELSEWHERE.format(code=code, more=more))
     headed = scripted.reply(status, "", {"x-amz-bucket-region": "us-west-2"} if where == "by HeadBucket" else {})
@@ -153,6 +155,16 @@ def test_a_bucket_in_another_region_is_found(scripted: Any, operation: str, stat
     num_requests = len(server.requests)
     CALLS[operation](store)
     assert len(server.requests) == num_requests + 1  # it is remembered
+
+
+@pytest.mark.parametrize("code", ["AuthorizationHeaderMalformed", "InvalidRegion", "InvalidRegionName"])
+def test_a_region_that_the_store_does_not_know_is_an_error_of_configuration(scripted: Any, code: str) -> None:
+    """If this fails, a misspelt region ends a command with the code of a bug, without the store's own list of regions."""
+    more = "<Message>The region name 'eu-west-1' is not valid. Must be one of: weur, auto.</Message>"
+    server = scripted.serve(scripted.reply(400, ELSEWHERE.format(code=code, more=more)))
+    error = refuse(lambda: CALLS["list"](server.store()), WrongRegionError)
+    assert "Must be one of: weur, auto. No region is named, and the request was sent to 'eu-west-1'." in str(error)
+    assert exit_code_of(error) == 2
 
 
 def test_many_requests_that_are_redirected_together_all_arrive(scripted: Any) -> None:

@@ -395,7 +395,7 @@ class S3Session(HTTPSession):
                 last_code, code = code, code_of(error)
                 if num_sent == _MOST_SENDINGS:
                     raise
-                if is_redirection(error):
+                if is_redirection(error, sent_to=region):
                     self._follow(error, client, last_region=region)
                 # One request may have waited for long in a queue; two in a row have not.
                 elif code not in SKEWED or code == last_code:
@@ -423,7 +423,9 @@ class S3Session(HTTPSession):
                     raise
         said = code_of(error) or f"status {status_of(error)}"
         if region is None:
-            raise OtherRegionError(f"{said}: no region is named, and the request was sent to {last_region!r}") from None
+            message = str(getattr(error, "response", {}).get("Error", {}).get("Message", "")).rstrip(".")
+            named = f"{message}. No region is named" if message else "no region is named"
+            raise OtherRegionError(f"{said}: {named}, and the request was sent to {last_region!r}") from None
         if region == last_region:
             if status_of(error) == _TEMPORARY:
                 raise error  # the names of a new bucket are still being spread

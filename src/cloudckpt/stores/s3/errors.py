@@ -126,7 +126,7 @@ CODES: Mapping[str, ErrorRule] = by_name(
         (shared.NOTHING, "NoSuchKey NoSuchVersion"),
         (PARTS, "EntityTooSmall InvalidPart InvalidPartOrder"),
         (REGION, "AuthorizationHeaderMalformed IllegalLocationConstraintException IncorrectEndpoint"),
-        (REGION, "PermanentRedirect Redirect"),
+        (REGION, "InvalidLocationConstraint InvalidRegion InvalidRegionName PermanentRedirect Redirect"),
         (shared.REQUEST, "InvalidArgument InvalidEncryptionAlgorithmError InvalidRequest InvalidStorageClass"),
         (shared.REQUEST, "InvalidTag KeyTooLongError MalformedXML"),
         (shared.SHORT, "InvalidRange"),
@@ -178,6 +178,8 @@ _WRITES = frozenset({"abort_multipart", "complete_multipart", "create_multipart"
 _LISTINGS = frozenset({"ListMultipartUploads", "ListObjectsV2"})
 _REDIRECTIONS = (301, 307)
 """To the bucket's region. S3 redirects for nothing else, as a proxy does to a page for signing in."""
+_REFUSALS = (400, 403)
+"""Of signatures for another region, under codes that differ between stores."""
 _ROOTS: Mapping[str, tuple[str, ...]] = {
     "CompleteMultipartUpload": ("CompleteMultipartUpload",),
     "CopyObject": ("CopyObject",),
@@ -193,6 +195,7 @@ _WITHOUT_DOCUMENT = frozenset(
     {"AbortMultipartUpload", "DeleteObject", "GetObject", "HeadObject", "PutObject", "UploadPart"}
 )
 _REGION_IN_ADDRESS = re.compile(r"\bs3(?:-fips)?(?:\.dualstack)?[.-]([a-z]{2,}(?:-[a-z]+)+-[0-9]+)\.amazonaws\.com")
+_REGION_IN_MESSAGE = re.compile(r"\bregion\b.*\bexpecting '([a-z0-9-]+)'", re.IGNORECASE)
 _ROOT = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:<[?!][^>]*>\s*)*<(?:[\w.-]+:)?([\w.-]+)")
 
 
@@ -213,9 +216,12 @@ def translate(error: Exception, request: FailedRequest) -> StoreError | None:
     return translate_exception(error, request, TABLE, library_rule=rule)
 
 
-def is_redirection(error: Exception) -> bool:
-    """Return True if the store answers that the bucket is elsewhere."""
-    return status_of(error) in _REDIRECTIONS or CODES.get(code_of(error)) is REGION
+def is_redirection(error: Exception, *, sent_to: str) -> bool:
+    """Return True if the store answers that the bucket is elsewhere than in the region `sent_to`."""
+    status = status_of(error)
+    if status in _REDIRECTIONS or CODES.get(code_of(error)) is REGION:
+        return True
+    return status in _REFUSALS and region_in(error) not in (None, sent_to)
 
 
 def status_of(error: Exception) -> int:
@@ -230,7 +236,8 @@ def region_in(error: Any) -> str | None:
     headers = answer.get("HTTPHeaders", {})
     named = headers.get("x-amz-bucket-region") or found.get("Region")
     addresses = (str(found.get("Endpoint", "")), str(headers.get("location", "")))
-    matches = (_REGION_IN_ADDRESS.search(address) for address in addresses)
+    matches = [_REGION_IN_ADDRESS.search(address) for address in addresses]
+    matches.append(_REGION_IN_MESSAGE.search(str(found.get("Message", ""))))
     return named or next((match[1] for match in matches if match), None)
 
 

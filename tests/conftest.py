@@ -72,7 +72,7 @@ def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def _clocks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has seen of clocks would order the next test's commits, and hide its warnings."""
     monkeypatch.setattr("cloudckpt.stores.clock.MACHINE", MachineClock())
-    monkeypatch.setattr("cloudckpt._this_process.said", {})
+    monkeypatch.setattr("cloudckpt._this_process.given_warnings", {})
 
 
 @pytest.fixture(autouse=True)

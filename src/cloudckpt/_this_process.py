@@ -19,7 +19,7 @@ from cloudckpt.errors import ForkedProcessError
 _GC_THRESHOLD = 1_000_000
 
 _user_processes: set[int] = set()
-said: dict[tuple[str, str], object] = {}
+given_warnings: dict[tuple[str, str], object] = {}
 """By topic and key, each warning that this process has given. Tests replace it."""
 
 
@@ -42,10 +42,10 @@ def is_forked() -> bool:
     return bool(_user_processes) and os.getpid() not in _user_processes
 
 
-def is_first(topic: str, key: str) -> bool:
+def is_first_warning(topic: str, key: str) -> bool:
     """Return True once in a process for each key of a topic, so that its user warns once. Safe between threads."""
     mine = object()
-    return said.setdefault((topic, key), mine) is mine
+    return given_warnings.setdefault((topic, key), mine) is mine
 
 
 class OfThisProcess:

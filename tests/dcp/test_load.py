@@ -229,7 +229,7 @@ def filled_in_place(state_dict: dict[str, torch.Tensor], tensors: dict[str, Stor
         is_logged=False,
     )
     assert wants.ranges(max_gap_bytes=0)
-    copied = (one for one in wants.others if one.target.is_copied or isinstance(one.target, BytesTarget))
+    copied = (one for one in wants.single if one.target.is_copied or isinstance(one.target, BytesTarget))
     return set(state_dict) - {want.name for want in copied}
 
 

@@ -250,13 +250,13 @@ def doctor(
         raise typer.Exit(NO)
 
 
-class _Kind(str, Enum):
+class _ServerKind(str, Enum):
     s3 = "s3"
     gcs = "gcs"
 
 
 def dev_server(
-    kind: Annotated[_Kind, typer.Argument(help="The service whose API the server speaks.")] = _Kind.s3,
+    kind: Annotated[_ServerKind, typer.Argument(help="The service whose API the server speaks.")] = _ServerKind.s3,
     *,
     bucket: Annotated[str, typer.Option(metavar="NAME", help="The bucket that is made.")] = "bucket",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 is a free one.")] = 0,
@@ -270,7 +270,7 @@ def dev_server(
     """
     from cloudckpt.testing.servers import fake_gcs_server, moto_server
 
-    with (moto_server if kind is _Kind.s3 else fake_gcs_server)(port=port) as server:
+    with (moto_server if kind is _ServerKind.s3 else fake_gcs_server)(port=port) as server:
         server.create_bucket(bucket)
         typer.echo(f"{server.name} answers at {server.endpoint_url}. In another shell, paste:\n", err=True)
         for name, value in server.environment.items():

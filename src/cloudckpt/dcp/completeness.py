@@ -125,7 +125,7 @@ def _fqns_of(plan: LoadPlan) -> Iterable[str]:
     items = plan.items
     if isinstance(items, LoadItems):
         yield from items.fqns
-        items = items.others
+        items = items.rest
     for item in items:
         yield item.storage_index.fqn
 

@@ -26,21 +26,21 @@ _log = logging.getLogger("cloudckpt")
 
 
 class LoadItems(Sequence[ReadItem]):
-    """Stands for torch's list of items: those for whole tensors stored as one chunk, and then `others`.
+    """Stands for torch's list of items: those for whole tensors stored as one chunk, and then `rest`.
 
     An item of a whole tensor is made when it is asked for. Equal to a list of the same; can be pickled, and is smaller
     then.
     """
 
-    __slots__ = ("_sizes", "fqns", "others")
+    __slots__ = ("_sizes", "fqns", "rest")
 
-    def __init__(self, fqns: list[str], sizes: list[torch.Size], others: list[ReadItem]) -> None:
+    def __init__(self, fqns: list[str], sizes: list[torch.Size], rest: list[ReadItem]) -> None:
         self.fqns = fqns
-        self.others = others
+        self.rest = rest
         self._sizes = sizes
 
     def __len__(self) -> int:
-        return len(self.fqns) + len(self.others)
+        return len(self.fqns) + len(self.rest)
 
     @overload
     def __getitem__(self, index: int) -> ReadItem: ...
@@ -52,11 +52,11 @@ class LoadItems(Sequence[ReadItem]):
         position = range(len(self))[index]
         if position < len(self.fqns):
             return whole_item(self.fqns[position], self._sizes[position])
-        return self.others[position - len(self.fqns)]
+        return self.rest[position - len(self.fqns)]
 
     def __iter__(self) -> Iterator[ReadItem]:
         yield from map(whole_item, self.fqns, self._sizes)
-        yield from self.others
+        yield from self.rest
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, (list, LoadItems)) else NotImplemented
@@ -104,7 +104,7 @@ def find_wants(
     tensors: list[torch.Tensor] = []
     rest = items
     if isinstance(items, LoadItems) and tensors_of is not None:
-        fqns, rest = items.fqns, items.others
+        fqns, rest = items.fqns, items.rest
         tensors = tensors_of(fqns)
     stored = [manifest.tensors[fqn] for fqn in fqns]
     chunks = [tensor.chunks[0] for tensor in stored]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
-from cloudckpt._this_process import is_first
+from cloudckpt._this_process import is_first_warning
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, answers_planners
@@ -402,7 +402,7 @@ def _describe(copies: Sequence[Copy]) -> str:
 
 
 def _warn_once(description: str, number: int, uri: str) -> None:
-    if not is_first("replicas", description):
+    if not is_first_warning("replicas", description):
         return
     more = f", and so for {number - 1} more" if number > 1 else ""
     _log.warning(

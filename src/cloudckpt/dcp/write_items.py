@@ -127,13 +127,13 @@ def prepare_items(
             encoded[item.index.fqn] = check_value(source.value, item.index.fqn, uri=uri)
 
     def stage(positions: Sequence[int]) -> Iterator[StagedItem]:
-        kinds: dict[int, _Kind | None] = {}
+        layouts: dict[int, _WholeLayout | None] = {}
         for item in map(items.__getitem__, positions):
             source = sources.get(item.index.fqn)
             if item.type is WriteItemType.BYTE_IO:
                 # Its bytes are held here no longer than they are sent.
                 yield _stage_value(item, encoded.pop(item.index.fqn, None), planner, transforms, uri)
-            elif transforms or source is None or (quick := _stage_in_place(item, source, kinds)) is None:
+            elif transforms or source is None or (quick := _stage_in_place(item, source, layouts)) is None:
                 yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, pending)
             else:
                 yield quick
@@ -188,7 +188,7 @@ def _wait_for_tensors_in(value: object, pending: Staging) -> None:
             _wait_for_tensors_in(entry, pending)
 
 
-class _Kind(msgspec.Struct, frozen=True):
+class _WholeLayout(msgspec.Struct, frozen=True):
     """The properties that whole tensors of one shape and dtype have in common. `offsets` are all 0."""
 
     size: torch.Size
@@ -199,10 +199,10 @@ class _Kind(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-def _stage_in_place(item: WriteItem, source: Source, kinds: dict[int, _Kind | None]) -> StagedItem | None:
+def _stage_in_place(item: WriteItem, source: Source, layouts: dict[int, _WholeLayout | None]) -> StagedItem | None:
     """Return the item with its data, if it is a whole plain tensor that is sent from where it lies; else None.
 
-    `kinds` caches the kind of each ``tensor_data``: many items share one.
+    `layouts` caches the layout of each ``tensor_data``: many items share one.
     """
     data, index, tensor = item.tensor_data, item.index, source.tensor
     if not source.is_whole or not source.is_in_place or item.type is not WriteItemType.TENSOR:
@@ -210,32 +210,32 @@ def _stage_in_place(item: WriteItem, source: Source, kinds: dict[int, _Kind | No
     if tensor is None or data is None:
         return None
     try:
-        kind = kinds[id(data)]
+        whole = layouts[id(data)]
     except KeyError:
-        kind = kinds[id(data)] = _kind_of(data)
+        whole = layouts[id(data)] = _whole_layout_of(data)
     if viewable_address(tensor) != source.address:  # the caller's code may have given it other memory since the plan
         return None
-    if kind is None or tensor.dtype is not kind.dtype or tensor.size() != kind.size or index.offset != kind.offsets:
+    if whole is None or tensor.dtype is not whole.dtype or tensor.size() != whole.size or index.offset != whole.offsets:
         return None
-    entry = HeaderEntry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)
+    entry = HeaderEntry(fqn=index.fqn, dtype=whole.name, shape=whole.lengths, offsets=None, num_bytes=whole.num_bytes)
     return StagedItem(
         entry=entry,
-        index_offsets=kind.offsets,
-        content=view_memory(source.address, kind.num_bytes, tensor),
-        dtype=kind.name,
-        lengths=kind.lengths,
+        index_offsets=whole.offsets,
+        content=view_memory(source.address, whole.num_bytes, tensor),
+        dtype=whole.name,
+        lengths=whole.lengths,
         transforms=(),
         address=source.address,
     )
 
 
-def _kind_of(data: TensorWriteData) -> _Kind | None:
+def _whole_layout_of(data: TensorWriteData) -> _WholeLayout | None:
     size, dtype, offsets = data.size, data.properties.dtype, tuple(data.chunk.offsets)
     name = dtype_name(dtype)
     if data.chunk.sizes != size or any(offsets) or len(offsets) != len(size) or name not in ITEMSIZE_BYTES:
         return None
     num_bytes = math.prod(size) * dtype.itemsize
-    return _Kind(size=size, dtype=dtype, name=name, lengths=tuple(size), offsets=offsets, num_bytes=num_bytes)
+    return _WholeLayout(size=size, dtype=dtype, name=name, lengths=tuple(size), offsets=offsets, num_bytes=num_bytes)
 
 
 def _stage_tensor(

@@ -37,7 +37,7 @@ from cloudckpt.uri import is_valid_location, parse_location
 
 _MAX_SHOWN = 10
 _STEPS = frozenset({str, int})
-_Kind: TypeAlias = tuple[str | None, tuple[str, ...]]
+_ChunkType: TypeAlias = tuple[str | None, tuple[str, ...]]
 _Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...]]
 """The number of the receipts that have it, and then what they say of it, in their order."""
 _Items: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Item]
@@ -389,7 +389,7 @@ def _stored_tensor(
 ) -> StoredTensor:
     """Build the tensor's entry. Append planned chunks that were not written to `missing`."""
     chunks: list[Chunk] = []
-    kinds: set[_Kind] = set()
+    types: set[_ChunkType] = set()
     for chunk in entry.chunks:
         item = written.get((fqn, chunk.offsets))
         if item is None or item[4] != chunk.sizes:
@@ -398,9 +398,9 @@ def _stored_tensor(
         number, begin, end, dtype, lengths, transforms = item
         chunks.append(Chunk(tuple(chunk.offsets), lengths, object_indices[number], begin, end))
         if len(entry.chunks) > 1:
-            kinds.add((dtype, transforms))
+            types.add((dtype, transforms))
     if len(entry.chunks) != 1 or not chunks:
-        dtype, transforms = _kind_of(kinds, fqn, uri)
+        dtype, transforms = _common_type(types, fqn, uri)
     return StoredTensor(
         dtype=dtype or dtype_name(entry.properties.dtype),
         shape=tuple(entry.size),
@@ -410,10 +410,10 @@ def _stored_tensor(
     )
 
 
-def _kind_of(kinds: Iterable[_Kind], fqn: str, uri: str) -> _Kind:
+def _common_type(types: Iterable[_ChunkType], fqn: str, uri: str) -> _ChunkType:
     """Return the dtype and the transforms that all chunks have."""
-    dtypes = {dtype for dtype, _ in kinds if dtype is not None}
-    transforms = {descriptors for _, descriptors in kinds}
+    dtypes = {dtype for dtype, _ in types if dtype is not None}
+    transforms = {descriptors for _, descriptors in types}
     if len(dtypes) > 1 or len(transforms) > 1:
         raise UnsupportedValueError(
             f"the ranks wrote {fqn!r} of {uri} as different types: {sorted(dtypes)}, {sorted(transforms)}. "

@@ -79,7 +79,7 @@ class Clock:
 SYSTEM_CLOCK = Clock()
 
 
-class _Calls:
+class _SharedState:
     """The state that clients of several stores share: how calls are repeated, and how many there were."""
 
     def __init__(
@@ -136,7 +136,7 @@ class StoreClient:
         self.store = store
         self.hedger = hedger or Hedger(ConcurrencyLimit(DEFAULT_CONNECTIONS), budget_bytes=0)
         self.recorder = recorder if recorder is not None else Recorder()
-        self.calls = _Calls(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
+        self.shared = _SharedState(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
         """For this module alone."""
 
     def at(self, store: Store) -> StoreClient:
@@ -147,24 +147,26 @@ class StoreClient:
 
     def restarted(self) -> StoreClient:
         """Return a client of the same store for calls that are made even if this one was stopped."""
-        other, mine = copy.copy(self), self.calls
-        other.calls = _Calls(retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock)
+        other, mine = copy.copy(self), self.shared
+        other.shared = _SharedState(
+            retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock
+        )
         return other
 
     @property
     def num_requests(self) -> int:
         """Attempts so far, over all calls, the first of each and hedged ones included."""
-        return self.calls.num_requests + self.hedger.num_hedges
+        return self.shared.num_requests + self.hedger.num_hedges
 
     @property
     def num_retries(self) -> int:
         """Repetitions so far, over all calls."""
-        return self.calls.num_retries
+        return self.shared.num_retries
 
     def stop(self, refusal: BaseException | None = None) -> None:
         """Give up every call that would have to be repeated. From a `refusal` on, none begins: they raise it."""
-        self.calls.refusal = refusal or self.calls.refusal
-        self.calls.stopped.set()
+        self.shared.refusal = refusal or self.shared.refusal
+        self.shared.stopped.set()
 
     @property
     def uri(self) -> str:
@@ -318,7 +320,7 @@ class Attempts:
 
     def __init__(self, client: StoreClient) -> None:
         _this_process.refuse_in_fork()
-        self._client, self.calls = client, client.calls
+        self._client, self.shared = client, client.shared
         self._begun_ns = now_ns()
         self.renew()
 
@@ -329,21 +331,21 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.recorder.spent("transfer", self._begun_ns)
-        with self.calls.lock:
-            self.calls.num_ended += 1
+        with self.shared.lock:
+            self.shared.num_ended += 1
 
     def renew(self) -> None:
         """Forget the failures so far, after progress."""
         self._num_failures = self._num_unsent = 0
-        self._num_ended = self.calls.num_ended
-        self._deadline_s = self.calls.clock.monotonic() + self.calls.timeout_s
+        self._num_ended = self.shared.num_ended
+        self._deadline_s = self.shared.clock.monotonic() + self.shared.timeout_s
 
     def begin(self) -> None:
         """Count an attempt. Raises the refusal that the client was stopped with."""
-        if self.calls.refusal is not None:
-            raise self.calls.refusal
-        with self.calls.lock:
-            self.calls.num_requests += 1
+        if self.shared.refusal is not None:
+            raise self.shared.refusal
+        with self.shared.lock:
+            self.shared.num_requests += 1
 
     def wait_after(self, error: Exception) -> bool:
         """Wait before the next attempt. False if `error` is final, and to be raised.
@@ -356,9 +358,9 @@ class Attempts:
             if isinstance(error, (CloudckptError, MemoryError)):
                 return False
             raise StoreError(f"the store failed with {type(error).__name__}: {error}", key="", operation="") from error
-        calls = self.calls
+        shared = self.shared
         has_progressed = isinstance(error, InterruptedReadError) and error.received_bytes > 0
-        if has_progressed or (error.is_unsent and self._num_ended != calls.num_ended):
+        if has_progressed or (error.is_unsent and self._num_ended != shared.num_ended):
             self.renew()
         if error.is_unsent:
             self._num_unsent += 1
@@ -366,30 +368,30 @@ class Attempts:
             self._num_failures += 1
         first_s = _FIRST_THROTTLED_DELAY_S if isinstance(error, ThrottledError) else _FIRST_DELAY_S
         num_failures = self._num_failures + self._num_unsent
-        delay_s = calls.clock.jitter() * min(first_s * 2.0 ** (num_failures - 1), _LONGEST_DELAY_S)
-        if self._num_failures > calls.retries or calls.clock.monotonic() + delay_s >= self._deadline_s:
+        delay_s = shared.clock.jitter() * min(first_s * 2.0 ** (num_failures - 1), _LONGEST_DELAY_S)
+        if self._num_failures > shared.retries or shared.clock.monotonic() + delay_s >= self._deadline_s:
             return False
         return self._wait(error, delay_s)
 
     def _wait(self, error: StoreError, delay_s: float) -> bool:
-        calls = self.calls
+        shared = self.shared
         more = log_fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
         _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
-        with calls.lock:
-            calls.num_retries += 1
-        if calls.on_retry is not None:
-            calls.on_retry(error)
+        with shared.lock:
+            shared.num_retries += 1
+        if shared.on_retry is not None:
+            shared.on_retry(error)
         begun_ns = now_ns()
-        is_stopped = calls.clock.wait(calls.stopped, delay_s)
+        is_stopped = shared.clock.wait(shared.stopped, delay_s)
         self._client.recorder.span("backoff", begun_ns, key=error.key, error=type(error).__name__)
-        return not is_stopped or calls.refusal is not None
+        return not is_stopped or shared.refusal is not None
 
 
 class Doubts:
     """The evidence of the looks so far at one thing. `StoreClient.observe` says when it is believed."""
 
     def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
-        self.calls = client.calls
+        self.shared = client.shared
         self._changing = changing
         self._evidence: list[Hashable] = []
 
@@ -413,8 +415,8 @@ class Doubts:
         if error is not None:
             _log.info("looking again, since this may be wrong: %s", error)
             longest_s = min(FIRST_LOOK_DELAY_S * 2.0 ** (len(self._evidence) - 1), _LONGEST_LOOK_DELAY_S)
-            if self.calls.clock.wait(self.calls.stopped, self.calls.clock.jitter() * longest_s):
-                raise self.calls.refusal or CloudckptError(
+            if self.shared.clock.wait(self.shared.stopped, self.shared.clock.jitter() * longest_s):
+                raise self.shared.refusal or CloudckptError(
                     f"another call failed first, so this was not looked at again: {error}"
                 ) from error
         return False

@@ -234,7 +234,7 @@ class Reader:
     def _check_extensions(self, wants: Wants) -> None:
         """Raise for a missing extension before anything is read."""
         seen: set[tuple[str, ...]] = set()
-        for want in wants.others:
+        for want in wants.single:
             descriptors = want.location.transforms
             if descriptors and descriptors not in seen:
                 seen.add(descriptors)
@@ -242,7 +242,7 @@ class Reader:
 
     def _plan(self, wants: Wants) -> list[RangeRead]:
         options, manifest = self.context.options, self.manifest
-        synchronize_streams(want.tensor for want in wants.others)
+        synchronize_streams(want.tensor for want in wants.single)
         max_gap_bytes = options.advanced.max_gap_bytes
         ranges = wants.ranges(max_gap_bytes=max_gap_bytes)
         request_bytes = choose_request_bytes(self.context, ranges, [target.is_copied for target in wants.targets])
@@ -258,7 +258,7 @@ class Reader:
     def _check_claims(self, requests: Sequence[RangeRead], wants: Wants) -> None:
         """Check that objects are as large as the manifest says, before it alone makes this read take much memory."""
         held: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
-        for want in wants.others:
+        for want in wants.single:
             if isinstance(want.target, BytesTarget):
                 held[want.location.object_index][want.name, want.location.begin] = want.location
         claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
@@ -286,19 +286,19 @@ class Reader:
         Whole tensors in columns need no end: they are filled.
         """
         context, num_left = self.context, len(requests)
-        outstanding = [0] * len(wants.others)
+        outstanding = [0] * len(wants.single)
         for request in requests:
-            for number in wants.numbers_of_others(request.wanted):
+            for number in wants.numbers_of_single(request.wanted):
                 outstanding[number] += 1
-        for want, num_ranges in zip(wants.others, outstanding, strict=True):
+        for want, num_ranges in zip(wants.single, outstanding, strict=True):
             if not num_ranges:  # empty
                 self._finish(want)
         for request in done:
             num_left -= 1
-            for number in wants.numbers_of_others(request.wanted):
+            for number in wants.numbers_of_single(request.wanted):
                 outstanding[number] -= 1
                 if not outstanding[number]:
-                    self._finish(wants.others[number])
+                    self._finish(wants.single[number])
         if num_left or any(outstanding):
             raise CheckpointError(
                 f"the load of {context.uri} ended before all was read. What was loaded is not usable; load again",

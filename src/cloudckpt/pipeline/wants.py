@@ -63,13 +63,13 @@ def want_block(
 
 
 class Wants:
-    """All that a read fills, numbered: the `others`, each a want of its own, and then runs of whole tensors."""
+    """All that a read fills, numbered: the `single`, each a want of its own, and then runs of whole tensors."""
 
-    __slots__ = ("_chunks", "_fqns", "others", "targets")
+    __slots__ = ("_chunks", "_fqns", "single", "targets")
 
     def __init__(
         self,
-        others: Sequence[Want],
+        single: Sequence[Want],
         fqns: Sequence[str] = (),
         tensors: Sequence[torch.Tensor] = (),
         chunks: Sequence[Chunk] = (),
@@ -77,9 +77,9 @@ class Wants:
     ) -> None:
         """`fqns`, `tensors`, `chunks` and `addresses` are columns of whole tensors, which share no memory."""
         self._fqns, self._chunks = fqns, chunks
-        self.others = others
+        self.single = single
         runs = find_runs_of(tensors, chunks, addresses)
-        self.targets: list[Target] = [*(want.target for want in others), *runs]
+        self.targets: list[Target] = [*(want.target for want in single), *runs]
 
     @property
     def num_bytes(self) -> int:
@@ -102,10 +102,10 @@ class Wants:
             if chunk.object_index == request.object_index and chunk.begin < end and chunk.end > begin
         ]
         wanted = (one for one in request.wanted if one.begin < end and one.end > begin)
-        fqns += {self.others[number].name: None for number in self.numbers_of_others(wanted)}
+        fqns += {self.single[number].name: None for number in self.numbers_of_single(wanted)}
         shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
         return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")
 
-    def numbers_of_others(self, wanted: Iterable[WantedRange]) -> Iterator[int]:
-        """Yield the number of each range's want that is of `others`."""
-        return (one.target for one in wanted if one.target < len(self.others))
+    def numbers_of_single(self, wanted: Iterable[WantedRange]) -> Iterator[int]:
+        """Yield the number of each range's want that is of `single`."""
+        return (one.target for one in wanted if one.target < len(self.single))

@@ -8,7 +8,7 @@ import time
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
-from cloudckpt._this_process import is_first
+from cloudckpt._this_process import is_first_warning
 
 _log = logging.getLogger("cloudckpt")
 
@@ -59,7 +59,7 @@ def warn_of_clock(ahead_s: float, of: str, *, whose: str) -> None:
         whose: The kind of the other clock. One warning for each.
 
     """
-    if abs(ahead_s) <= _MOST_APART_S or not is_first("clock", whose):
+    if abs(ahead_s) <= _MOST_APART_S or not is_first_warning("clock", whose):
         return
     _log.warning(
         "this machine's clock is %.1f hours %s %s. One of the two is wrong: set it (NTP). Checkpoints keep the order "

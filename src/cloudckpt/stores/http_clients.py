@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
-from cloudckpt._this_process import is_first
+from cloudckpt._this_process import is_first_warning
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
 from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
@@ -172,7 +172,7 @@ def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
         parse_endpoint("the storage options", endpoint_url)
     except ValueError as error:
         raise InvalidOptionError(f"The {store} endpoint (see {variables}) {error}") from None
-    if not is_clear_text(endpoint_url) or not is_first("endpoint", endpoint_url):
+    if not is_clear_text(endpoint_url) or not is_first_warning("endpoint", endpoint_url):
         return
     text = (
         f"The {store} endpoint {endpoint_url} is plain HTTP: anyone on the way can read and change checkpoints, and "

@@ -321,7 +321,7 @@ class _Turn:
     """A thread that asks for memory, and what it gets."""
 
     num_bytes: int
-    has_come: threading.Event = field(default_factory=threading.Event)
+    is_granted: threading.Event = field(default_factory=threading.Event)
     buffer: _Buffer | None = None
     """The buffer with the lent range; None if the thread has to make one of `num_bytes`."""
     begin: int = 0
@@ -368,7 +368,7 @@ class Arena:
         with self._lock:
             self._waiting.append(turn)
             self._serve()
-        turn.has_come.wait()
+        turn.is_granted.wait()
         if turn.buffer is None:
             pinned, num_bytes = self._pinned, turn.num_bytes
             memory = (
@@ -383,7 +383,7 @@ class Arena:
 
     def _end(self, turn: _Turn) -> None:
         with self._lock:
-            if not turn.has_come.is_set():  # interrupted while it waited
+            if not turn.is_granted.is_set():  # interrupted while it waited
                 self._waiting.remove(turn)
             else:
                 self._num_lent -= 1
@@ -399,7 +399,7 @@ class Arena:
         """Give memory to those who wait, in their order, as far as there is any."""
         while self._waiting and self._find_memory(self._waiting[0]):
             self._num_lent += 1
-            self._waiting.popleft().has_come.set()
+            self._waiting.popleft().is_granted.set()
 
     def _find_memory(self, turn: _Turn) -> bool:
         fitting = [

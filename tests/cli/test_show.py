@@ -44,6 +44,45 @@ def test_everything_that_was_saved_is_shown(local: LocalPlace, run: Run) -> None
     assert (ended.code, "'optim.lr'" in ended.err) == (3, True)
 
 
+def test_modules_are_summed_up_to_a_depth(local: LocalPlace, run: Run) -> None:
+    """If this fails, who asks which module takes the space gets a wrong size, or an entry that counts twice."""
+    state = {
+        "model": {"a": {"w": torch.ones(10), "b": torch.ones(3)}, "ab": torch.ones(2, 2)},
+        "step": 3,
+        "optim": {"lr": 0.5},
+    }
+    save(local.uri(), state)
+    document = run("show", local.uri(), "--json", "--depth", "2").document
+    modules = {one["name"]: one for one in document["modules"]}
+    assert {name: (one["num_tensors"], one["num_elements"], one["num_values"]) for name, one in modules.items()} == {
+        "model.a": (2, 13, 0),
+        "model.ab": (1, 4, 0),
+        "step": (0, 0, 1),
+        "optim.lr": (0, 0, 1),
+    }
+    assert modules["model.a"]["num_bytes"] == 52
+    entries = [*document["tensors"], *document["values"]]
+    assert sum(one["num_bytes"] for one in modules.values()) == sum(one["num_bytes"] for one in entries)
+    lines = run("show", local.uri(), "--depth", "1", "--name", "model").out.splitlines()
+    assert lines[-1].split() == ["model", "3", "17", "0", "68", "B"]
+    assert not any("model.a" in line for line in lines)
+
+
+def test_a_name_with_entries_below_it_shows_them(local: LocalPlace, run: Run) -> None:
+    """If this fails, the state of a scaler has to be asked for value by value, or a large tensor is read unasked."""
+    moments = {"step": torch.tensor(17.0), "exp_avg": torch.ones(3, 3)}
+    save(local.uri(), {"scaler": {"scale": 65536.0, "x": {"n": [1, 2]}}, "optim": {"0": moments}, "scalers": 1})
+    assert run("cat", local.uri(), "scaler").out == "scaler.scale  65536.0\nscaler.x.n    [1, 2]\n"
+    below = run("cat", local.uri(), "optim")
+    assert below.out == "optim.0.step     tensor(17.)\noptim.0.exp_avg  float32 [3, 3]\n"
+    entries = run("cat", local.uri(), "optim.0", "--json").document["entries"]
+    assert [[one[key] for key in ("name", "value", "dtype", "shape")] for one in entries] == [
+        ["optim.0.step", "tensor(17.)", "float32", []],
+        ["optim.0.exp_avg", None, "float32", [3, 3]],
+    ]
+    assert run("cat", local.uri(), "scal").code == 3
+
+
 def test_tensors_that_consist_of_others_are_shown_and_exported(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import difflib
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     import torch
 
     from cloudckpt.inspect.comparison import Comparison, Difference
-    from cloudckpt.inspect.description import CheckpointDescription, TensorDescription
+    from cloudckpt.inspect.description import CheckpointDescription, TensorDescription, ValueDescription
     from cloudckpt.options import Options
 
 _HEAD = ("uri", "attempt", "created_at", "world_size", "num_overwrites", "num_bytes", "software", "metadata")
 _BLOCK_ELEMENTS = 2**22
-_RIGHT = ("BYTES", "CHUNKS", "OBJECTS")
+_RIGHT = ("BYTES", "CHUNKS", "OBJECTS", "TENSORS", "ELEMENTS", "VALUES")
 _MAX_CELL_CHARS = 32
+_FEW_ELEMENTS = 8
+"""A tensor with at most so many elements is shown whole below a name."""
 
 
 def show(
@@ -38,6 +41,10 @@ def show(
             help="Only names like this: 'model.*.weight'. 'model' takes all that is below it. Several: any of them.",
         ),
     ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Sum up by module: by the first N parts of the names, instead of each."),
+    ] = None,
     objects: Annotated[bool, typer.Option("--objects", help="Also the data objects.")] = False,
     values: Annotated[
         bool,
@@ -49,7 +56,7 @@ def show(
 
     Example: cloudckpt show s3://bucket/run/step-100 --name 'model.*'
     """
-    from cloudckpt.inspect.description import describe, matches
+    from cloudckpt.inspect.description import describe, group_by_module, matches
 
     console = common.console
     options = common.options()
@@ -58,6 +65,7 @@ def show(
     tensors = [one for one in found.tensors if matches(one.name, patterns)]
     others = [one for one in found.values if matches(one.name, patterns)]
     wrappers = [one for one in found.wrappers if matches(one.name, patterns)]
+    groups = [] if depth is None else group_by_module([*tensors, *others], depth)
     read = _read_values(found.uri, [one.name for one in others], options) if values else {}
     if common.as_json:
         console.document(
@@ -69,6 +77,7 @@ def show(
                 "values": [
                     {**dataclasses.asdict(one), **({"value": read[one.name]} if values else {})} for one in others
                 ],
+                **({} if depth is None else {"modules": groups}),
             }
         )
     else:
@@ -79,12 +88,23 @@ def show(
         if objects:
             console.line()
             console.table(["OBJECT", "BYTES"], [[one.key, size(one.num_bytes)] for one in found.objects], right=_RIGHT)
-        if tensors:
+        if depth is not None:
+            console.line()
+            rows = [
+                [
+                    each.name,
+                    *(f"{n:,}" for n in (each.num_tensors, each.num_elements, each.num_values)),
+                    size(each.num_bytes),
+                ]
+                for each in groups
+            ]
+            console.table(["MODULE", "TENSORS", "ELEMENTS", "VALUES", "BYTES"], rows, right=_RIGHT)
+        if tensors and depth is None:
             console.line()
             console.table(
                 ["TENSOR", "DTYPE", "SHAPE", "BYTES", "CHUNKS", "GRID", "OBJECTS"], [*map(_row, tensors)], right=_RIGHT
             )
-        if wrappers:
+        if wrappers and depth is None:
             console.line()
             console.table(
                 ["WRAPPER", "CLASS", "SHAPE", "PARTS"],
@@ -98,7 +118,7 @@ def show(
                     for one in wrappers
                 ],
             )
-        if others:
+        if others and depth is None:
             console.line()
             console.table(
                 ["VALUE", "BYTES", *(["IS"] if values else [])],
@@ -112,13 +132,14 @@ def show(
 
 def cat(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The checkpoint.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The entry, as show names it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An entry, or the beginning of some: extra.scaler.")],
     *,
     common: CommonOptions,
 ) -> None:
     """Show one value, or a tensor's shape, dtype, smallest and largest element, mean, and number of NaNs.
 
-    Reads that entry alone. No stored code is run.
+    Of a name with entries below it, show each of these: values, small tensors, and the shape and dtype of larger ones.
+    Reads these entries alone. No stored code is run.
 
     Example: cloudckpt cat s3://bucket/run/step-100 model.layer.weight
     """
@@ -131,6 +152,9 @@ def cat(
     found = describe(uri, options=options)
     tensor = next((one for one in found.tensors if one.name == name), None)
     names = [*(one.name for one in found.tensors), *(one.name for one in found.values)]
+    if name not in names and any(one.startswith(f"{name}.") for one in names):
+        _cat_subtree(found, name, common, options)
+        return
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"cloudckpt show {uri} lists the names."
@@ -158,6 +182,30 @@ def cat(
             console.line(f"{key:<8} {'' if one is None else one}".rstrip())
 
 
+def _cat_subtree(found: CheckpointDescription, name: str, common: CommonOptions, options: Options) -> None:
+    """Print the entries below `name`, in one read: values and small tensors; of the others the dtype and the shape."""
+    below: list[TensorDescription | ValueDescription] = [*found.tensors, *found.values]
+    below = [one for one in below if one.name.startswith(f"{name}.")]
+    tensors = {one.name: one for one in found.tensors}
+    small = {one.name: one for one in found.tensors if math.prod(one.shape) <= _FEW_ELEMENTS}
+    names = [one.name for one in below if one.name in small or one.name not in tensors]
+    read = _read_values(found.uri, names, options, tensors=small)
+    if common.as_json:
+        entries = [
+            {"name": one.name, "value": read.get(one.name)}
+            | {key: getattr(tensors.get(one.name), key, None) for key in ("dtype", "shape")}
+            for one in below
+        ]
+        common.console.document({"uri": found.uri, "name": name, "entries": entries})
+        return
+    width = max(len(one.name) for one in below)
+    for one in below:
+        text = read[one.name] if one.name in read else " ".join(_row(tensors[one.name])[1:3])
+        common.console.line(f"{one.name:<{width}}  {text}")
+    if len(read) < len(below):
+        common.console.say("To see the figures of a larger tensor, name it.")
+
+
 def _statistics(tensor: torch.Tensor) -> dict[str, float | None]:
     """Return the statistics of all elements but NaNs, block by block; None for what the tensor does not have."""
     if tensor.is_complex():
@@ -176,9 +224,13 @@ def _statistics(tensor: torch.Tensor) -> dict[str, float | None]:
     return {"min": lowest, "max": highest, "mean": total / num_numbers, "num_nan": num_nan}
 
 
-def _read_values(uri: str, names: list[str], options: Options) -> dict[str, str]:
-    """Show each value as Python does."""
+def _read_values(
+    uri: str, names: list[str], options: Options, *, tensors: Mapping[str, TensorDescription] | None = None
+) -> dict[str, str]:
+    """Show each value as Python does. Those that are tensors are in `tensors`."""
     import reprlib
+
+    import torch
 
     from cloudckpt.api import load
     from cloudckpt.dcp.reader import ObjectStoreReader
@@ -186,6 +238,9 @@ def _read_values(uri: str, names: list[str], options: Options) -> dict[str, str]
     shown = reprlib.Repr()
     shown.maxstring = shown.maxother = 200
     state: dict[str, Any] = dict.fromkeys(names, 0)
+    for name, one in (tensors or {}).items():
+        if name in state:
+            state[name] = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
     if names:
         load(state, storage_reader=ObjectStoreReader(uri, options=options, _is_part=True), no_dist=True)
     return {name: shown.repr(state[name]) for name in names}

@@ -119,6 +119,41 @@ class CheckpointDescription:
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleDescription:
+    """The entries of a checkpoint whose names begin alike."""
+
+    name: str
+    """The parts of their names that are the same: ``model.layers``."""
+    num_tensors: int
+    """Number of tensors."""
+    num_elements: int
+    """Number of elements of all tensors."""
+    num_values: int
+    """Number of Python objects."""
+    num_bytes: int
+    """Size of all of them on the store."""
+
+
+def group_by_module(
+    entries: Iterable[TensorDescription | ValueDescription], depth: int
+) -> tuple[ModuleDescription, ...]:
+    """Sum up entries by the first `depth` parts of their names, in the order of the entries."""
+    groups: dict[str, list[TensorDescription | ValueDescription]] = {}
+    for entry in entries:
+        groups.setdefault(".".join(entry.name.split(".")[:depth]), []).append(entry)
+    return tuple(
+        ModuleDescription(
+            name=name,
+            num_tensors=sum(isinstance(one, TensorDescription) for one in group),
+            num_elements=sum(math.prod(one.shape) for one in group if isinstance(one, TensorDescription)),
+            num_values=sum(isinstance(one, ValueDescription) for one in group),
+            num_bytes=sum(one.num_bytes for one in group),
+        )
+        for name, group in groups.items()
+    )
+
+
 def matches(fqn: str, patterns: Iterable[str]) -> bool:
     """Return True if a pattern, as of file names, fits the whole name. A name fits all that is below it, too."""
     return any(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import json
 import posixpath
 import re
 import textwrap
@@ -24,6 +25,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarking.md",
+    "examples/first_hour.ipynb": "first-hour.md",
     "terraform/README.md": "terraform.md",
 }
 """Documents outside of docs/, each with its place on the site."""
@@ -56,8 +58,27 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     """Add the documents that lie outside of docs/."""
     for source, page in OUTSIDE.items():
-        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+        if source.endswith(".ipynb"):
+            files.append(File.generated(config, page, content=_notebook_as_markdown(ROOT / source)))
+        else:
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
+
+
+def _notebook_as_markdown(path: Path) -> str:
+    """Return the cells of a notebook with its outputs, of which tables stay HTML."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "text/html" in data:
+                tables = "".join(data["text/html"]).replace("<table>", '<table class="output">')
+                parts.append(f'<div class="output">{tables}</div>')
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain'])}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -58,6 +60,31 @@ def test_fsdp_optimizer_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """FSDP1's optimizer state, loaded apart from the model's, would not come back whole."""
     run_example("fsdp_optimizer_apart", str(tmp_path), tmp_path)
     assert "train on as the original did" in capsys.readouterr().out
+
+
+def shapes_of(notebook: Path) -> list[tuple[str, str, str]]:
+    """The outputs of all cells, without what differs from run to run: paths, numbers and times."""
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all("".join(cell["source"]) for cell in cells)
+    shapes = []
+    for number, cell in enumerate(cells):
+        for output in cell["outputs"]:
+            for kind, content in output.get("data", {output["output_type"]: output.get("text", "")}).items():
+                text = re.sub(r"[^'\s<>]*first-hour-\w+", "ROOT", "".join(content))
+                shapes.append((str(number), kind, re.sub(r"\d[\w.,:+-]*( (s|B|[KM]iB|MB/s))?", "0", text)))
+    return shapes
+
+
+def test_first_hour(tmp_path: Path) -> None:
+    """A user who runs the notebook would meet an error, or see another answer than the site and the repository show."""
+    fresh = tmp_path / "fresh.ipynb"
+    command = [sys.executable, "-m", "tests.examples.notebook", "examples/first_hour.ipynb", str(fresh)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "JUPYTER_PLATFORM_DIRS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    stored = shapes_of(Path("examples/first_hour.ipynb"))
+    assert len(stored) > 10
+    assert shapes_of(fresh) == stored  # python -m tests.examples.notebook examples/first_hour.ipynb renews them
 
 
 def test_prometheus_metrics(tmp_path: Path) -> None:

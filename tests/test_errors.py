@@ -27,7 +27,7 @@ from cloudckpt.errors import (
     StoreTimeoutError,
     ThrottledError,
     TransientStoreError,
-    portable,
+    make_picklable,
 )
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
@@ -67,9 +67,9 @@ class _Unpicklable(Exception):  # noqa: N818
 def test_unpicklable_error_travels_as_its_text() -> None:
     """If this fails, an SDK's error on one rank hangs all the others (and they never learn why)."""
     ours, builtin = made(AccessDeniedError), ValueError("x")
-    assert portable(ours) is ours
-    assert portable(builtin) is builtin
-    replaced = portable(_Unpicklable(403, reason="Forbidden"))
+    assert make_picklable(ours) is ours
+    assert make_picklable(builtin) is builtin
+    replaced = make_picklable(_Unpicklable(403, reason="Forbidden"))
     assert type(replaced) is CloudckptError
     assert str(replaced) == "_Unpicklable: 403 Forbidden"
 

@@ -100,16 +100,16 @@ def quote_names(names: Sequence[object]) -> str:
     return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + more if names else "none"
 
 
-def bounded(text: str) -> str:
+def limit_text(text: str) -> str:
     """Return `text` in bounds and without control characters.
 
     Messages name tensors, keys and extensions, which come from manifests that anybody may have written. Long words and
     long texts lose their middle: the beginning says what failed, the end what to do next.
     """
-    return printable(_cut(_LONG_WORD.sub(lambda word: _cut(word[0], 300), text), MAX_MESSAGE_CHARS))
+    return escape_control_characters(_cut(_LONG_WORD.sub(lambda word: _cut(word[0], 300), text), MAX_MESSAGE_CHARS))
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return `text` with control characters escaped, which a terminal would obey."""
     if text.isprintable():
         return text
@@ -188,7 +188,7 @@ class CloudckptError(Exception):
     hint: Hint | None = None
 
     def __init__(self, message: str, *, hint: Hint | None = None) -> None:
-        super().__init__(bounded(message))
+        super().__init__(limit_text(message))
         if hint is not None:
             self.hint = hint
 
@@ -383,7 +383,7 @@ class CorruptCheckpointError(CheckpointError):
 
     def __init__(self, message: str, *, uri: str, problems: Iterable[str] = (), hint: Hint | None = None) -> None:
         super().__init__(message, uri=uri, hint=hint)
-        self.problems = tuple(map(bounded, problems)) or (self.message,)
+        self.problems = tuple(map(limit_text, problems)) or (self.message,)
 
 
 class InvalidManifestError(CorruptCheckpointError):
@@ -416,7 +416,7 @@ class UnsafePickleError(CheckpointError):
     """A load would have to unpickle bytes from the store, which can run any code."""
 
 
-def portable(error: Exception) -> Exception:
+def make_picklable(error: Exception) -> Exception:
     """`error` itself if it survives pickling, else a `CloudckptError` with its text.
 
     ``torch.distributed`` pickles exceptions, and one that cannot be unpickled leaves the other ranks hanging.

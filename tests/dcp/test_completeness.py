@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects, hand_over, refuse_left
+from cloudckpt.dcp.completeness import (
+    check_completeness,
+    check_empty,
+    fill_placeholders,
+    find_left_of_objects,
+    refuse_unloaded,
+)
 from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.errors import StateDictMismatchError
 
@@ -147,7 +153,7 @@ def handed(state: Any, left: Left, *, num_ranks: int = 1, is_strict: bool = True
         saved[name] = TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk] * num_chunks)
     entries = {"t": state, "other": 1}
     metadata = Metadata(saved, planner_data=paths)
-    hand_over(entries, {"t": object()}, list(paths), metadata, is_strict=is_strict, num_ranks=num_ranks)
+    fill_placeholders(entries, {"t": object()}, list(paths), metadata, is_strict=is_strict, num_ranks=num_ranks)
     assert entries["other"] == 1
     return entries["t"]
 
@@ -189,10 +195,10 @@ def test_left_entries_of_objects_are_refused_or_told_once(caplog: pytest.LogCapt
     """If this fails, state stays behind without a word, or each rank says it, or another object is blamed for it."""
     names, objects = ["t.a", "tt.b", "other.c"], {"t": object(), "u": torch.nn.Linear(1, 1)}
     with pytest.raises(StateDictMismatchError, match=r"leaves behind 't\.a' of memory://here: .* of object does"):
-        refuse_left(names, objects, is_strict=True, rank=1, uri="memory://here")
-    refuse_left(names[1:], objects, is_strict=True, rank=0, uri="memory://here")
+        refuse_unloaded(names, objects, is_strict=True, rank=1, uri="memory://here")
+    refuse_unloaded(names[1:], objects, is_strict=True, rank=0, uri="memory://here")
     with caplog.at_level(logging.WARNING, logger="cloudckpt"):
         for rank in (0, 1):
-            refuse_left(names, objects, is_strict=False, rank=rank, uri="memory://here")
+            refuse_unloaded(names, objects, is_strict=False, rank=rank, uri="memory://here")
     (message,) = caplog.messages
     assert message.startswith("memory://here holds 't.a', for which")

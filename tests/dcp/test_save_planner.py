@@ -135,14 +135,14 @@ def test_ranks_with_other_structures_under_a_name_are_told(one: Any, other: Any,
         planned([{"same": 1, "k": {1: one}}, {"same": 1, "k": {1: other}}])
 
 
-@pytest.mark.parametrize("hollow", [None, [], (), {}])
+@pytest.mark.parametrize("placeholders", [None, [], (), {}])
 @pytest.mark.parametrize("full", [{"a": torch.ones(1)}, [torch.ones(1)], (torch.ones(1), {"a": 2})])
-def test_a_rank_may_have_nothing_in_the_place_of_a_container(hollow: Any, full: Any) -> None:
+def test_a_rank_may_have_nothing_in_the_place_of_a_container(placeholders: Any, full: Any) -> None:
     """If this fails, state that one rank alone has cannot be saved, or cannot be read."""
-    for states in ([hollow, full], [full, hollow]):
+    for states in ([placeholders, full], [full, placeholders]):
         _, _, metadata = planned([{"k": state} for state in states])
         nesting = metadata.planner_data
-        values = {name: copy.copy(hollow) if name == "k" else name for name in metadata.state_dict_metadata}
+        values = {name: copy.copy(placeholders) if name == "k" else name for name in metadata.state_dict_metadata}
         read = unflatten(values, {**nesting, **nesting.typed}, nesting.empty, nesting.tuples)
         assert type(read["k"]) is type(full)
         assert len(read["k"]) == len(full)

@@ -22,7 +22,7 @@ from cloudckpt.background.process import end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.dcp.collectives import begin_call
 from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of, failure_of
-from cloudckpt.errors import SaveInFlightError, portable
+from cloudckpt.errors import SaveInFlightError, make_picklable
 from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.uri import redacted
 
@@ -186,7 +186,7 @@ def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
     what = f"the background save to {handle.uri}"
     is_alone = not isinstance(error, SaveOrLoadError) or error.is_alone
     if not isinstance(error, CheckpointException):
-        cause = portable(error) if isinstance(error, Exception) else error
+        cause = make_picklable(error) if isinstance(error, Exception) else error
         error = CheckpointException("save", {0: (cause, traceback.extract_tb(error.__traceback__))})
     return failure_of(error, what=what, is_alone=is_alone)
 

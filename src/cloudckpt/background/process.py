@@ -31,7 +31,7 @@ from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_
 from cloudckpt.dcp.collectives import CollectiveCall, as_checkpoint_exception
 from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, end_save
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.errors import InvalidOptionError, RankLostError, portable
+from cloudckpt.errors import InvalidOptionError, RankLostError, make_picklable
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.stores.open import open_store
@@ -257,7 +257,7 @@ def _failure(step: str, failures: dict[int, Any]) -> CheckpointException:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    return portable(error) if isinstance(error, Exception) else error
+    return make_picklable(error) if isinstance(error, Exception) else error
 
 
 def _is_picklable(value: object) -> bool:

@@ -32,11 +32,11 @@ from cloudckpt.background.in_flight import forget, keep, own_stager
 from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
-from cloudckpt.dcp.collectives import CollectiveCall, begin_call, unguarded_ranks
+from cloudckpt.dcp.collectives import CollectiveCall, begin_call, unguarded_collectives
 from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.errors import RankLostError, portable
+from cloudckpt.errors import RankLostError, make_picklable
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.tensors.copying import Staging
 
@@ -91,7 +91,7 @@ def background_ranks(
 ) -> DistWrapper:
     """Return the collectives of a save beside training: guarded ones, if the ranks can be. Collective at first."""
     if no_dist:
-        return unguarded_ranks(process_group, no_dist=True)
+        return unguarded_collectives(process_group, no_dist=True)
     require_cpu_backend(process_group)
     uri, timeout_s = writer.checkpoint_id, writer.options.timeout_s
     try:
@@ -100,7 +100,7 @@ def background_ranks(
         raise end_failed_save(error, writer) from None
     if call is not None:
         return call
-    ranks = unguarded_ranks(process_group, no_dist=False)
+    ranks = unguarded_collectives(process_group, no_dist=False)
     return DistWrapper(background_group(process_group), use_dist=True, coordinator_rank=0) if ranks.use_dist else ranks
 
 
@@ -320,7 +320,7 @@ class BackgroundSave:
             if staging.completed.done():
                 staging.completed.result()
         except (Exception, CheckpointException) as error:  # all ranks have to learn of it
-            refusal = portable(error) if isinstance(error, Exception) else error
+            refusal = make_picklable(error) if isinstance(error, Exception) else error
         except BaseException as error:  # the copy was interrupted
             if self.call is not None:
                 self.call.end(error)  # or the others would wait for this rank

@@ -37,7 +37,7 @@ from cloudckpt.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
     UnsupportedValueError,
-    printable,
+    escape_control_characters,
 )
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def describe_report(report: DataclassInstance, seconds: float) -> dict[str, Any]
 
 def plain_line(text: str) -> str:
     """Return `text` as one line without control characters, so that a name cannot fake further lines."""
-    return printable(text).replace("\n", "\\n")
+    return escape_control_characters(text).replace("\n", "\\n")
 
 
 def age(moment: datetime) -> str:

@@ -86,7 +86,7 @@ def _walk_once(client: StoreClient, prefixes: Sequence[str]) -> Inventory:
     return inventory
 
 
-def judge(walked: WalkedLocation, *, before: datetime, is_fenced: bool = False) -> tuple[Log, RemovalPlan]:
+def plan_collection(walked: WalkedLocation, *, before: datetime, is_fenced: bool = False) -> tuple[Log, RemovalPlan]:
     """Read a location's log, and plan what may be removed.
 
     Raises `CheckpointError` if the current checkpoint there is unknown.
@@ -129,10 +129,10 @@ class Removal:
 def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> Removal:
     """Remove a location's garbage.
 
-    May be interrupted at any moment, run again, and run twice at once. Raises what `judge` raises, `StoreError`, and
-    `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
+    May be interrupted at any moment, run again, and run twice at once. Raises what `plan_collection` raises,
+    `StoreError`, and `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
     """
-    log, plan = judge(walked, before=before)
+    log, plan = plan_collection(walked, before=before)
     left: dict[str, StoreError] = {}
     done: set[str] = set()
 
@@ -154,7 +154,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
                 return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
             # Whether the number was free does not matter: from here on it is taken.
             put_fence(walked.client, top + 1, keeps=log.current, conditional=True)
-        log, second = judge(walked, before=before, is_fenced=is_fenced)
+        log, second = plan_collection(walked, before=before, is_fenced=is_fenced)
         if is_fenced and log.highest_number <= top:
             raise CheckpointChangedError(
                 f"{walked.client.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was "
@@ -168,7 +168,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
     # If a manifest stays, so must its data.
     if remove([walked.prefix + manifest_key(entry.number) for entry in plan.entries]):
         remove([item.key for item in plan.objects])
-        if plan.lone_fence is not None and not left and _is_alone(walked.client, plan.lone_fence):
+        if plan.lone_fence is not None and not left and _holds_nothing_but(walked.client, plan.lone_fence):
             remove([walked.prefix + manifest_key(plan.lone_fence.number)])
     return _describe(walked, log, plan, done=done, left=left)
 
@@ -224,7 +224,7 @@ def _references(client: StoreClient, entry: Entry) -> frozenset[str]:
     return frozenset(stored.key for stored in found.objects)
 
 
-def _is_alone(client: StoreClient, fence: Entry) -> bool:
+def _holds_nothing_but(client: StoreClient, fence: Entry) -> bool:
     """Return whether nothing but the fence is there, and no save is under way."""
     if [entry.number for entry in list_entries(client)] != [fence.number]:
         return False

@@ -22,7 +22,7 @@ from cloudckpt.errors import (
     quote_names,
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
-from cloudckpt.format.safetensors import LENGTH_BYTES, find_header_end
+from cloudckpt.format.safetensors import LENGTH_BYTES, MEMBER_DECODER, HeaderMember, find_header_end
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
@@ -43,18 +43,8 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MAX_NDIM = 64
 
 
-class _Entry(msgspec.Struct, gc=False):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-# Made on import, because two threads that make the first decoder of a type can crash the process.
-_ENTRY_DECODER = msgspec.json.Decoder(_Entry)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileTensor:
+class SourceTensor:
     """A tensor of a file. Its bytes are ``[begin, end)`` of the file."""
 
     file: ObjectInfo
@@ -65,7 +55,7 @@ class FileTensor:
     end: int
 
 
-def _parse_header(header: bytes, file: ObjectInfo) -> tuple[list[FileTensor], dict[str, str]]:
+def _parse_header(header: bytes, file: ObjectInfo) -> tuple[list[SourceTensor], dict[str, str]]:
     """Return a file's tensors, in the order of their bytes, and its metadata, from the bytes up to the header's end.
 
     Raises `ValueError` if the file is cut or no safetensors file.
@@ -73,7 +63,7 @@ def _parse_header(header: bytes, file: ObjectInfo) -> tuple[list[FileTensor], di
     try:
         members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(members.pop(_METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: _ENTRY_DECODER.decode(raw) for name, raw in members.items()}
+        entries = {name: MEMBER_DECODER.decode(raw) for name, raw in members.items()}
     except _UNDECODABLE as error:
         raise ValueError(f"its header is not that of a safetensors file: {error}") from error
     tensors = [_tensor(file, name, entry, len(header)) for name, entry in entries.items()]
@@ -87,7 +77,7 @@ def _parse_header(header: bytes, file: ObjectInfo) -> tuple[list[FileTensor], di
     return tensors, metadata
 
 
-def _tensor(file: ObjectInfo, name: str, entry: _Entry, base: int) -> FileTensor:
+def _tensor(file: ObjectInfo, name: str, entry: HeaderMember, base: int) -> SourceTensor:
     dtype = _DTYPE_OF_TAG.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"{name!r:.200} has the dtype {entry.dtype!r:.20}, which torch or cloudckpt does not have")
@@ -96,7 +86,7 @@ def _tensor(file: ObjectInfo, name: str, entry: _Entry, base: int) -> FileTensor
         raise ValueError(f"{name!r:.200} has the impossible shape {entry.shape!r:.200} at [{begin}, {end})")
     if end - begin != math.prod(entry.shape) * ITEMSIZE_BYTES[dtype]:
         raise ValueError(f"{name!r:.200} has {end - begin} bytes, which is not what {entry.shape!r:.200} takes")
-    return FileTensor(file=file, name=name, dtype=dtype, shape=entry.shape, begin=base + begin, end=base + end)
+    return SourceTensor(file=file, name=name, dtype=dtype, shape=entry.shape, begin=base + begin, end=base + end)
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -121,7 +111,7 @@ class SafetensorsSource:
         if source.location.name.endswith((_SUFFIX, _INDEX_SUFFIX)):
             folder, self._name = folder_and_name(source.location)
             self._context = Context(folder, source.options, rank=source.rank)
-        self.tensors: dict[str, FileTensor] = {}
+        self.tensors: dict[str, SourceTensor] = {}
         """Tensors by their names, in the order of the files and of the bytes in them."""
         self._metadata: dict[str, str] = {}
         # No checksum covers these files, so an answer that is wrong once must not count.

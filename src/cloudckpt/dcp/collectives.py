@@ -24,7 +24,7 @@ from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.rendezvous import Rendezvous, c10d
 from cloudckpt.errors import RankLostError
-from cloudckpt.telemetry.timeline import meeting
+from cloudckpt.telemetry.timeline import records_waits
 
 Purpose: TypeAlias = Literal["foreground", "background", "asking"]
 """Calls that may run beside one another use connections of their own."""
@@ -48,7 +48,7 @@ class _Connections:
             c10d.PrefixStore(f"cloudckpt/{purpose}", store),
             rank=dist.get_rank(source),
             num_ranks=dist.get_world_size(source),
-            store_keeper=_find_keeper(store, source),
+            store_keeper=_find_store_host(store, source),
         )
         self.num_calls = 0
         self.gloo: Any = None
@@ -192,7 +192,7 @@ class CollectiveCall(DistWrapper):
         self._gloo.broadcast(size, 0).wait()
         return int(size)
 
-    @meeting
+    @records_waits
     def _meet(self, collective: Callable[[], _T]) -> _T:
         """Wait for all ranks, and make the collective of one object."""
 
@@ -232,13 +232,13 @@ def guarded_collectives(
     """
     call = None if no_dist else begin_call(process_group, "foreground", doing=doing, uri=uri, timeout_s=timeout_s)
     if call is None:
-        yield unguarded_ranks(process_group, no_dist=no_dist)
+        yield unguarded_collectives(process_group, no_dist=no_dist)
     else:
         with call.ended():
             yield call
 
 
-def unguarded_ranks(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> DistWrapper:
+def unguarded_collectives(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> DistWrapper:
     """Return torch's collectives of `process_group`.
 
     A process that saves or loads alone makes none: with `no_dist`, without a process group, and in a group of one rank.
@@ -310,7 +310,7 @@ def _guardable(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | N
     return source if backends <= _GUARDED_BACKENDS else None
 
 
-def _find_keeper(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]:
+def _find_store_host(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the rank whose process holds the store, if one does."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store

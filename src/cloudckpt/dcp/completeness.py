@@ -183,41 +183,43 @@ def _holds(entry: Any) -> bool:
     return not isinstance(entry, TensorStorageMetadata) or 0 not in entry.size
 
 
-class _OpenPlace(dict[Any, Any]):
-    """The empty dict of `leave_open`, with what it stands for."""
+class _Placeholder(dict[Any, Any]):
+    """The empty dict of `add_placeholders`, with what it stands for."""
 
     def __init__(self, held: Any) -> None:
         super().__init__()
         self.held = held
 
 
-def leave_open(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
+def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
     """Return `state` with an empty dict in place of each None, empty list or tuple that was saved as something larger.
 
-    So a plan asks for nothing there, and `hand_over` can fill it. `close` takes back those that nothing has filled.
+    So a plan asks for nothing there, and `fill_placeholders` can fill it. `restore_placeholders` takes back the others.
     """
     if isinstance(state, (Mapping, list)) and state:
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
-        changed = {key: made for key, one in pairs if (made := leave_open(one, f"{name}.{key}", saved)) is not one}
+        changed = {
+            key: made for key, one in pairs if (made := add_placeholders(one, f"{name}.{key}", saved)) is not one
+        }
         return _replace(state, changed)
     if (state is None or (isinstance(state, (list, tuple)) and not state)) and not _is_value(saved.get(name)):
         below = f"{name}."
         if name in saved or any(other.startswith(below) for other in saved):
-            return _OpenPlace(state)
+            return _Placeholder(state)
     return state
 
 
-def close(state: Any) -> Any:
+def restore_placeholders(state: Any) -> Any:
     """Return `state` with what the object held in each place that nothing has filled."""
-    if isinstance(state, _OpenPlace):
+    if isinstance(state, _Placeholder):
         return state.held
     if isinstance(state, (Mapping, list)):
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
-        return _replace(state, {key: made for key, one in pairs if (made := close(one)) is not one})
+        return _replace(state, {key: made for key, one in pairs if (made := restore_placeholders(one)) is not one})
     return state
 
 
-def hand_over(
+def fill_placeholders(
     entries: dict[str, Any],
     objects: Mapping[str, Any],
     left: Collection[str],
@@ -237,7 +239,7 @@ def hand_over(
             entries[key] = _add(entries[key], extra[key], is_strict=is_strict)
 
 
-def refuse_left(names: Iterable[str], objects: Mapping[str, Any], *, is_strict: bool, rank: int, uri: str) -> None:
+def refuse_unloaded(names: Iterable[str], objects: Mapping[str, Any], *, is_strict: bool, rank: int, uri: str) -> None:
     """Raise `StateDictMismatchError` for what was saved of `objects` and is not loaded, or warn of it."""
     kinds = {key: type(held).__name__ for key, held in objects.items()}
     left = {name: key for name in names for key in kinds if name.startswith(f"{key}.")}

@@ -26,7 +26,7 @@ from cloudckpt._display import pairs_to_html
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.collectives import guarded_collectives
-from cloudckpt.dcp.completeness import close, hand_over, leave_open, refuse_left
+from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
 from cloudckpt.dcp.live_entry import LiveEntry, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
@@ -40,7 +40,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     RankLostError,
     SaveCancelledError,
-    bounded,
+    limit_text,
 )
 from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.tensors.tensor_bytes import training_mode
@@ -297,7 +297,7 @@ def _load(
         metadata = reader.read_metadata()
         unused = plan_live_entries(entries, metadata, uri=reader.checkpoint_id, num_ranks=ranks.get_world_size())
         if is_ours:
-            opened = {key: leave_open(entries[key], key, metadata.state_dict_metadata) for key in stateful}
+            opened = {key: add_placeholders(entries[key], key, metadata.state_dict_metadata) for key in stateful}
             entries.update(opened)
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
@@ -311,7 +311,7 @@ def _load(
     def plan_again() -> LoadPlan:
         assert isinstance(planner, ExplainingLoadPlanner) and planner.metadata is not None  # noqa: S101, PT018
         left = [name for name in plan.storage_data.left if name not in planner.state_dict]
-        hand_over(
+        fill_placeholders(
             entries,
             stateful,
             left,
@@ -321,7 +321,7 @@ def _load(
         )
         planner.set_up_planner(entries, planner.metadata, ranks.is_coordinator)
         behind = [name for name in left if name not in planner.state_dict]
-        refuse_left(behind, stateful, is_strict=reader.is_strict, rank=ranks.rank, uri=reader.checkpoint_id)
+        refuse_unloaded(behind, stateful, is_strict=reader.is_strict, rank=ranks.rank, uri=reader.checkpoint_id)
         return reader.prepare_local_plan(planner.create_local_plan(), unused=plan.storage_data.unused)
 
     plan = ranks.reduce_scatter("plan", plan_locally, plan_globally)
@@ -331,7 +331,7 @@ def _load(
     def read() -> bool:
         reader.read_data(planner.finish_plan(plan), planner).wait()
         if is_ours:
-            entries.update({key: close(entries[key]) for key in stateful})
+            entries.update({key: restore_placeholders(entries[key]) for key in stateful})
         return has_objects
 
     return any(ranks.all_gather("read", read))
@@ -390,7 +390,7 @@ class SaveOrLoadError(CheckpointException):
         ranks_by_text: dict[str, list[int]] = {}
         for rank in sorted(self.failures):
             error, trace = self.failures[rank]
-            text = bounded(str(error))
+            text = limit_text(str(error))
             if type(error).__name__ != type(self).__name__:  # which Python shows before the text
                 text = f"{type(error).__name__}: {text}"
             if not isinstance(error, CloudckptError) and trace is not None:

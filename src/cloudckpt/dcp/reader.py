@@ -29,7 +29,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     CloudckptError,
     StateDictMismatchError,
-    portable,
+    make_picklable,
     quote_names,
 )
 from cloudckpt.format.codec import decode, encode
@@ -221,7 +221,7 @@ class ObjectStoreReader(StorageReader):
         try:
             return self._read_metadata(self._look_up(is_sent=False) if call is None else call.lookup)
         except Exception as error:
-            self._failure = portable(error)
+            self._failure = make_picklable(error)
             raise self._failure from error
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -283,7 +283,7 @@ class ObjectStoreReader(StorageReader):
             except CloudckptError:
                 raise
             except Exception as error:
-                raise portable(error) from error
+                raise make_picklable(error) from error
         future.set_result(None)
         return future
 
@@ -348,7 +348,7 @@ class ObjectStoreReader(StorageReader):
                 is_torchs = has_torch_checkpoint(context.client)
                 return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs)
         except Exception as error:  # each rank raises it
-            return ManifestLookup(uri=uri, error=portable(error))
+            return ManifestLookup(uri=uri, error=make_picklable(error))
         self._found_here = context, manifest
         return ManifestLookup(uri=uri, document=encode(manifest) if is_sent else None)
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from cloudckpt.errors import RankLostError, bounded
+from cloudckpt.errors import RankLostError, limit_text
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +171,7 @@ class Rendezvous:
 
     def fail(self, error: BaseException) -> None:
         """Fail this call on all ranks because of `error` on this one. A barrier that all may leave is left first."""
-        text = bounded(f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0])
+        text = limit_text(f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0])
         with self._changed:
             self._failure = self._failure or Failure((self.rank,), f"rank {self.rank} left before the end ({text})")
             self._changed.notify_all()

@@ -38,7 +38,7 @@ from cloudckpt.dcp.replicas import (
     ranks_text,
     take_fingerprints,
 )
-from cloudckpt.dcp.write_items import KnowsSources, describe_shards, find_aliases
+from cloudckpt.dcp.write_items import PlannerWithSources, describe_shards, find_aliases
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path
@@ -65,7 +65,7 @@ class TiedItem(WriteItem):
     first: MetadataIndex | None = None
 
 
-class BalancedSavePlanner(KnowsSources, DefaultSavePlanner):
+class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
     """Spreads replicated tensors by bytes, the largest first; torch's planner takes them in their order.
 
     A tensor, or a shard of it, is never cut. Replicas can differ, so only those that are known to be equal are spread:
@@ -252,14 +252,14 @@ def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
     containers: dict[Path, tuple[str, int]] = {}
     known: set[tuple[object, ...]] = set()
     for rank, nesting in enumerate(nestings):
-        form = (*nesting, *nesting.tuples.items(), *nesting.hollow)
+        form = (*nesting, *nesting.tuples.items(), *nesting.placeholders)
         if form in known:
             continue
         known.add(form)
         paths = {**nesting, **nesting.typed}
         kinds = _find_containers(paths.values(), nesting)
         for name, path in paths.items():
-            if name not in nesting.hollow and path not in kinds:  # a wrapper has its parts below its name
+            if name not in nesting.placeholders and path not in kinds:  # a wrapper has its parts below its name
                 entries.setdefault(path, rank)
         for path, kind in kinds.items():
             first = containers.setdefault(path, (kind, rank))

@@ -48,7 +48,7 @@ _MAX_SHARDS = 1000
 _MAX_POINTS = 10_000
 
 
-class KnowsSources:
+class PlannerWithSources:
     """A planner that resolves plain tensors as torch's default planner does."""
 
     sources: Mapping[str, Source] = {}
@@ -57,7 +57,7 @@ class KnowsSources:
 
 def find_sources(planner: SavePlanner) -> Mapping[str, Source]:
     """Return the entries of `planner`; nothing if the planner may resolve tensors in a way of its own."""
-    if isinstance(planner, KnowsSources):
+    if isinstance(planner, PlannerWithSources):
         return planner.sources
     if type(planner) is not DefaultSavePlanner or not _RESOLVING_METHODS.isdisjoint(vars(planner)):
         return {}

@@ -20,7 +20,13 @@ from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.times import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.dcp.write_items import prepare_items
-from cloudckpt.errors import CloudckptError, IncompleteSaveError, InvalidOptionError, UnsupportedValueError, portable
+from cloudckpt.errors import (
+    CloudckptError,
+    IncompleteSaveError,
+    InvalidOptionError,
+    UnsupportedValueError,
+    make_picklable,
+)
 from cloudckpt.format.build import Content
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import Chunk, ItemReceipts, ObjectRef, StoredTensor, StoredValue
@@ -246,7 +252,7 @@ class ObjectStoreWriter(StorageWriter):
             except CloudckptError:
                 raise
             except Exception as error:
-                raise portable(error) from error
+                raise make_picklable(error) from error
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

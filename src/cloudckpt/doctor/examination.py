@@ -21,8 +21,8 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
     UnsupportedOperationError,
+    escape_control_characters,
     gc_advice,
-    printable,
 )
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
@@ -123,7 +123,7 @@ class DoctorReport:
         elif self.is_healthy:
             verdict = "Saves and loads will work. What is marked ✗ costs money, time or comfort."
         scope = "This looked at the store, not at checkpoints: see cloudckpt ls and cloudckpt verify."
-        return "\n".join(printable(line).replace("\n", "\\n") for line in [*lines, "", verdict, scope])
+        return "\n".join(escape_control_characters(line).replace("\n", "\\n") for line in [*lines, "", verdict, scope])
 
 
 def examine(

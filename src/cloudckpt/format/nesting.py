@@ -83,7 +83,7 @@ class Nesting(dict[str, Path]):
     """See `FlatStateDict`."""
     fingerprints: object
     """Facts that a rank's planner sends to the coordinator's about the items of its plan (`cloudckpt.dcp.replicas`)."""
-    hollow: frozenset[str]
+    placeholders: frozenset[str]
     """The names on one rank that may stand for a container of another's: None, empty lists and tuples, empty shards."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Nesting(dict[str, Path]):
         self.wrappers = dict(wrappers)
         self.tuples = dict(tuples)
         self.fingerprints = None
-        self.hollow = frozenset()
+        self.placeholders = frozenset()
 
     @classmethod
     def of(cls, flat: FlatStateDict, *, uri: str) -> Nesting:
@@ -113,10 +113,10 @@ class Nesting(dict[str, Path]):
         check_names((step for path in (*empty, *tuples) for step in path if isinstance(step, str)), uri=uri)
         nesting = cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers, tuples=tuples)
         # A wrapper without parts and without an entry is an empty shard, whose parts other ranks have.
-        nesting.hollow = frozenset(
+        nesting.placeholders = frozenset(
             name
             for name in flat.paths
-            if (_is_hollow(flat.entries[name]) if name in flat.entries else name not in flat.wrappers)
+            if (_may_stand_for_container(flat.entries[name]) if name in flat.entries else name not in flat.wrappers)
         )
         return nesting
 
@@ -296,7 +296,7 @@ def _find_class(name: str) -> type[tuple[Any, ...]] | None:
     return None
 
 
-def _is_hollow(value: object) -> bool:
+def _may_stand_for_container(value: object) -> bool:
     return value is None or (type(value) in (list, tuple) and not value)
 
 
@@ -343,7 +343,7 @@ def unflatten(
         container = _container_at(root, path)
         key = _key(path[-1])
         if _get(container, key) is not None:
-            if _is_hollow(value):
+            if _may_stand_for_container(value):
                 continue  # of a rank that had nothing in the place of this container
             raise ValueError(f"two entries stand at {_shown(path)}")
         container[key] = value
@@ -394,7 +394,7 @@ def _container_at(root: dict[Any, Any], path: Path) -> Any:
         key = _key(step)
         held = _get(container, key)
         made: Any = [] if type(path[depth + 1]) is int else {}
-        if _is_hollow(held) and type(held) is not type(made):
+        if _may_stand_for_container(held) and type(held) is not type(made):
             container[key] = made
         container = container[key]
     return container

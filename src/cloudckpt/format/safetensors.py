@@ -34,10 +34,16 @@ class HeaderEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return 1 if self.dtype is None else ITEMSIZE_BYTES[self.dtype]
 
 
-class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
+class HeaderMember(msgspec.Struct, frozen=True, gc=False):
+    """One tensor of a header, as safetensors writes it."""
+
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+MEMBER_DECODER = msgspec.json.Decoder(HeaderMember)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +72,7 @@ def lay_out(
     """
     order = sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
     order = [index for index in order if index not in same_as]
-    header: dict[str, _HeaderEntry | dict[str, str]] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, HeaderMember | dict[str, str]] = {"__metadata__": {"format": "pt"}}
     begins = [0] * len(entries)
     position = 0
     for index in order:
@@ -74,7 +80,7 @@ def lay_out(
         tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
         name = entry.fqn if entry.offsets is None else name_entry(entry)
         end = position + entry.num_bytes
-        header[name if name not in header else _unused(name, header)] = _HeaderEntry(
+        header[name if name not in header else _unused(name, header)] = HeaderMember(
             tag or "U8", entry.shape if tag else (entry.num_bytes,), (position, end)
         )
         position = end
@@ -176,16 +182,6 @@ def find_header_end(prefix: bytes, *, size_bytes: int) -> int:
     return LENGTH_BYTES + length
 
 
-class _FoundEntry(msgspec.Struct, gc=False):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
-_ENTRY_DECODER = msgspec.json.Decoder(_FoundEntry)
-
-
 def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes: int) -> Iterator[str]:
     """Every respect in which an object's header is no safetensors header, or says other things than the manifest.
 
@@ -197,7 +193,7 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
         members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         if _METADATA_KEY in members:
             msgspec.json.decode(members.pop(_METADATA_KEY), type=dict[str, str])
-        found = {name: _ENTRY_DECODER.decode(raw) for name, raw in members.items()}
+        found = {name: MEMBER_DECODER.decode(raw) for name, raw in members.items()}
     except _UNDECODABLE as error:
         yield f"its header is not that of a safetensors file: {error}"
         return

@@ -13,7 +13,7 @@ from cloudckpt.commit.collect import (
     WalkedLocation,
     collect,
     delete_checkpoint,
-    judge,
+    plan_collection,
     walk,
 )
 from cloudckpt.commit.entries import manifest_key
@@ -27,8 +27,8 @@ from cloudckpt.errors import (
     InvalidOptionError,
     InvalidURIError,
     StoreError,
+    escape_control_characters,
     gc_advice,
-    printable,
 )
 from cloudckpt.events import Event, EventName
 from cloudckpt.io.client import StoreClient, open_client
@@ -200,7 +200,7 @@ class _Collection:
         try:
             walked = _walked_location(self._location, self._client, inventory, prefix, self._options)
             if self._dry_run:
-                _, plan = judge(walked, before=self._before)
+                _, plan = plan_collection(walked, before=self._before)
                 young = plan.young
             else:
                 done = collect(walked, before=self._before, conditional=self._is_conditional)
@@ -402,4 +402,4 @@ def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
 
 
 def _as_one_line(text: str) -> str:
-    return printable(text).replace("\n", "\\n")
+    return escape_control_characters(text).replace("\n", "\\n")

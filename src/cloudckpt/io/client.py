@@ -264,16 +264,16 @@ class StoreClient:
             TransientStoreError: No looks agree, and there is no `changing`.
 
         """
-        doubts = Doubts(self, changing=changing)
+        doubts = Observation(self, changing=changing)
         while True:
             try:
                 found = look()
             except doubted as error:  # noqa: PERF203  # looks are rare, and requests
-                if doubts.are_settled_by(type(error).__name__, error):
+                if doubts.is_confirmed_by(type(error).__name__, error):
                     raise
             else:
                 evidence = doubt(found)
-                if not evidence or doubts.are_settled_by(evidence):
+                if not evidence or doubts.is_confirmed_by(evidence):
                     return found
 
 
@@ -387,7 +387,7 @@ class Attempts:
         return not is_stopped or shared.refusal is not None
 
 
-class Doubts:
+class Observation:
     """The evidence of the looks so far at one thing. `StoreClient.observe` says when it is believed."""
 
     def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
@@ -395,7 +395,7 @@ class Doubts:
         self._changing = changing
         self._evidence: list[Hashable] = []
 
-    def are_settled_by(self, evidence: Hashable, error: Exception | None = None) -> bool:
+    def is_confirmed_by(self, evidence: Hashable, error: Exception | None = None) -> bool:
         """Add the evidence of a look. True if the last looks agree; otherwise another look may begin.
 
         After an `error`, time passes before it. Raises if too many looks differ, and if the client was stopped.

@@ -17,8 +17,8 @@ from cloudckpt.errors import (
     ShortObjectError,
     TransientStoreError,
 )
-from cloudckpt.io.client import Attempts, Doubts, StoreClient
-from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, num_bytes, without_first
+from cloudckpt.io.client import Attempts, Observation, StoreClient
+from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, num_bytes, skip_bytes
 from cloudckpt.telemetry.timeline import now_ns
 
 _Answer: TypeAlias = Literal["absent", "short", "there"]
@@ -44,7 +44,7 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
     """
     remaining, position, end = list(views), begin, begin + num_bytes(views)
     store = client.store
-    doubts = Doubts(client)
+    doubts = Observation(client)
     with Attempts(client) as attempts:
         while True:
             attempts.begin()
@@ -57,13 +57,13 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
                     if not attempts.wait_after(contradiction):
                         raise
                 else:
-                    if doubts.are_settled_by(type(error).__name__, error):
+                    if doubts.is_confirmed_by(type(error).__name__, error):
                         raise
                     attempts.renew()
             except Exception as error:
                 received_bytes = error.received_bytes if isinstance(error, InterruptedReadError) else 0
                 position += received_bytes
-                remaining = without_first(remaining, received_bytes)
+                remaining = skip_bytes(remaining, received_bytes)
                 if not attempts.wait_after(error):
                     raise
             else:
@@ -157,16 +157,16 @@ def find_wrong_tiles(
     client.recorder.span("checksum", begun_ns, key=key)
     client.recorder.spent("stage", begun_ns)
     wrong = {index: values[index] for index in _differing(values, expected_crc32cs)}
-    doubts = Doubts(client)
+    doubts = Observation(client)
     while wrong:
         client.call(_compare, client.store, key, begin + num_bytes(views), by_read="there")
         error = _WrongBytesError(f"{client.url(key)}: {len(wrong)} tiles have other checksums than were saved")
-        if doubts.are_settled_by("wrong", error):
+        if doubts.is_confirmed_by("wrong", error):
             break
         still_wrong: dict[int, int] = {}
         for first, last in _runs(list(wrong)):
             low, high = first * tile_bytes, last * tile_bytes
-            again = next(batches(without_first(views, low), max_bytes=high - low, max_views=len(views)))
+            again = next(batches(skip_bytes(views, low), max_bytes=high - low, max_views=len(views)))
             fetch(client, key=key, begin=begin + low, views=again)
             actual = compute_tile_crc32cs(again, tile_bytes)
             still_wrong |= {first + index: actual[index] for index in _differing(actual, expected_crc32cs[first:last])}

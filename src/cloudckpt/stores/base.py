@@ -415,7 +415,7 @@ def join_views(views: Views) -> memoryview | bytes:
     return views[0] if len(views) == 1 else b"".join(views)
 
 
-def without_first(views: Views, num_bytes_done: int) -> list[memoryview]:
+def skip_bytes(views: Views, num_bytes_done: int) -> list[memoryview]:
     """Return the rest of `views` after the first `num_bytes_done` bytes."""
     for index, view in enumerate(views):
         if num_bytes_done < view.nbytes:
@@ -447,7 +447,7 @@ def check_crc32c(store: Store, key: str, operation: str, *, expected: int, actua
         )
 
 
-def in_order(store: Store, key: str, parts: list[UploadedPart]) -> list[UploadedPart]:
+def sort_parts(store: Store, key: str, parts: list[UploadedPart]) -> list[UploadedPart]:
     """Sort `parts` by number. Raises `StoreError` unless the numbers are 1, 2, … and no byte is missing."""
     ordered = sorted(parts, key=lambda uploaded: uploaded.part.number)
     end_bytes = 0

@@ -209,7 +209,7 @@ class FsspecStore(Store):
     def _call(self, operation: str, key: str, *, is_key: bool = True) -> Iterator[tuple[Filesystem, str]]:
         if is_key:
             check_key(self, key, operation)
-        with translated(self.url(key), operation, self._options):
+        with translating(self.url(key), operation, self._options):
             filesystem = self._get_filesystem()
             filesystem.invalidate_cache()
             yield filesystem, f"{self._root}/{key}"
@@ -274,7 +274,7 @@ def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
     try:
         found = filesystem.find(path, detail=True)
     except FileNotFoundError as error:
-        if says_absence(error):
+        if is_absence_error(error):
             return {}
         raise
     # adlfs returns an empty list if the folder is an object.
@@ -298,7 +298,7 @@ def _entries(filesystem: Filesystem, path: str) -> Sequence[Mapping[str, Any]]:
     try:
         entries: Sequence[Mapping[str, Any]] = filesystem.ls(path, detail=True)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if isinstance(error, FileNotFoundError) and not says_absence(error):
+        if isinstance(error, FileNotFoundError) and not is_absence_error(error):
             raise
         return []
     return entries
@@ -352,7 +352,7 @@ def _exists(filesystem: Filesystem, path: str) -> bool:
     try:
         filesystem.info(path)
     except FileNotFoundError as error:
-        if says_absence(error):
+        if is_absence_error(error):
             return False
         raise
     return True
@@ -441,7 +441,7 @@ def translate(error: Exception, *, key: str, operation: str, options: Mapping[st
 
 
 @contextlib.contextmanager
-def translated(key: str, operation: str, options: Mapping[str, Any]) -> Iterator[None]:
+def translating(key: str, operation: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Translate every exception of the block into a `StoreError`."""
     try:
         yield
@@ -451,7 +451,7 @@ def translated(key: str, operation: str, options: Mapping[str, Any]) -> Iterator
         raise translate(error, key=key, operation=operation, options=options) from error
 
 
-def says_absence(error: FileNotFoundError) -> bool:
+def is_absence_error(error: FileNotFoundError) -> bool:
     """Return True if `error` says that nothing exists, and not that something failed on the way to it."""
     return _kind(error) is ObjectNotFoundError
 

@@ -16,7 +16,7 @@ from email.errors import MissingHeaderBodySeparatorDefect
 from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores.base import batches, join_views, num_bytes, without_first
+from cloudckpt.stores.base import batches, join_views, num_bytes, skip_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +94,7 @@ class ViewsBody:
         return self._position_bytes
 
     def _rest(self) -> list[memoryview]:
-        return without_first(self._views, self._position_bytes)
+        return skip_bytes(self._views, self._position_bytes)
 
 
 def send_all(connection: Any, views: Views) -> None:
@@ -115,7 +115,7 @@ def send_all(connection: Any, views: Views) -> None:
         for batch in batches(views, max_bytes=_MOST_SENT_BYTES, max_views=_MOST_VIEWS):
             left = batch
             while left:
-                left = without_first(left, connection.sendmsg(left))
+                left = skip_bytes(left, connection.sendmsg(left))
 
 
 class WholeHeadResponse(http.client.HTTPResponse):
@@ -196,7 +196,7 @@ class ResponseBody:
             held_bytes = len(response.fp.peek())
             for piece in next(batches(views, max_bytes=held_bytes, max_views=len(views)), []) if held_bytes else []:
                 response.readinto(piece)
-            rest = without_first(views, held_bytes)
+            rest = skip_bytes(views, held_bytes)
             if isinstance(connection, ssl.SSLSocket):
                 _receive_records(response, connection, rest)
                 return
@@ -208,7 +208,7 @@ class ResponseBody:
                         if not count:
                             raise BodyEndedError
                         response.length -= count  # http.client continues from here
-                        left = without_first(left, count)
+                        left = skip_bytes(left, count)
         finally:
             self.received_bytes += awaited_bytes - response.length
 

@@ -32,9 +32,9 @@ from cloudckpt.stores.base import (
     check_key,
     copy_into,
     crc32c_of,
-    in_order,
     num_bytes,
     run_once,
+    sort_parts,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class MemoryStore(Store):
         return UploadedPart(part=part, token=_token(body), crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
-        ordered = in_order(self, key, list(parts))
+        ordered = sort_parts(self, key, list(parts))
         bucket = self._bucket("complete_multipart")
         with bucket.lock:
             upload = self._upload(bucket, "complete_multipart", key, upload_id)

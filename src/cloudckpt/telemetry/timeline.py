@@ -140,7 +140,7 @@ class Recorder:
                 self.timeline.add("C", "throughput", at_ns + 1000, 0, {"MB/s": 0})
 
 
-def meeting(meet: Callable[_P, _R]) -> Callable[_P, _R]:
+def records_waits(meet: Callable[_P, _R]) -> Callable[_P, _R]:
     """Record the calls of a function that waits for other ranks in the timeline of their thread."""
 
     @functools.wraps(meet)

@@ -40,7 +40,7 @@ from cloudckpt.stores.base import (
     Views,
     num_bytes,
     run_once,
-    without_first,
+    skip_bytes,
 )
 
 __all__ = ["Call", "Fails", "Fault", "Faults", "FlippedBits", "Rule", "Tell", "TruncatedBody", "WrappedStore"]
@@ -356,5 +356,5 @@ def _damage_copy(views: Views, due: Due | None) -> Views:
 
 def _flip_bit(views: Views, place: float) -> None:
     bit = int(place * num_bytes(views) * 8)
-    if remaining := without_first(views, bit // 8):
+    if remaining := skip_bytes(views, bit // 8):
         remaining[0][0] ^= 1 << (bit % 8)

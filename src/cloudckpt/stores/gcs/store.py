@@ -17,8 +17,8 @@ from cloudckpt.stores.base import (
     ObjectInfo,
     UploadedPart,
     UploadInfo,
-    in_order,
     run_once,
+    sort_parts,
 )
 from cloudckpt.stores.gcs import uploads
 from cloudckpt.stores.gcs.client import LISTING, MOST_HELPERS, GCSSession, is_googles, parse_storage_options
@@ -125,7 +125,7 @@ class GCSStore(HTTPStore):
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """Have the service compose exactly the generations in `parts`, then remove the temporary objects."""
         upload = self._open_upload(key, upload_id, "complete_multipart")
-        pieces = [uploads.parse_token(self.session, upload, done) for done in in_order(self, key, list(parts))]
+        pieces = [uploads.parse_token(self.session, upload, done) for done in sort_parts(self, key, list(parts))]
         uploads.compose_parts(self.session, upload, pieces)
         try:
             self._remove_temporaries("complete_multipart", upload)

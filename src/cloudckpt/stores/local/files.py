@@ -19,7 +19,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import UnsupportedOperationError
-from cloudckpt.stores.base import batches, crc32c_of, without_first
+from cloudckpt.stores.base import batches, crc32c_of, skip_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ def write_at(file: int, offset_bytes: int, views: Views) -> int:
         while left:
             num_written = os.pwritev(file, left, offset_bytes)
             offset_bytes += num_written
-            left = without_first(left, num_written)
+            left = skip_bytes(left, num_written)
     return crc32c
 
 
@@ -95,25 +95,25 @@ def read_at(file: int, offset_bytes: int, views: Views) -> int:
             if num_new == 0:
                 return num_read
             num_read += num_new
-            left = without_first(left, num_new)
+            left = skip_bytes(left, num_new)
     return num_read
 
 
 def flush(temp: str) -> None:
     """Make the bytes of `temp` durable."""
-    with opened(temp, os.O_RDONLY) as file:
+    with open_file(temp, os.O_RDONLY) as file:
         os.fsync(file)
 
 
 def publish(temp: str, path: str, *, if_absent: bool) -> None:
-    """Make the file `temp`, finished and flushed, appear at `path` at once. `settle` makes it durable."""
+    """Make the file `temp`, finished and flushed, appear at `path` at once. `make_durable` makes it durable."""
     if if_absent:
         _link(temp, path)
     else:
         os.replace(temp, path)
 
 
-def settle(temp: str, path: str, *, root: str) -> None:
+def make_durable(temp: str, path: str, *, root: str) -> None:
     """Make the file durable that `publish` made appear at `path`. `temp` is gone afterwards."""
     with contextlib.suppress(OSError):  # the object exists; the rest of the temporary one is only garbage
         discard(temp)
@@ -174,17 +174,17 @@ def links_work(directory: str) -> bool:
 
 
 @contextlib.contextmanager
-def opened_object(path: str) -> Iterator[int]:
+def open_object(path: str) -> Iterator[int]:
     """Open a regular file for reading; anything else is no object."""
     # Without O_NONBLOCK, opening a named pipe would wait for its writer for ever.
-    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as file:
+    with open_file(path, os.O_RDONLY | os.O_NONBLOCK) as file:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise FileNotFoundError(errno.ENOENT, "This is not a regular file", path)
         yield file
 
 
 @contextlib.contextmanager
-def opened(path: str, flags: int) -> Iterator[int]:
+def open_file(path: str, flags: int) -> Iterator[int]:
     """Open a file, until the end of the block."""
     try:
         file = os.open(path, flags | os.O_CLOEXEC)
@@ -201,7 +201,7 @@ def opened(path: str, flags: int) -> Iterator[int]:
 
 def fsync_directory(path: str) -> None:
     """Make the entries of a directory durable, if its file system can."""
-    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
+    with open_file(path, os.O_RDONLY | os.O_DIRECTORY) as directory:
         try:
             os.fsync(directory)
         except OSError as error:

@@ -36,8 +36,8 @@ from cloudckpt.stores.base import (
     Views,
     check_crc32c,
     check_key,
-    in_order,
     num_bytes,
+    sort_parts,
 )
 from cloudckpt.stores.local import files
 
@@ -142,23 +142,23 @@ class LocalStore(Store):
 
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
         path = self._writable_path("put", key)
-        with translated(path, "put"):
-            with translated(path, "put", had_no_effect=True):
+        with translating(path, "put"):
+            with translating(path, "put", had_no_effect=True):
                 temp = files.temp_path(path, files.create_temp(path, root=self._root))
             try:
-                with translated(path, "put", had_no_effect=True):
+                with translating(path, "put", had_no_effect=True):
                     self._write("put", key, temp, 0, views, crc32c=crc32c)
                     files.flush(temp)
-                with translated(path, "put", refusals=REFUSALS):
+                with translating(path, "put", refusals=REFUSALS):
                     files.publish(temp, path, if_absent=if_absent)
-                files.settle(temp, path, root=self._root)
+                files.make_durable(temp, path, root=self._root)
             except BaseException:
                 self._discard(temp, path)
                 raise
 
     def create_multipart(self, key: str) -> str:
         path = self._writable_path("create_multipart", key)
-        with translated(path, "create_multipart"):
+        with translating(path, "create_multipart"):
             return files.create_temp(path, root=self._root)
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
@@ -166,30 +166,30 @@ class LocalStore(Store):
         if num_bytes(views) != part.size_bytes:
             problem = f"part {part.number} has {num_bytes(views)} bytes where {part.size_bytes} were announced."
             raise self.error(StoreError, "upload_part", key, problem)
-        with translated(path, "upload_part"):
+        with translating(path, "upload_part"):
             self._write("upload_part", key, temp, part.offset_bytes, views, crc32c=crc32c)
         return UploadedPart(part=part, token=f"{crc32c:08x}", crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         path, temp = self._upload_paths("complete_multipart", key, upload_id)
-        expected_bytes = sum(uploaded.part.size_bytes for uploaded in in_order(self, key, list(parts)))
-        with translated(path, "complete_multipart"):
+        expected_bytes = sum(uploaded.part.size_bytes for uploaded in sort_parts(self, key, list(parts)))
+        with translating(path, "complete_multipart"):
             size_bytes = os.stat(temp).st_size
             if size_bytes != expected_bytes:
                 written = f"the upload's parts have {expected_bytes} bytes, but {size_bytes} were written"
                 raise self.error(StoreError, "complete_multipart", key, f"{written}. Nothing was completed.")
             files.flush(temp)
             files.publish(temp, path, if_absent=False)
-            files.settle(temp, path, root=self._root)
+            files.make_durable(temp, path, root=self._root)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         path, temp = self._upload_paths("abort_multipart", key, upload_id)
-        with translated(path, "abort_multipart"):
+        with translating(path, "abort_multipart"):
             self._discard(temp, path)
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
         path = self._readable_path("read_into", key)
-        with translated(path, "read_into"), files.opened_object(path) as file:
+        with translating(path, "read_into"), files.open_object(path) as file:
             num_read = files.read_at(file, offset_bytes, views)
             size_bytes = os.fstat(file).st_size
         if num_read < num_bytes(views):
@@ -199,7 +199,7 @@ class LocalStore(Store):
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         path = self._readable_path("read", key)
-        with translated(path, "read"), files.opened_object(path) as file:
+        with translating(path, "read"), files.open_object(path) as file:
             size_bytes = os.fstat(file).st_size
             if size_bytes > max_bytes:
                 problem = f"the file has {size_bytes} bytes, more than the {max_bytes} allowed."
@@ -210,22 +210,22 @@ class LocalStore(Store):
 
     def head(self, key: str) -> ObjectInfo:
         path = self._readable_path("head", key)
-        with translated(path, "head"), files.opened_object(path) as file:
+        with translating(path, "head"), files.open_object(path) as file:
             return _info(key, os.fstat(file))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        with translated(self.url(prefix), "list"):
+        with translating(self.url(prefix), "list"):
             for key, status in files.list_files(self._root, prefix):
                 yield _info(key, status)
 
     def list_directories(self) -> Iterator[str]:
-        with translated(self._root, "list_directories"):
+        with translating(self._root, "list_directories"):
             yield from files.list_directories(self._root)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._writable_path("delete", key)
-            with translated(path, "delete"):
+            with translating(path, "delete"):
                 try:
                     os.unlink(path)
                 except (FileNotFoundError, NotADirectoryError):
@@ -237,12 +237,12 @@ class LocalStore(Store):
                 files.prune(os.path.dirname(path), root=self._root)
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
-        with translated(self.url(prefix), "list_uploads"):
+        with translating(self.url(prefix), "list_uploads"):
             for key, upload_id, status in files.list_uploads(self._root, prefix):
                 yield UploadInfo(key=key, upload_id=upload_id, started_at=_time(status))
 
     def _write(self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int) -> None:
-        with files.opened(temp, os.O_WRONLY) as file:
+        with files.open_file(temp, os.O_WRONLY) as file:
             actual = files.write_at(file, offset_bytes, views)
         check_crc32c(self, key, operation, expected=crc32c, actual=actual)
 
@@ -309,7 +309,7 @@ def translate(error: OSError, *, key: str, operation: str) -> StoreError:
 
 
 @contextlib.contextmanager
-def translated(
+def translating(
     key: str, operation: str, *, had_no_effect: bool = False, refusals: Collection[int] = ()
 ) -> Iterator[None]:
     """Translate an `OSError` of the block.

@@ -27,8 +27,8 @@ from cloudckpt.stores.base import (
     ObjectInfo,
     UploadedPart,
     UploadInfo,
-    in_order,
     run_once,
+    sort_parts,
 )
 from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
@@ -133,7 +133,7 @@ class S3Store(HTTPStore):
         """Complete the upload, with each part's checksum."""
         listed = [
             {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": encode_crc32c(done.crc32c)}
-            for done in in_order(self, key, list(parts))
+            for done in sort_parts(self, key, list(parts))
         ]
         self.session.call(
             "complete_multipart",

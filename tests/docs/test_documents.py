@@ -106,6 +106,12 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def test_the_recipe_is_the_example_that_is_tested() -> None:
+    """If this fails, a reader copies another script than the one that a test interrupts."""
+    (recipe,) = snippets_of(ROOT / "docs" / "recipes.md")
+    assert recipe.text == read("examples/single_gpu.py")
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_NAMES)
 def test_links_lead_somewhere(path: Path) -> None:
     """If this fails, a reader of the documents ends at a page that is not there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,13 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import cloudckpt
 from cloudckpt._torch_compat import fqns_of
 from cloudckpt.dcp import live_optimizers
+from cloudckpt.dcp.live_objects import LiveObjects
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, StateDictMismatchError
 
 _names = iter(range(1000))
@@ -635,3 +638,84 @@ def test_a_part_of_the_parameters_may_be_loaded_with_their_state() -> None:
     stage["optimizer"]["state"].pop("0.bias")
     with pytest.raises(StateDictMismatchError, match=r"3 entries.*0\.bias"):
         cloudckpt.load(stage, uri, no_dist=True)
+
+
+class PositionedLoader(DataLoader[int]):
+    """A data loader with the state of torchdata's, which is not installed here: position and sampler's position."""
+
+    yielded = 3
+    finished = False
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = {"sampler_state": {"yielded": self.yielded}}
+        return {"_sampler_iter_yielded": 1, "_sampler_iter_state": sampler, "_iterator_finished": self.finished}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state.keys() == self.state_dict().keys()  # what is saved beside it is not the loader's
+        self.yielded = state["_sampler_iter_state"]["sampler_state"]["yielded"]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+
+def loader_of(num_samples: int = 8, **settings: Any) -> PositionedLoader:
+    """Make a loader of one rank of two. The settings of a sampler are those of a `DistributedSampler`."""
+    data = range(num_samples)
+    of_sampler = {key: settings.pop(key) for key in ("seed", "rank", "num_replicas", "shuffle") if key in settings}
+    sampler = DistributedSampler(data, **{"num_replicas": 2, "rank": 0, **of_sampler})  # type: ignore[arg-type]
+    return PositionedLoader(data, **{"batch_size": 2, "sampler": sampler, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: loader_of(10), r"with samples=8\. The loader of this job has samples=10"),
+        (lambda: loader_of(seed=5), r"with seed=0.* has seed=5"),
+        (lambda: loader_of(num_replicas=4, rank=3), r"num_replicas=2, rank=0\..* num_replicas=4, rank=3"),
+        (lambda: loader_of(shuffle=False), r"shuffle=True.*shuffle=False"),
+        (lambda: loader_of(num_workers=2), r"workers=0.*workers=2"),
+        (lambda: loader_of(sampler=None), r"sampler=DistributedSampler.*sampler=SequentialSampler"),
+        (lambda: loader_of(batch_size=4), None),  # the sampler counts samples
+    ],
+)
+def test_loader_made_in_another_way_is_refused(other: Callable[[], Any], named: str | None) -> None:
+    """If this fails, a job with more data, other ranks or another seed trains on other batches without a word."""
+    uri = new_uri()
+    cloudckpt.save(uri, dataloader={"train": loader_of()})
+    if named is None:
+        cloudckpt.load(uri, dataloader={"train": other()})
+        return
+    with pytest.raises(StateDictMismatchError, match=rf"'dataloader.rank-0.train' of {uri} was saved .*{named}.*other"):
+        cloudckpt.load(uri, dataloader={"train": other()})
+
+
+def test_batches_of_a_stream_keep_their_size() -> None:
+    """If this fails, a loader that skips as many batches as were seen skips other samples."""
+    uri = new_uri()
+    cloudckpt.save(uri, dataloader=PositionedLoader(Stream(), batch_size=2))
+    cloudckpt.load(uri, dataloader=PositionedLoader(Stream(), batch_size=2))
+    with pytest.raises(StateDictMismatchError, match=r"batch_size=2\..*batch_size=4"):
+        cloudckpt.load(uri, dataloader=PositionedLoader(Stream(), batch_size=4))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_epoch_of_a_sampler_comes_back(*, finished: bool) -> None:
+    """If this fails, a resume shuffles as in epoch 0, or skips the epoch after one that had ended."""
+    uri, loader, resumed = new_uri(), loader_of(), loader_of()
+    loader.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    loader.finished, resumed.yielded = finished, 99
+    cloudckpt.save(uri, dataloader=loader)
+    cloudckpt.load(uri, dataloader=resumed)
+    assert list(resumed.sampler) == list(loader.sampler)
+    assert resumed.yielded == (0 if finished else 3)
+
+
+def test_loader_in_extra_of_several_ranks_is_refused() -> None:
+    """If this fails, all ranks continue at the position of rank 0."""
+    objects = LiveObjects(None, None, None, None, {"loader": loader_of()}, has_random_state=False)
+    alone = objects.entries(rank=0, num_ranks=1, is_strict=True)["extra"]
+    assert "loader" in alone.state_dict()
+    with pytest.raises(InvalidOptionError, match=r"'loader'.* is a data loader.*each of the 2 ranks"):
+        objects.entries(rank=0, num_ranks=2, is_strict=True)["extra"].state_dict()

@@ -1,4 +1,4 @@
-"""Live training objects as entries of a state dict: models, schedulers, data loaders, random generators, values."""
+"""Live training objects as entries of a state dict: models, schedulers, random generators, values."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.utils.data import DataLoader, Sampler
 
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
 from cloudckpt.dcp.live_entry import (
@@ -30,6 +31,7 @@ from cloudckpt.dcp.live_entry import (
     make_empty,
     tensors_in,
 )
+from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.dcp.save_planner import is_stateful
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
@@ -215,32 +217,6 @@ def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
     return ValuesEntry(value) if type(value) is dict else wrap(value)
 
 
-class RankEntry(LiveEntry):
-    """An entry that differs between ranks: each saves and loads its own, under ``rank-<r>``."""
-
-    def __init__(self, entry: LiveEntry, *, rank: int, num_ranks: int) -> None:
-        self._entry = entry
-        self._key = f"rank-{rank}"
-        self._num_ranks = num_ranks
-
-    def state_dict(self) -> dict[str, Any]:
-        return {self._key: self._entry.state_dict()}
-
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
-        known = saved if isinstance(saved, Mapping) else {}
-        if self._key not in known or len(known) not in {1, self._num_ranks}:  # 1: this rank saved by itself
-            raise StateDictMismatchError(
-                f"{where!r} of {uri} was saved by {len(known)} ranks, and this job has {self._num_ranks}. Positions "
-                f"in the data cannot be shared out anew: leave {where} out, pass strict=False, and set the position "
-                "yourself",
-                uri=uri,
-            )
-        return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", uri=uri)}
-
-    def load_state_dict(self, state: Any, *, where: str) -> None:
-        self._entry.load_state_dict(state[self._key], where=f"{where}.{self._key}")
-
-
 class RefusedEntry(OptionalEntry):
     """Stands for objects that cannot be saved. Raises the reason within the call, so that all ranks hear of it."""
 
@@ -362,7 +338,8 @@ def wrap(value: Any) -> LiveEntry | None:
     if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
         return GeneratorEntry(value)
     if not isinstance(value, torch.Tensor) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return StatefulEntry(value)
+        entry = StatefulEntry(value)
+        return LoaderEntry(entry, value) if isinstance(value, (DataLoader, Sampler)) else entry
     return None
 
 
@@ -375,7 +352,7 @@ def wrap_all(value: Any, *, keyword: str) -> LiveEntry:
     entry = wrap(value)
     if entry is None:
         hint = ""
-        if isinstance(value, torch.utils.data.DataLoader):
+        if isinstance(value, DataLoader):
             hint = ". Use torchdata's StatefulDataLoader"
         elif hasattr(value, "set_epoch"):
             hint = ". Save the epoch in extra={…}, and call set_epoch() after the load"
@@ -384,36 +361,6 @@ def wrap_all(value: Any, *, keyword: str) -> LiveEntry:
             f"be saved{hint}"
         )
     return entry
-
-
-def warn_of_shared_generator(dataloader: Any) -> None:
-    """Warn of data loaders that go on with other random numbers after a resume.
-
-    ``iter(loader)`` draws a seed from the loader's generator, by default the process's, so a resume within an epoch
-    draws once more than the run that saved. A sampler of torch's has no state of its own.
-    """
-    loaders = list(dataloader.values()) if isinstance(dataloader, Mapping) else dataloader
-    for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
-        if not isinstance(loader, torch.utils.data.DataLoader):
-            continue
-        of_sampler = getattr(loader.sampler, "generator", None)
-        is_drawn_from = of_sampler is loader.generator and loader.num_workers == 0
-        if loader.generator is None:
-            _log.warning(
-                "the %s has no generator of its own, so a resume within an epoch continues with other random numbers. "
-                "Pass it generator=torch.Generator()",
-                type(loader).__name__,
-            )
-            return
-        is_torchs = type(loader.sampler) is torch.utils.data.RandomSampler  # torchdata's is a subclass
-        if of_sampler is not None and (is_drawn_from or is_torchs):
-            _log.warning(
-                "the %s does not save the generator of its sampler, so a resume continues in another order. Pass it "
-                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=torch.Generator()), and "
-                "another generator=torch.Generator()",
-                type(loader).__name__,
-            )
-            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +409,7 @@ class LiveObjects:
             loaders = wrap_all(self.dataloader, keyword="dataloader")
             yield "dataloader", RankEntry(loaders, rank=rank, num_ranks=num_ranks)
         if self.extra is not None:
+            refuse_shared_loaders(self.extra, num_ranks=num_ranks)
             yield "extra", ValuesEntry(self.extra)
         if self.has_random_state:
             yield "random_state", RandomStateEntry(rank)

@@ -23,7 +23,8 @@ from cloudckpt.api import async_save, entries_of, load, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp import LoadPlanner, SavePlanner
-from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, warn_of_shared_generator
+from cloudckpt.dcp.live_loaders import warn_of_shared_generator
+from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import Coordinator, SavedMetadata, SaveOrLoadError, causes_of, rank_in
 from cloudckpt.dcp.writer import require_collectives
 from cloudckpt.errors import (

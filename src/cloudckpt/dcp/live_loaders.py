@@ -1,0 +1,161 @@
+"""Data loaders as entries of a state dict. Each rank has its own, which resumes with the batches of the saved run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from cloudckpt.dcp.live_entry import LiveEntry
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+
+_log = logging.getLogger("cloudckpt")
+
+_MADE_WITH = "_made_with"
+_OF_SAMPLER = ("epoch", "num_replicas", "rank", "seed", "shuffle")
+
+
+def describe_loader(loader: Any) -> dict[str, Any]:
+    """Return the settings without which the position of a data loader or sampler is in front of other batches."""
+    order = _sampler_of(loader)
+    data = getattr(loader, "dataset", getattr(loader, "data_source", loader))
+    settings = {"sampler": type(order).__name__, **{name: getattr(order, name, None) for name in _OF_SAMPLER}}
+    with contextlib.suppress(TypeError):  # the data have no length
+        settings["samples"] = len(data)
+    if isinstance(loader, DataLoader):
+        settings["workers"] = loader.num_workers
+        # A sampler counts samples, so that batches of another size continue at the same one.
+        if loader.batch_size is None or isinstance(data, IterableDataset):
+            settings["batch_size"] = getattr(loader.batch_sampler, "batch_size", None)
+    return {name: value for name, value in settings.items() if isinstance(value, (int, str))}
+
+
+def refuse_other_settings(saved: Mapping[str, Any], held: Mapping[str, Any], *, where: str, uri: str) -> None:
+    """Raise `StateDictMismatchError` if the data loader of a load has other settings than that of the save."""
+    names = [name for name in saved if name != "epoch" and saved.get(name) != held.get(name)]
+    if names:
+        then, now = (", ".join(f"{name}={of.get(name)}" for name in names) for of in (saved, held))
+        raise StateDictMismatchError(
+            f"{where!r} of {uri} was saved with {then}. The loader of this job has {now}, so it would give other "
+            f"batches. Make it as that run did; or leave {where.partition('.')[0]} out, pass strict=False, and set the "
+            "position yourself",
+            uri=uri,
+        )
+
+
+class LoaderEntry(LiveEntry):
+    """A data loader or sampler with a state, and the settings that its position depends on."""
+
+    def __init__(self, entry: LiveEntry, loader: DataLoader[Any] | Sampler[Any]) -> None:
+        self._entry = entry
+        self._loader = loader
+        self._uri = ""
+
+    def state_dict(self) -> Any:
+        state = self._entry.state_dict()
+        return {**state, _MADE_WITH: describe_loader(self._loader)} if isinstance(state, dict) else state
+
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
+        self._uri = uri
+        return self._entry.plan_load(saved, where=where, uri=uri)
+
+    def load_state_dict(self, state: Any, *, where: str) -> None:
+        if isinstance(state, dict) and _MADE_WITH in state:
+            made_with = state.pop(_MADE_WITH)
+            refuse_other_settings(made_with, describe_loader(self._loader), where=where, uri=self._uri)
+            _begin_epoch_whole(state)
+            order = _sampler_of(self._loader)
+            if "epoch" in made_with and hasattr(order, "set_epoch"):
+                order.set_epoch(made_with["epoch"])  # torchdata 0.11 does not save it, and the order follows from it
+        self._entry.load_state_dict(state, where=where)
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Return what orders the samples; a batch sampler of the user's may do so itself."""
+    batches = getattr(loader, "batch_sampler", None)
+    held = loader if batches is None else batches
+    return getattr(held, "sampler", held)
+
+
+def _begin_epoch_whole(state: dict[str, Any]) -> None:
+    """Set the position of a sampler to 0 in a state of torchdata's at the start or the end of an epoch.
+
+    The position then is still that of the epoch before, so that the loader would skip the next epoch without an error
+    (https://github.com/meta-pytorch/data/issues/1513, in torchdata 0.11).
+    """
+    has_workers = isinstance(state.get("_snapshot"), dict)
+    main = state["_snapshot"].get("_main_snapshot", {}) if has_workers else state
+    is_between = main.get("_sampler_iter_yielded") == 0 or (not has_workers and state.get("_iterator_finished"))
+    of_sampler = (main.get("_sampler_iter_state") or {}).get("sampler_state")
+    if is_between and isinstance(of_sampler, dict) and "yielded" in of_sampler:
+        of_sampler["yielded"] = 0
+
+
+class RankEntry(LiveEntry):
+    """An entry that differs between ranks: each saves and loads its own, under ``rank-<r>``."""
+
+    def __init__(self, entry: LiveEntry, *, rank: int, num_ranks: int) -> None:
+        self._entry = entry
+        self._key = f"rank-{rank}"
+        self._num_ranks = num_ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self._key: self._entry.state_dict()}
+
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+        known = saved if isinstance(saved, Mapping) else {}
+        if self._key not in known or len(known) not in {1, self._num_ranks}:  # 1: this rank saved by itself
+            raise StateDictMismatchError(
+                f"{where!r} of {uri} was saved by {len(known)} ranks, and this job has {self._num_ranks}. Positions "
+                f"in the data cannot be shared out anew: leave {where} out, pass strict=False, and set the position "
+                "yourself",
+                uri=uri,
+            )
+        return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", uri=uri)}
+
+    def load_state_dict(self, state: Any, *, where: str) -> None:
+        self._entry.load_state_dict(state[self._key], where=f"{where}.{self._key}")
+
+
+def refuse_shared_loaders(extra: Mapping[Any, Any], *, num_ranks: int) -> None:
+    """Raise `InvalidOptionError` for a data loader in `extra` on several ranks: all would get rank 0's position."""
+    names = [key for key, value in extra.items() if isinstance(value, DataLoader)] if num_ranks > 1 else []
+    if names:
+        raise InvalidOptionError(
+            f"extra[{names[0]!r}] is a data loader, and each of the {num_ranks} ranks has its own position: pass it as "
+            "dataloader=…, several in a dict"
+        )
+
+
+def warn_of_shared_generator(dataloader: Any) -> None:
+    """Warn of data loaders that go on with other random numbers after a resume.
+
+    ``iter(loader)`` draws a seed from the loader's generator, by default the process's, so a resume within an epoch
+    draws once more than the run that saved. A sampler of torch's has no state of its own.
+    """
+    loaders = list(dataloader.values()) if isinstance(dataloader, Mapping) else dataloader
+    for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
+        if not isinstance(loader, DataLoader):
+            continue
+        of_sampler = getattr(loader.sampler, "generator", None)
+        is_drawn_from = of_sampler is loader.generator and loader.num_workers == 0
+        if loader.generator is None:
+            _log.warning(
+                "the %s has no generator of its own, so a resume within an epoch continues with other random numbers. "
+                "Pass it generator=torch.Generator()",
+                type(loader).__name__,
+            )
+            return
+        is_torchs = type(loader.sampler) is torch.utils.data.RandomSampler  # torchdata's is a subclass
+        if of_sampler is not None and (is_drawn_from or is_torchs):
+            _log.warning(
+                "the %s does not save the generator of its sampler, so a resume continues in another order. Pass it "
+                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=torch.Generator()), and "
+                "another generator=torch.Generator()",
+                type(loader).__name__,
+            )
+            return

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, turn
+from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, take_turn
 from cloudckpt.background.process import require_process_support
 from cloudckpt.background.runner import (
     BackgroundSave,
@@ -288,7 +288,7 @@ def async_save(
         uri=_shown_location(uri, checkpoint_id, storage_writer),
         timeout_s=chosen.timeout_s,
     )
-    with turn(chosen.async_in_flight, first_with=first_with):
+    with take_turn(chosen.async_in_flight, first_with=first_with):
         call: CollectiveCall | None = None
         save: BackgroundSave | None = None
         try:

@@ -1,8 +1,8 @@
 """Events of saves and loads while they run.
 
 A new event gets its name here, its meaning in ``docs/telemetry.md``, and a level if it is written to the log.
-`Context.emit` sends it to `Options.on_event` and the subscribers of `cloudckpt.telemetry`; `tell` in `pipeline.context`
-also writes it to the log.
+`Context.emit` sends it to `Options.on_event` and the subscribers of `cloudckpt.telemetry`; `log_and_deliver` in
+`pipeline.context` also writes it to the log.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def assert_ends(memory: Memory, error: BaseException, begin: Callable[[], Any]) 
         assert all(bool((tensor == 1.0).all()) for tensor in found.values())
     # Nothing is left in the way of the next save.
     in_flight.await_turn()
-    in_flight.forget(in_flight.latest())
+    in_flight.drop(in_flight.find_unsettled())
     cloudckpt.async_save(state_of(2.0), memory.uri("next")).result(WAIT_S)
     return is_committed
 
@@ -249,7 +249,7 @@ def test_a_callback_of_a_future_that_raises_changes_nothing(memory: Memory, name
     handle.result(WAIT_S)
     in_flight.await_turn()
     assert called.is_set()
-    assert in_flight.latest() is None
+    assert in_flight.find_unsettled() is None
 
 
 @every_error

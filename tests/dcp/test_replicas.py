@@ -266,13 +266,13 @@ def test_buffers_may_differ_and_parameters_and_moments_may_not() -> None:
         found = find_synchronized(objects.entries(rank=0, num_ranks=2, is_strict=True))
         prefix = "model.net" if isinstance(model, dict) else "model"
         for name in ("seen", "norm.running_mean", "norm.running_mean.data_", "again.running_var", "_extra_state.amax"):
-            assert found.find_rule(f"{prefix}.{name}") is replicas.Rule.BUFFER
+            assert found.find_rule(f"{prefix}.{name}") is replicas.DifferenceRule.BUFFER
         for name in ("linear.weight", "linear.weight.data_", "norm.weight", "again.bias"):
-            assert found.find_rule(f"{prefix}.{name}") is replicas.Rule.MUST_AGREE
-        assert found.find_rule("optimizer.state.linear.weight.momentum_buffer") is replicas.Rule.MUST_AGREE
-        assert found.find_rule("optimizer.param_groups.0.lr") is replicas.Rule.MUST_AGREE
-        assert found.find_rule("optimizer.param_groups.0.params") is replicas.Rule.BUFFER
-        assert found.find_rule("extra.w") is replicas.Rule.MAY_DIFFER
+            assert found.find_rule(f"{prefix}.{name}") is replicas.DifferenceRule.MUST_AGREE
+        assert found.find_rule("optimizer.state.linear.weight.momentum_buffer") is replicas.DifferenceRule.MUST_AGREE
+        assert found.find_rule("optimizer.param_groups.0.lr") is replicas.DifferenceRule.MUST_AGREE
+        assert found.find_rule("optimizer.param_groups.0.params") is replicas.DifferenceRule.BUFFER
+        assert found.find_rule("extra.w") is replicas.DifferenceRule.MAY_DIFFER
 
 
 class Waits:

@@ -23,7 +23,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.io.client import Clock, StoreClient
-from cloudckpt.io.download import fetch, find_wrong_tiles, measure
+from cloudckpt.io.download import fetch, find_size, find_wrong_tiles
 from cloudckpt.stores.base import Store, Views
 from cloudckpt.stores.memory import MemoryStore
 
@@ -276,7 +276,7 @@ def test_sizes_are_believed_from_three_looks(
     """If this fails, one HEAD with a wrong answer makes `verify` call a checkpoint damaged, or a save fail."""
     store = LyingStore(reads, heads, body=body)
     try:
-        found: int | str | None = measure(client_of(store), key=KEY, size_bytes=len(DATA))
+        found: int | str | None = find_size(client_of(store), key=KEY, size_bytes=len(DATA))
     except CloudckptError as error:
         found = type(error).__name__
     assert found == end

@@ -84,7 +84,7 @@ class _Slot:
 _slot = _Slot()
 
 
-def latest() -> AsyncSave | None:
+def find_unsettled() -> AsyncSave | None:
     """Return the background save that is in flight, or that has failed without anybody having asked."""
     handle = _slot.handle
     if handle is None or not handle.done():
@@ -93,7 +93,7 @@ def latest() -> AsyncSave | None:
 
 
 @contextlib.contextmanager
-def turn(
+def take_turn(
     in_flight: Literal["wait", "raise"], *, first_with: Callable[[str | None], tuple[int, str] | None]
 ) -> Iterator[None]:
     """Let no other thread begin a save in this context, in which `await_turn` waits for the save in flight.
@@ -171,7 +171,7 @@ def earlier_failure() -> Iterator[BaseException | None]:
     except CheckpointException as raised:
         if error is not None:
             is_told = raised is error or str(error) in map(str, causes_of(raised))
-            keep(previous) if previous is not None and not is_told else forget(previous)
+            set_in_flight(previous) if previous is not None and not is_told else drop(previous)
         raise
 
 
@@ -191,7 +191,7 @@ def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
     return failure_of(error, what=what, is_alone=is_alone)
 
 
-def keep(handle: AsyncSave, thread: threading.Thread | None = None) -> None:
+def set_in_flight(handle: AsyncSave, thread: threading.Thread | None = None) -> None:
     """Make `handle`, which `thread` runs, the save in flight."""
     with _slot.lock:
         _slot.handle, _slot.thread = handle, thread
@@ -201,7 +201,7 @@ def keep(handle: AsyncSave, thread: threading.Thread | None = None) -> None:
             _slot.is_exit_watched = True
 
 
-def forget(handle: AsyncSave | None) -> None:
+def drop(handle: AsyncSave | None) -> None:
     """Drop the save: nobody needs to learn of its outcome any more."""
     with _slot.lock:
         if _slot.handle is handle:
@@ -255,7 +255,7 @@ def _end(timeout: float | None, *, within_s: float | None) -> None:
     end_process()
     PINNED.close()
     error = _unseen_failure(previous)
-    forget(previous)
+    drop(previous)
     if error is not None:
         raise error
 

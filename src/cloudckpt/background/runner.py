@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
-from cloudckpt.background.answers import refuse_attributes
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.background.in_flight import forget, keep, own_stager
+from cloudckpt.background.hook_answers import refuse_attributes
+from cloudckpt.background.in_flight import drop, own_stager, set_in_flight
 from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
@@ -231,7 +231,7 @@ class BackgroundSave:
         self.thread = threading.Thread(
             target=contextvars.copy_context().run, args=(run,), name="cloudckpt-async", daemon=False
         )
-        keep(handle, self.thread)
+        set_in_flight(handle, self.thread)
         self.thread.start()
         if is_overlapped:
             if isinstance(staging, Staging):
@@ -265,7 +265,7 @@ class BackgroundSave:
         if self.thread is not None and self.thread.ident is not None and self.handle is not None:
             self.handle.cancel()
             return
-        forget(self.handle)
+        drop(self.handle)
         if self.process is not None:
             end_process()
         if self.call is not None:
@@ -299,7 +299,7 @@ class BackgroundSave:
             self.staging = self.planner = self.process = self.handle = None
             handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
-            forget(handle)
+            drop(handle)
         del outcome  # whose traceback holds this frame
 
     def _save(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._this_process import OfThisProcess, rare_collections
 from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor, StateDictStager, local_tensor_of
-from cloudckpt.background.answers import HookAnswers, has_hooks
+from cloudckpt.background.hook_answers import HookAnswers, has_hooks
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS
 from cloudckpt.format.wrappers import is_wrapper, put_together

@@ -339,7 +339,7 @@ def _remove_whole(walked: WalkedLocation, doomed: Sequence[int]) -> tuple[StoreE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Fenced:
+class _DeletionFence:
     """A deletion's own fence, which hides all that counted."""
 
     log: Log
@@ -352,7 +352,7 @@ class _Fenced:
     """That manifest; None if it is large or could not be read."""
 
 
-def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Fenced:
+def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _DeletionFence:
     """Lay a fence of our own above all that counted.
 
     Never relies on the fence of another deletion: who laid one may take it back. Unless `conditional`, it takes the
@@ -368,7 +368,7 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Fenced:
         has_laid = put_fence(client, log.highest_number + 1, keeps=None, conditional=conditional)
         log = read_log(client)
         if has_laid and log.current is None:
-            return _Fenced(log=log, number=below.highest_number + 1, hidden=below.current, document=document)
+            return _DeletionFence(log=log, number=below.highest_number + 1, hidden=below.current, document=document)
         if log.current is not None and (has_laid or log.current != counted):
             raise CheckpointChangedError(
                 f"{client.uri} was overwritten while it was being deleted. What another save has committed there is "
@@ -379,7 +379,7 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Fenced:
     raise CheckpointChangedError(f"{client.uri} changes all the time: it was not deleted. Try again", uri=client.uri)
 
 
-def _put_back(walked: WalkedLocation, fenced: _Fenced, *, conditional: bool) -> bool:
+def _put_back(walked: WalkedLocation, fenced: _DeletionFence, *, conditional: bool) -> bool:
     """Make the checkpoint count again that a deletion has hidden and then could not remove. Return whether it does.
 
     All of its data has to be there. The entry is created directly above the deletion's own fence, and only if absent:

@@ -57,7 +57,7 @@ _MAX_RANKS = 8
 _log = logging.getLogger("cloudckpt")
 
 
-class Rule(enum.IntEnum):
+class DifferenceRule(enum.IntEnum):
     """The consequence of copies that differ."""
 
     BUFFER = 0
@@ -83,16 +83,16 @@ class SynchronizedNames:
     exceptions: frozenset[str] = frozenset()
     """Names of entries and of containers."""
 
-    def find_rule(self, name: str) -> Rule:
+    def find_rule(self, name: str) -> DifferenceRule:
         """Return the rule for copies of the entry of this name."""
         if not self.keys or name.partition(".")[0] not in self.keys:
-            return Rule.MAY_DIFFER
+            return DifferenceRule.MAY_DIFFER
         container = name.rpartition(".")[0]  # of a part of a tensor that consists of others
         is_exception = name in self.exceptions or container in self.exceptions or _EXTRA_STATE in name
-        return Rule.BUFFER if is_exception else Rule.MUST_AGREE
+        return DifferenceRule.BUFFER if is_exception else DifferenceRule.MUST_AGREE
 
 
-class Copy(NamedTuple):
+class ItemCopy(NamedTuple):
     """An item in the plan of one of the ranks that hold it."""
 
     rank: int
@@ -106,14 +106,14 @@ class Fingerprints:
     """Findings of the ranks about each other's copies."""
 
     of_items: array[int]
-    """The `Copy.fingerprint` of each item of a plan."""
+    """The `ItemCopy.fingerprint` of each item of a plan."""
     synchronized: SynchronizedNames
     common: frozenset[str]
     """The names of the parts that all slices of a tensor have in common."""
 
-    def find_rule(self, name: str) -> Rule:
+    def find_rule(self, name: str) -> DifferenceRule:
         """Return the rule for copies of the entry of this name."""
-        return Rule.COMMON_TO_SLICES if name in self.common else self.synchronized.find_rule(name)
+        return DifferenceRule.COMMON_TO_SLICES if name in self.common else self.synchronized.find_rule(name)
 
 
 def take_fingerprints(
@@ -141,7 +141,7 @@ def take_fingerprints(
         if compare == "never" and not is_common:
             continue
         if item.tensor_data is None:
-            if found.find_rule(fqn) is Rule.MUST_AGREE:
+            if found.find_rule(fqn) is DifferenceRule.MUST_AGREE:
                 of_items[position] = _fingerprint_value(state_dict.get(fqn))
             continue
         tensor, address = _find_readable(item, state_dict.get(fqn), uri)
@@ -341,13 +341,13 @@ def key_of(index: MetadataIndex) -> ItemKey:
     return index.fqn, index.offset
 
 
-def copies_of_items(plans: Sequence[SavePlan]) -> dict[ItemKey, list[Copy]]:
+def copies_of_items(plans: Sequence[SavePlan]) -> dict[ItemKey, list[ItemCopy]]:
     """Return the copies of each item, in the order of their ranks."""
-    copies_of: dict[ItemKey, list[Copy]] = {}
+    copies_of: dict[ItemKey, list[ItemCopy]] = {}
     for rank, plan in enumerate(plans):
         found = fingerprints_of(plan)
         for item, fingerprint in zip(plan.items, found.of_items if found else itertools.repeat(0)):  # noqa: B905
-            index, copy = item.index, Copy(rank, item, fingerprint)
+            index, copy = item.index, ItemCopy(rank, item, fingerprint)
             if copies := copies_of.get(key := (index.fqn, index.offset)):  # `key_of`, without a call
                 copies.append(copy)
             else:
@@ -355,47 +355,47 @@ def copies_of_items(plans: Sequence[SavePlan]) -> dict[ItemKey, list[Copy]]:
     return copies_of
 
 
-def are_equal(copies: Sequence[Copy]) -> bool:
+def are_equal(copies: Sequence[ItemCopy]) -> bool:
     """Return True if all copies were compared, and found to be equal."""
     first = copies[0].fingerprint
     return first != 0 and all(copy.fingerprint == first for copy in copies)
 
 
-def check_replicas(copies_of: Mapping[ItemKey, Sequence[Copy]], plans: Sequence[SavePlan], *, uri: str) -> None:
+def check_replicas(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Sequence[SavePlan], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if copies differ that must agree. Warn once of others that do."""
     found = [fingerprints_of(plan) for plan in plans]
-    unexpected: list[Sequence[Copy]] = []
+    unexpected: list[Sequence[ItemCopy]] = []
     for copies in copies_of.values():
         if len(copies) == 1 or not _differ(copies):
             continue
         fqn = copies[0].item.index.fqn
         rule = max(one.find_rule(fqn) for copy in copies if (one := found[copy.rank]) is not None)
-        if rule is Rule.COMMON_TO_SLICES:
+        if rule is DifferenceRule.COMMON_TO_SLICES:
             raise StateDictMismatchError(
                 f"{fqn!r} differs between the ranks that save {uri}, and all slices of a tensor have it in "
                 "common. Nothing was written. Quantize the tensor before it is sharded, or with a scale for each "
                 "row, or save it dequantized",
                 uri=uri,
             )
-        if rule is Rule.MUST_AGREE:
+        if rule is DifferenceRule.MUST_AGREE:
             raise StateDictMismatchError(
                 f"ranks hold different values under one name in {uri}: {_describe(copies)}. Nothing was written. Wrap "
                 "the model in DistributedDataParallel, or broadcast its state, or give each rank a name or a URI of "
                 "its own; if the ranks differ on purpose, Options(compare_replicas='never') saves the lowest rank's",
                 uri=uri,
             )
-        if rule is Rule.MAY_DIFFER:
+        if rule is DifferenceRule.MAY_DIFFER:
             unexpected.append(copies)
     if unexpected:
         _warn_once(_describe(unexpected[0]), len(unexpected), uri)
 
 
-def _differ(copies: Sequence[Copy]) -> bool:
+def _differ(copies: Sequence[ItemCopy]) -> bool:
     """Return True if two copies that were compared differ."""
     return not are_equal(copies) and len({copy.fingerprint for copy in copies if copy.fingerprint}) > 1
 
 
-def _describe(copies: Sequence[Copy]) -> str:
+def _describe(copies: Sequence[ItemCopy]) -> str:
     first = next(copy for copy in copies if copy.fingerprint)
     others = [copy.rank for copy in copies if copy.fingerprint not in {0, first.fingerprint}]
     return f"{first.item.index.fqn!r} of {ranks_text(others)} differs from that of rank {first.rank}"

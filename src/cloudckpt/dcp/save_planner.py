@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
 from cloudckpt.dcp.replicas import (
     CompareReplicas,
-    Copy,
+    ItemCopy,
     ItemKey,
     SynchronizedNames,
     are_equal,
@@ -197,7 +197,7 @@ def _properties_of(tensor: torch.Tensor) -> TensorProperties:
         )
 
 
-def check_agreement(copies_of: Mapping[ItemKey, Sequence[Copy]], plans: Sequence[SavePlan], *, uri: str) -> None:
+def check_agreement(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Sequence[SavePlan], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if ranks have different things under one name.
 
     torch saves one of them. The others are then lost, and their ranks cannot load what was saved.
@@ -380,7 +380,7 @@ class ReplicatedItem:
     num_bytes: int
 
 
-def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[ItemKey, Sequence[Copy]]) -> list[SavePlan]:
+def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[ItemKey, Sequence[ItemCopy]]) -> list[SavePlan]:
     """Return the ranks' plans with each item, whole, in only one of them.
 
     Any rank may save an item whose copies are known to be equal. The lowest rank saves any other: the lowest one that
@@ -425,7 +425,7 @@ def assign_ranks(items: Sequence[ReplicatedItem], *, own_bytes: Sequence[int]) -
     return ranks
 
 
-def _common_first(copies: Sequence[Copy], copies_of: Mapping[ItemKey, Sequence[Copy]]) -> ItemKey | None:
+def _common_first(copies: Sequence[ItemCopy], copies_of: Mapping[ItemKey, Sequence[ItemCopy]]) -> ItemKey | None:
     """Return the item to which an item is tied on every rank that has it, if the same ranks have both."""
     if not isinstance(copies[0].item, TiedItem):
         return None

@@ -131,7 +131,7 @@ def prepare_items(
         for item in map(items.__getitem__, positions):
             source = sources.get(item.index.fqn)
             if item.type is WriteItemType.BYTE_IO:
-                # Its bytes are held here no longer than they are sent.
+                # Encoded by the plan, which refuses what cannot be saved, and held until it is sent.
                 yield _stage_value(item, encoded.pop(item.index.fqn, None), planner, transforms, uri)
             elif transforms or source is None or (quick := _stage_in_place(item, source, layouts)) is None:
                 yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, pending)

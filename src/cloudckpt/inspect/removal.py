@@ -33,7 +33,7 @@ from cloudckpt.errors import (
 from cloudckpt.events import Event, EventName
 from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.options import Options
-from cloudckpt.pipeline.context import tell
+from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.stores import clock
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
@@ -270,7 +270,7 @@ def _emit(
     text = message if error is None else str(error)
     kind = "" if error is None else type(error).__name__
     event = Event(name=name, uri=uri, rank=0, key=key, num_bytes=num_bytes, error=kind, message=text)
-    tell(event, options, words=f"{name} {uri}" + (f": {text}" if text else ""))
+    log_and_deliver(event, options, words=f"{name} {uri}" + (f": {text}" if text else ""))
 
 
 def _uri_of(location: Location, prefix: str) -> str:

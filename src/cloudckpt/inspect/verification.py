@@ -152,7 +152,7 @@ class Verification:
             pass
 
     def _measure(self, index: int) -> None:
-        size_bytes = self._reader.measure(index)
+        size_bytes = self._reader.find_size(index)
         if size_bytes is None:
             self._missing.add(index)
         else:

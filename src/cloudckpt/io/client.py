@@ -264,16 +264,16 @@ class StoreClient:
             TransientStoreError: No looks agree, and there is no `changing`.
 
         """
-        doubts = Observation(self, changing=changing)
+        observed = Observation(self, changing=changing)
         while True:
             try:
                 found = look()
             except doubted as error:  # noqa: PERF203  # looks are rare, and requests
-                if doubts.is_confirmed_by(type(error).__name__, error):
+                if observed.is_confirmed_by(type(error).__name__, error):
                     raise
             else:
                 evidence = doubt(found)
-                if not evidence or doubts.is_confirmed_by(evidence):
+                if not evidence or observed.is_confirmed_by(evidence):
                     return found
 
 

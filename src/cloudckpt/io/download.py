@@ -44,7 +44,7 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
     """
     remaining, position, end = list(views), begin, begin + num_bytes(views)
     store = client.store
-    doubts = Observation(client)
+    observed = Observation(client)
     with Attempts(client) as attempts:
         while True:
             attempts.begin()
@@ -57,7 +57,7 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
                     if not attempts.wait_after(contradiction):
                         raise
                 else:
-                    if doubts.is_confirmed_by(type(error).__name__, error):
+                    if observed.is_confirmed_by(type(error).__name__, error):
                         raise
                     attempts.renew()
             except Exception as error:
@@ -70,7 +70,7 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
                 return
 
 
-def measure(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
+def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
     """Return the size of the object at `key`, or None. Absence, or another size than `size_bytes`, is confirmed first.
 
     If all is as expected, this takes one HEAD.
@@ -157,11 +157,11 @@ def find_wrong_tiles(
     client.recorder.span("checksum", begun_ns, key=key)
     client.recorder.spent("stage", begun_ns)
     wrong = {index: values[index] for index in _differing(values, expected_crc32cs)}
-    doubts = Observation(client)
+    observed = Observation(client)
     while wrong:
         client.call(_compare, client.store, key, begin + num_bytes(views), by_read="there")
         error = _WrongBytesError(f"{client.url(key)}: {len(wrong)} tiles have other checksums than were saved")
-        if doubts.is_confirmed_by("wrong", error):
+        if observed.is_confirmed_by("wrong", error):
             break
         still_wrong: dict[int, int] = {}
         for first, last in _runs(list(wrong)):

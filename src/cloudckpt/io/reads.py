@@ -79,7 +79,7 @@ def plan_reads(
     for object_index, of_object in itertools.groupby(merged, key=operator.attrgetter("object_index")):
         cuts = (cut for run in of_object for cut in _cut(run, tile_bytes, step_bytes))
         requests += _requests_of(object_index, by_object[object_index], cuts, tile_bytes)
-    return spread(requests)
+    return interleave_reads(requests)
 
 
 def _touching(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -204,7 +204,7 @@ class Read(Protocol):
 _Read = TypeVar("_Read", bound=Read)
 
 
-def spread(reads: Iterable[_Read]) -> list[_Read]:
+def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
     """`reads`, given object by object, so ordered that connections stay busy to the end and on many objects.
 
     Large ones come before small ones (by powers of two), so that no connection still works on a long one when the

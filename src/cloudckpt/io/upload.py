@@ -16,7 +16,7 @@ from cloudckpt._workers import WorkQueue
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
 from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.client import Attempts, StoreClient
-from cloudckpt.io.download import measure
+from cloudckpt.io.download import find_size
 from cloudckpt.io.reads import spread_over_connections
 from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
 from cloudckpt.stores.base import Limits, Part, UploadedPart, Views, combine_tile_crc32cs, compute_tile_crc32cs
@@ -292,7 +292,7 @@ class UploadSession:
 
     def _check_stored(self, target: ObjectUpload) -> None:
         store, key, size_bytes = self._store, target.target_key, target.body.size_bytes
-        stored_bytes = measure(self._client, key=key, size_bytes=size_bytes)
+        stored_bytes = find_size(self._client, key=key, size_bytes=size_bytes)
         if stored_bytes is None:
             raise store.error(ObjectNotFoundError, "complete_multipart", key, "no object is there after its upload.")
         if stored_bytes != size_bytes:

@@ -61,7 +61,7 @@ from cloudckpt.manager.steps import (
     parse_step_uri,
 )
 from cloudckpt.options import Options
-from cloudckpt.pipeline.context import tell
+from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import SkippedCheckpoint
 from cloudckpt.uri import parse_location
 
@@ -486,7 +486,7 @@ class CheckpointManager(OfThisProcess):
             if not handle.committed.wait(timeout):
                 raise TimeoutError(f"the background save to {handle.uri} did not end within {timeout} s and continues")
             self._note_end(last)
-            if in_flight.latest() is handle:  # it failed, and nothing has raised the failure yet
+            if in_flight.find_unsettled() is handle:  # it failed, and nothing has raised the failure yet
                 handle.result(0)
         if not self._retention.wait(_remaining_s(ends_at_s)):
             raise TimeoutError(
@@ -580,7 +580,7 @@ class CheckpointManager(OfThisProcess):
         num_failures = f"{self._failures.in_a_row} in a row; {limit} end it"
         words = f"the save of step {failure.step} failed, and training continues ({num_failures}): {failure.error}"
         event = Event(name="save.tolerated", uri=failure.uri, rank=rank, error=kind, message=str(failure.error))
-        tell(event, self._options, words=words)
+        log_and_deliver(event, self._options, words=words)
 
     def _note_damage(self, uri: str) -> None:
         with self._note_lock:

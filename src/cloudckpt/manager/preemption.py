@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cloudckpt._display import shown
 from cloudckpt._this_process import OfThisProcess
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.background.in_flight import latest
+from cloudckpt.background.in_flight import find_unsettled
 from cloudckpt.background.runner import GlooGroupCache
 from cloudckpt.dcp.protocol import last_save_seconds
 from cloudckpt.errors import InvalidOptionError, RankLostError
@@ -148,7 +148,7 @@ class Preemption(OfThisProcess):
             self._group = _make_gloo_group(None, self._timeout_s)
         if not self._has_agreed:
             self._set_deadline(self._reduce_min(self.remaining_s, within_s=max(self.remaining_s, self._cleanup_s)))
-        handle = latest()
+        handle = find_unsettled()
         fate = self._wait_for(handle, at_once=in_flight == "cancel")
         error = handle.exception(0) if handle is not None and fate == "failed" else None
         last: SaveOutcome = "none"

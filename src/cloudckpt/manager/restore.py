@@ -27,7 +27,7 @@ from cloudckpt.inspect.verification import verify
 from cloudckpt.io.client import MOST_LOOKS, open_client
 from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
-from cloudckpt.pipeline.context import tell
+from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import LoadReport, SkippedCheckpoint
 from cloudckpt.uri import redacted
 
@@ -188,7 +188,7 @@ def load_newest(
         skipped.append(found)
         on_skip(found)
         kind = CheckpointNotFoundError if found.is_gone else CorruptCheckpointError
-        tell(
+        log_and_deliver(
             Event(name="load.skipped", uri=uri, rank=ranks.rank, error=kind.__name__, message=found.why),
             options or Options(),
             words=f"skipped {uri} and tries the next checkpoint: {found.why}",

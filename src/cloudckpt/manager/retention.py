@@ -24,7 +24,7 @@ from cloudckpt.manager.policies import (
 )
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
-from cloudckpt.pipeline.context import tell
+from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.stores import clock
 from cloudckpt.uri import parse_location
 
@@ -179,7 +179,7 @@ class Retention:
             if one.reason == _NOT_TRIED:
                 continue
             words = f"did not remove the superseded checkpoint {one.uri}: {one.reason}"
-            tell(Event(name="retention.failed", uri=one.uri, rank=0), self._options, words=words)
+            log_and_deliver(Event(name="retention.failed", uri=one.uri, rank=0), self._options, words=words)
         tried = {*removed, *(one.uri for one in failed)}
         kept = [info.uri for info in sort_newest_first(infos) if info.uri not in tried]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
@@ -233,7 +233,7 @@ class Retention:
             with self._changed:
                 self._fenced_at[info.uri] = clock.now()
             words = f"removed the superseded checkpoint {info.uri}"
-            tell(Event(name="retention.removed", uri=info.uri, rank=0), self._options, words=words)
+            log_and_deliver(Event(name="retention.removed", uri=info.uri, rank=0), self._options, words=words)
         return reason
 
     def _remove_fences(self) -> None:

@@ -95,7 +95,7 @@ class StepFolder:
     uri: str
     info: StepInfo | None = None
     """None if nothing is committed there."""
-    top: int = -1
+    highest_number: int = -1
     """Highest number in its log; -1 for an empty one."""
     fenced_at: datetime | None = None
     """Time of the fence that a deleted checkpoint leaves, if there is nothing else."""
@@ -253,13 +253,13 @@ class Steps:
             return self._build_committed(name, log.current_entry, log.highest_number, client, summaries)
         return StepFolder(
             uri=self._uri_of_folder(name),
-            top=log.highest_number,
+            highest_number=log.highest_number,
             fenced_at=log.entries[-1].modified_at if log.entries and log.current is None else None,
             is_half_deleted=log.current is None and not all(one.is_fence for one in log.entries),
         )
 
     def _build_committed(
-        self, name: str, entry: Entry, top: int, client: StoreClient, summaries: SummaryReader | None
+        self, name: str, entry: Entry, highest_number: int, client: StoreClient, summaries: SummaryReader | None
     ) -> StepFolder | None:
         uri = self._uri_of_folder(name)
         moment = self._times.read(client, manifest_key(entry.number), entry)
@@ -278,7 +278,7 @@ class Steps:
         except CheckpointError as error:
             problem = str(error)
         info = StepInfo(step=parse_step_uri(uri), uri=uri, committed_at=moment, metrics=metrics)
-        return StepFolder(uri=uri, info=info, top=top, problem=problem)
+        return StepFolder(uri=uri, info=info, highest_number=highest_number, problem=problem)
 
     def _uri_of_folder(self, name: str) -> str:
         return self.root.child(name).uri

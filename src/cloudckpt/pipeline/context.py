@@ -190,14 +190,14 @@ class Lifecycle:
 
     def _tell(self, name: EventName, words: str, **more: Any) -> None:
         event = Event(name=name, uri=self._uri, rank=self._rank, operation=self._operation, **more)
-        tell(event, self._options, words=words)
+        log_and_deliver(event, self._options, words=words)
 
     def __reduce__(self) -> tuple[Callable[..., Lifecycle], tuple[object, ...]]:
         """Leave out the current operation: it belongs to its process."""
         return Lifecycle, (self._verb, self._options)
 
 
-def tell(event: Event, options: Options, *, words: str) -> None:
+def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
     """Log the event, and hand it to all listeners. An error of theirs is logged: it changes no outcome."""
     report = event.report
     extra = log_fields(

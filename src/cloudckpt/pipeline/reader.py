@@ -31,7 +31,7 @@ from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest, StoredTensor
 from cloudckpt.io.boxes import Box, intersect, split_into_boxes
 from cloudckpt.io.client import choose_hedge_bytes
-from cloudckpt.io.download import fetch, find_wrong_tiles, measure
+from cloudckpt.io.download import fetch, find_size, find_wrong_tiles
 from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
@@ -206,10 +206,10 @@ class Reader:
             self._tiles[index] = unpack_tiles(self.manifest.objects[index].crc32c)
         return self._tiles[index][request.begin // tile_bytes : -(-request.end // tile_bytes)]
 
-    def measure(self, object_index: int) -> int | None:
+    def find_size(self, object_index: int) -> int | None:
         """Return the size of an object in the store, or None if it is missing."""
         stored = self.manifest.objects[object_index]
-        return measure(self.context.client, key=stored.key, size_bytes=stored.size)
+        return find_size(self.context.client, key=stored.key, size_bytes=stored.size)
 
     def has_changed(self) -> bool:
         """Return True if the checkpoint was removed or replaced since its manifest was read."""
@@ -266,7 +266,7 @@ class Reader:
         large = {request.object_index: request for request in requests if request.num_bytes > read_bytes}  # one tile
         for index in sorted({*large, *(index for index in claimed if claimed[index] > _UNSEEN_BYTES)}):
             stored, claimed_bytes = self.manifest.objects[index], claimed.get(index, 0)
-            size_bytes = self.measure(index)
+            size_bytes = self.find_size(index)
             if size_bytes is not None and max(stored.size, claimed_bytes) <= size_bytes:
                 continue
             names = ", ".join(repr(name) for name, _ in held[index])

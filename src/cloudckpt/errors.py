@@ -167,7 +167,9 @@ class Hint:
 
 
 OVERWRITE_HINT = Hint(
-    advice="Choose another URI, or pass {option} to replace the checkpoint.", option="overwrite", value="True"
+    advice="Choose another URI (and another root if another job saves here), or pass {option} to replace the checkpoint.",
+    option="overwrite",
+    value="True",
 )
 ALLOW_PICKLE_HINT = Hint(advice="If you trust who wrote it, pass {option}.", option="allow_pickle", value="True")
 

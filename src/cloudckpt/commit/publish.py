@@ -16,7 +16,6 @@ from cloudckpt.commit.entries import (
 )
 from cloudckpt.commit.log import Log, list_entries, read_log
 from cloudckpt.errors import (
-    OVERWRITE_HINT,
     CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
@@ -39,6 +38,9 @@ class OvertakenError(CheckpointExistsError, CommitUnknownError):
     Who removes the other commit makes this one count, so it must keep its data. Nor may it be removed from here:
     meanwhile the number can have been freed again, and taken by a save that has reported success.
     """
+
+
+_OWN_ROOT = "Nothing of this one is visible. If another job saves here too, give each job a root of its own"
 
 
 def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional: bool) -> None:
@@ -169,10 +171,9 @@ def _is_overtaken(client: StoreClient, number: int) -> bool:
 
 def _lost(client: StoreClient, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"Checkpoint already exists: another save committed {client.url(key)} first. It is untouched and nothing of "
-        "this save is visible",
+        f"Checkpoint already exists: while this save ran, another one committed {client.url(key)}. "
+        f"{_OWN_ROOT}",
         uri=client.uri,
-        hint=OVERWRITE_HINT,
     )
 
 
@@ -194,10 +195,9 @@ def _overtaken(client: StoreClient, log: Log, number: int) -> OvertakenError:
             uri=client.uri,
         )
     return OvertakenError(
-        f"Checkpoint already exists: another save committed {above} while this one put {key}. It is untouched, and "
-        "what this save wrote is left to gc",
+        f"Checkpoint already exists: while this save put {key}, which is left to gc, another one committed {above}. "
+        f"{_OWN_ROOT}",
         uri=client.uri,
-        hint=OVERWRITE_HINT,
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -312,8 +313,10 @@ def fqns_of(module: Any, name: str) -> set[str]:
 
 
 def materialize_meta_tensors(entries: dict[str, Any]) -> None:
-    """Replace tensors on the meta device by empty ones, on the device of the process group."""
-    if _init_state_dict is not None:
+    """Replace tensors on the meta device by empty ones, on the device of the process group; without one, of the CPU."""
+    if not (dist.is_available() and dist.is_initialized()):
+        entries.update({name: torch.empty_like(value, device="cpu") for name, value in entries.items()})
+    elif _init_state_dict is not None:
         _init_state_dict(entries)
 
 

@@ -167,7 +167,7 @@ class Hint:
 
 
 OVERWRITE_HINT = Hint(
-    advice="Choose another URI (and another root if another job saves here), or pass {option} to replace the checkpoint.",
+    advice="Choose another URI (another root if another job saves here), or pass {option} to replace the checkpoint.",
     option="overwrite",
     value="True",
 )

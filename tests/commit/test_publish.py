@@ -135,7 +135,7 @@ def test_write_without_effect_is_a_failure(store: FaultyStore, lost: object) -> 
 def test_somebody_else_was_first(store: FaultyStore) -> None:
     """If this fails, the second of two writers does not learn that it lost, or destroys the first one's commit."""
     put_commit(store, 0, "theirs")
-    with pytest.raises(CheckpointExistsError, match="another one committed .* root of its own") as caught:
+    with pytest.raises(CheckpointExistsError, match=r"another one committed .* root of its own") as caught:
         commit(store)
     assert not isinstance(caught.value, CommitUnknownError)
     assert what_counts(store) == (0, "theirs")

@@ -564,11 +564,11 @@ def test_a_loader_that_draws_from_the_generators_of_all_is_named_once(caplog: py
     [
         ("needs model=", {"optimizer": SGD(make_two().parameters())}),
         ("not in the model that was passed", {"model": make_two(), "optimizer": SGD(make_two().parameters())}),
-        ("must be a torch.optim.Optimizer.*not a int", {"model": make_two(), "optimizer": 3}),
+        ("must be a torch.optim.Optimizer.*not an int", {"model": make_two(), "optimizer": 3}),
         ("model must be a torch.nn.Module or a dict", {"model": "model"}),
         ("extra must be a dict", {"extra": [1]}),
         ("StatefulDataLoader", {"dataloader": torch.utils.data.DataLoader([1])}),
-        ("scheduler is a int, which has no state_dict", {"scheduler": 3}),
+        ("scheduler is an int, which has no state_dict", {"scheduler": 3}),
         ("optimizer=…, several in a dict", {"extra": {"deep": {"sgd": SGD(make_two().parameters())}}}),
     ],
 )

@@ -33,7 +33,14 @@ from cloudckpt.tensors.snapshot_plan import (
     plan_snapshot,
     with_attributes,
 )
-from cloudckpt.tensors.tensor_bytes import describe_shortage, extent_bytes, is_short, layout_of, memory_address
+from cloudckpt.tensors.tensor_bytes import (
+    describe_shortage,
+    extent_bytes,
+    find_obstacle,
+    is_short,
+    layout_of,
+    memory_address,
+)
 from cloudckpt.tensors.values import describe_unsaved_part
 
 _get_dtype = operator.attrgetter("dtype")
@@ -289,7 +296,17 @@ class StateDictTree:
                 self._add(state_dict, self._root, 0)
         except (UnsupportedValueError, MemoryError):
             raise
+        except RecursionError:
+            raise UnsupportedValueError(
+                f"{'.'.join(map(str, self._path[1:3]))!r} or a part of it holds itself, or is nested too deeply to be "
+                "saved. Leave it out of the state dict",
+                uri="",
+            ) from None
         except Exception as error:
+            failed: Any = self._failed
+            obstacle = find_obstacle(failed) if isinstance(failed, torch.Tensor) else None
+            if obstacle is not None:
+                raise UnsupportedValueError(f"cannot save {self._get_name()!r}: it is {obstacle}", uri="") from error
             raise UnsupportedValueError(
                 f"cannot copy {describe_unsaved_part(self._failed, self._get_name())} for a save in the background: "
                 f"{type(error).__name__}: {error}. Leave it out of the state dict, or convert it to something that can "

@@ -171,8 +171,7 @@ def _is_overtaken(client: StoreClient, number: int) -> bool:
 
 def _lost(client: StoreClient, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"Checkpoint already exists: while this save ran, another one committed {client.url(key)}. "
-        f"{_OWN_ROOT}",
+        f"Checkpoint already exists: while this save ran, another one committed {client.url(key)}. {_OWN_ROOT}",
         uri=client.uri,
     )
 

@@ -24,6 +24,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     CloudckptError,
     CorruptCheckpointError,
+    InvalidOptionError,
     StateDictMismatchError,
     quote_names,
 )
@@ -35,6 +36,8 @@ IMPORT_HINT = (
     "cloudckpt.load(model.state_dict(), uri), or import again with add_prefix='model' (--add-prefix model)"
 )
 
+
+_NOTHING_DONE = "Nothing was saved or loaded"
 
 NO_PLACE: Any = object()
 """Returned by `make_empty` for what it cannot make."""
@@ -60,6 +63,11 @@ class LiveEntry:
     def state_dict(self) -> Any:
         """Return what a save stores."""
         raise NotImplementedError
+
+    def state_at(self, where: str) -> Any:
+        """Return what a save stores at the path `where`. An error in a user's code is raised with the path."""
+        with _naming(self, f"state_dict() of {where!r}", _NOTHING_DONE, where=where):
+            return self.state_dict()
 
     def find_unsynchronized(self, where: str) -> list[str]:
         """Return the names below `where` that may differ between ranks, of an entry that `is_synchronized`."""
@@ -150,8 +158,8 @@ class EntryGroup(LiveEntry):
         """The names of the entries."""
         return self._entries.keys()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {key: entry.state_dict() for key, entry in self._entries.items()}
+    def state_at(self, where: str) -> dict[str, Any]:
+        return {key: entry.state_at(f"{where}.{key}") for key, entry in self._entries.items()}
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
@@ -173,9 +181,24 @@ def get_model_state(module: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(module, options=StateDictOptions(strict=False))  # strict only refuses an empty one
 
 
+def kind_of(value: Any) -> str:
+    """Describe the class of `value` for a message, or the class that it is."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def refuse_class(held: Any, *, where: str) -> None:
+    """Raise `InvalidOptionError` for a class in the place of an object."""
+    if isinstance(held, type):
+        raise InvalidOptionError(f"{where!r} is {kind_of(held)}, so it has no state. Pass an object of that class")
+
+
 @contextlib.contextmanager
-def _naming(subject: str, consequence: str) -> Iterator[None]:
-    """Raise an error in a user's code with the object that it is of."""
+def _naming(held: Any, subject: str, consequence: str, *, where: str) -> Iterator[None]:
+    """Raise an error in the code of `held`, which is a user's, with its path."""
+    refuse_class(held, where=where)
     try:
         yield
     except Exception as error:
@@ -191,15 +214,19 @@ def _naming(subject: str, consequence: str) -> Iterator[None]:
 
 def ask_state(held: Any, *, where: str) -> Any:
     """Return ``held.state_dict()``. An error in a user's code is raised with the path of the object."""
-    with _naming(f"state_dict() of {where!r}", "Nothing was saved or loaded"):
+    if isinstance(held, LiveEntry):
+        return held.state_at(where)
+    with _naming(held, f"state_dict() of {where!r}", _NOTHING_DONE, where=where):
         return held.state_dict()
 
 
 def load_object(target: Any, state: Any, *, where: str) -> None:
     """Call ``target.load_state_dict(state)``. An error in a user's code is raised with the path of the object."""
     with _naming(
+        target,
         f"load_state_dict of {where!r} ({type(target).__name__})",
         "All bytes were read. The objects hold a part of what was loaded, so load again before you continue training",
+        where=where,
     ):
         target.load_state_dict(state)
 

@@ -103,8 +103,8 @@ class RankEntry(LiveEntry):
         self._key = f"rank-{rank}"
         self._num_ranks = num_ranks
 
-    def state_dict(self) -> dict[str, Any]:
-        return {self._key: self._entry.state_dict()}
+    def state_at(self, where: str) -> dict[str, Any]:
+        return {self._key: self._entry.state_at(where)}
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}

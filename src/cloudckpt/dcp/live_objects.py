@@ -27,8 +27,10 @@ from cloudckpt.dcp.live_entry import (
     ask_state,
     get_model_state,
     has_parts_of_ranks,
+    kind_of,
     load_object,
     make_empty,
+    refuse_class,
     tensors_in,
 )
 from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
@@ -115,7 +117,12 @@ class StatefulEntry(LiveEntry):
     def state_dict(self) -> Any:
         return self._value.state_dict()
 
+    def state_at(self, where: str) -> Any:
+        refuse_class(self._value, where=where)
+        return super().state_at(where)
+
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
+        refuse_class(self._value, where=where)
         if isinstance(saved, Mapping):
             self._refuse_group(saved, where=where, uri=uri)
         # Only its own state tells which tensors are DTensors. One without floats is not asked for it, since a data
@@ -170,16 +177,15 @@ class ValuesEntry(LiveEntry):
 
     def __init__(self, values: Any) -> None:
         if not isinstance(values, dict):
-            kind = type(values).__name__
-            raise InvalidOptionError(f"extra must be a dict, which a load fills in place, not a {kind}")
+            raise InvalidOptionError(f"extra must be a dict, which a load fills in place, not {kind_of(values)}")
         self._values: dict[Any, Any] = values
         # In one order on all ranks: the methods of the objects may be collective.
         self._live = {
             key: entry for key in sorted(values, key=str) if (entry := _wrap_value(key, values[key])) is not None
         }
 
-    def state_dict(self) -> dict[Any, Any]:
-        return {**self._values, **{key: entry.state_dict() for key, entry in self._live.items()}}
+    def state_at(self, where: str) -> dict[Any, Any]:
+        return {**self._values, **{key: entry.state_at(f"{where}.{key}") for key, entry in self._live.items()}}
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
         known = saved if isinstance(saved, Mapping) else {}
@@ -357,8 +363,8 @@ def wrap_all(value: Any, *, keyword: str) -> LiveEntry:
         elif hasattr(value, "set_epoch"):
             hint = ". Save the epoch in extra={…}, and call set_epoch() after the load"
         raise InvalidOptionError(
-            f"{keyword} is a {type(value).__name__}, which has no state_dict() and load_state_dict(), so it cannot "
-            f"be saved{hint}"
+            f"{keyword} is {kind_of(value)}, which has no state_dict() and load_state_dict(), so it cannot be "
+            f"saved{hint}"
         )
     return entry
 
@@ -434,7 +440,7 @@ def _named_modules(model: Model) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
     if not isinstance(model, Mapping) or not all(isinstance(one, nn.Module) for one in model.values()):
-        raise InvalidOptionError(f"model must be a torch.nn.Module or a dict of them, not a {type(model).__name__}")
+        raise InvalidOptionError(f"model must be a torch.nn.Module or a dict of them, not {kind_of(model)}")
     modules = {f"{key}.": one for key, one in model.items()}
     if len(modules) < len(model):
         raise InvalidOptionError(f"two keys of model are the same text: {', '.join(map(repr, model))}. Rename one")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, get_model_state, load_object, make_empty, part_of
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, get_model_state, kind_of, load_object, make_empty, part_of
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
@@ -50,7 +50,7 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: i
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise InvalidOptionError(
-                f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not a {type(one).__name__}. "
+                f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not {kind_of(one)}. "
                 "Pass the optimizer that it wraps, or the wrapper in extra={…}"
             )
     return OptimizerEntry(optimizers, modules, rank=rank) if optimizers else EntryGroup({})

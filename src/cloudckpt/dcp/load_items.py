@@ -20,7 +20,7 @@ from cloudckpt.io.boxes import Box
 from cloudckpt.pipeline.wants import Want, Wants, want_block, want_value
 from cloudckpt.tensors.casts import log_precision, new_cast
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address
-from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
+from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short, refuse_target
 
 _log = logging.getLogger("cloudckpt")
 
@@ -195,7 +195,8 @@ def _find_want(
         raise CloudckptError(
             f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
         )
-    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
+    if type(tensor) in PLAIN_TENSORS:
+        refuse_target(tensor, index.fqn, uri=uri)
         if is_short(tensor):
             raise UnsupportedValueError(
                 f"cannot load {index.fqn!r} of {uri}: it is {describe_shortage(tensor)}", uri=uri

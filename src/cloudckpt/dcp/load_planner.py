@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
@@ -40,6 +41,7 @@ from cloudckpt.format.nesting import (
     unflatten,
 )
 from cloudckpt.format.wrappers import Registry, collapse, describe_difference
+from cloudckpt.tensors.tensor_bytes import refuse_target
 
 _MAX_SHOWN = 10
 _MAX_COMPARED = 5000
@@ -226,6 +228,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         explained = tuple(f"{name}." for name in self._wrappers if name in self._saved)
         for fqn, value in self.state_dict.items():
             entry = self._saved.get(fqn)
+            if isinstance(value, torch.Tensor) and (is_lazy(value) or value.is_nested):  # it has no shape
+                refuse_target(value, fqn, uri=self._uri)
             is_tensor = isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__")
             if entry is None:
                 if not self.allow_partial_load and fqn not in self._saved_wrappers and not fqn.startswith(explained):
@@ -264,8 +268,17 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return isinstance(self._saved.get(fqn), BytesStorageMetadata)
 
     def _missing_text(self, fqn: str) -> str:
-        close = difflib.get_close_matches(fqn, list(self._saved)[:_MAX_COMPARED], n=1)
-        return f"{fqn!r} is not in it" + (f" (but {close[0]!r} is)" if close else "")
+        names = list(self._saved)[:_MAX_COMPARED]
+        pairs = [(name, *sorted((name, fqn), key=len)) for name in names]
+        # One is in the other, as with a prefix; or a word is misspelt. Other layers have similar names, too.
+        close = [name for name, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}.")]
+        close = close or [name for name in difflib.get_close_matches(fqn, names) if _is_misspelt(fqn, name)]
+        return f"{fqn!r} is not in it" + (f" (did you mean {close[0]!r}?)" if close else "")
+
+
+def _is_misspelt(fqn: str, name: str) -> bool:
+    words, meant = fqn.split("."), name.split(".")
+    return len(words) == len(meant) and all(map(difflib.get_close_matches, words, ([word] for word in meant)))
 
 
 def _is_whole(saved: object, size: torch.Size) -> bool:

@@ -147,8 +147,11 @@ def flatten(
     try:
         _add_all(flat, state_dict, "", (), is_keyed=False, uri=uri)
     except RecursionError:
+        path: Path = next(reversed(flat.containers.values()), ())  # the innermost one
         raise UnsupportedValueError(
-            "the state dict holds itself, or is nested too deeply to be made flat. Take that part of it out", uri=uri
+            f"{name_path(path[:2]) or 'the state dict'!r} or a part of it holds itself, or is nested too deeply to be "
+            "saved. Leave it out of the state dict",
+            uri=uri,
         ) from None
     return flat
 
@@ -456,8 +459,9 @@ def _plain_key(key: Any, path: Path, uri: str) -> Any:
     if isinstance(key, float) and math.isfinite(key):
         return float(key)
     raise UnsupportedValueError(
-        f"the key {key!r:.100} of {_shown(path)} in the state dict is a {type(key).__name__}, which cannot be restored."
-        " Keys can be str, int (of 64 bits), float (finite), bool, None, or a tuple of these",
+        f"{name_path(path[:-1]) or 'the state dict'} has the key {key!r:.100} of class {type(key).__name__}, which a "
+        f"load could not restore. Keys can be str, int (of 64 bits), float (finite), "
+        "bool, None, or a tuple of these",
         uri=uri,
     )
 

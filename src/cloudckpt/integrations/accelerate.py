@@ -67,7 +67,7 @@ class AcceleratorState(LiveEntry):
     def state_dict(self) -> dict[str, Any]:
         """Return the state. A collective call: it gathers the state of each rank."""
         accelerator = self._accelerator
-        state: dict[str, Any] = {key: group.state_dict() for key, group in self._groups().items()}
+        state: dict[str, Any] = {key: group.state_at(key) for key, group in self._groups().items()}
         if self._only_models:
             return state
         return {

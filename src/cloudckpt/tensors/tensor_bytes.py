@@ -31,13 +31,22 @@ def plain_tensor(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
         tensor = tensor.wait()
     if not is_lazy(tensor):
         tensor = tensor.detach()
-    obstacle = _find_obstacle(tensor)
+    obstacle = find_obstacle(tensor)
     if obstacle is not None:
         raise UnsupportedValueError(f"cannot save {fqn!r} to {uri}: it is {obstacle}", uri=uri)
     return tensor.resolve_conj().resolve_neg()
 
 
-def _find_obstacle(tensor: torch.Tensor) -> str | None:
+def refuse_target(tensor: torch.Tensor, fqn: str, *, uri: str) -> None:
+    """Raise `UnsupportedValueError` if a load cannot fill `tensor`, because it has no strided memory."""
+    is_strided = not tensor.is_nested and tensor.layout is torch.strided and not tensor.is_quantized
+    if is_lazy(tensor) or not is_strided:
+        kind = str(find_obstacle(tensor)).partition(". ")[0]
+        remedy = "Run the module once before the load" if is_lazy(tensor) else "Load into a plain tensor"
+        raise UnsupportedValueError(f"cannot load {fqn!r} of {uri}: it is {kind}. {remedy}", uri=uri)
+
+
+def find_obstacle(tensor: torch.Tensor) -> str | None:
     """Return the kind of `tensor` and what to do, if it stands for no strided tensor of real memory."""
     obstacle = None
     if is_lazy(tensor):

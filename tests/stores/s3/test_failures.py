@@ -159,7 +159,7 @@ def test_a_bucket_in_another_region_is_found(scripted: Any, operation: str, stat
 
 @pytest.mark.parametrize("code", ["AuthorizationHeaderMalformed", "InvalidRegion", "InvalidRegionName"])
 def test_a_region_that_the_store_does_not_know_is_an_error_of_configuration(scripted: Any, code: str) -> None:
-    """If this fails, a misspelt region ends a command with the code of a bug, and the store's list of regions is lost."""
+    """If this fails, a misspelt region ends a command with the code of a bug, without the store's regions."""
     more = "<Message>The region name 'eu-west-1' is not valid. Must be one of: weur, auto.</Message>"
     server = scripted.serve(scripted.reply(400, ELSEWHERE.format(code=code, more=more)))
     error = refuse(lambda: CALLS["list"](server.store()), WrongRegionError)

@@ -716,6 +716,6 @@ def test_loader_in_extra_of_several_ranks_is_refused() -> None:
     """If this fails, all ranks continue at the position of rank 0."""
     objects = LiveObjects(None, None, None, None, {"loader": loader_of()}, has_random_state=False)
     alone = objects.entries(rank=0, num_ranks=1, is_strict=True)["extra"]
-    assert "loader" in alone.state_dict()
+    assert "loader" in alone.state_at("extra")
     with pytest.raises(InvalidOptionError, match=r"'loader'.* is a data loader.*each of the 2 ranks"):
-        objects.entries(rank=0, num_ranks=2, is_strict=True)["extra"].state_dict()
+        objects.entries(rank=0, num_ranks=2, is_strict=True)["extra"].state_at("extra")

@@ -60,9 +60,10 @@ def publish(results_path: Path, docs: Path = DOCS) -> list[Path]:
         raise MalformedResultsError(f"{results_path}: only runs of {' and '.join(BARS_OF)} are published")
     folder = docs / "benchmarks"
     contents = {folder / f"{results.sweep}.json": results_path.read_bytes()}
-    plot = headline_plot(results)
-    if plot is not None:
-        contents[folder / f"{plot.name}.png"] = plot.png
+    plots = [headline_plot(results, is_dark=is_dark) for is_dark in (False, True)]
+    drawn = {folder / f"{plot.name}.png": plot.png for plot in plots if plot is not None}
+    if drawn:
+        contents |= drawn
         for path in (folder / "README.md", docs / "index.md", docs.parent / "README.md"):
             contents[path] = with_figures(path.read_text(encoding="utf-8"), results).encode()
     for path, content in contents.items():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -29,6 +30,14 @@ _HEADLINE_SYSTEMS = ("cloudckpt", "s3torchconnector", "s3fs")
 _OTHER_COLOUR = "#56B4E9"
 _WIDTH_INCHES = 10.0
 _VERB_COLOURS = {"save": "#0072B2", "load": "#56B4E9"}
+_DARK_VERB_COLOURS = {"save": "#3B9BDC", "load": "#A5D8F7"}
+_LIGHT = {"text.color": "#222222", "grid.color": "#dddddd"}
+_DARK = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#d6dae0"),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor"), "none"),
+    "grid.color": "#4a4f59",
+}
+"""Letters and lines for a dark page, which shows through."""
 _HEADLINE_WIDTH_INCHES = 4.5
 _GROUP_INCHES = 0.5
 _ROW_INCHES = 0.32
@@ -60,8 +69,15 @@ def plots(results: Results) -> list[Plot]:
     return found
 
 
-def headline_plot(results: Results) -> Plot | None:
+def headline_plot(results: Results, *, is_dark: bool = False) -> Plot | None:
     """Draw saves and loads at the first place where cloudckpt was measured beside another system, and over TLS."""
+    with rc_context(_DARK if is_dark else _LIGHT):
+        return _headline_plot(
+            results, "headline-dark" if is_dark else "headline", _DARK_VERB_COLOURS if is_dark else _VERB_COLOURS
+        )
+
+
+def _headline_plot(results: Results, name: str, colour_of: Mapping[str, str]) -> Plot | None:
     for place in results.places():
         pairs = _pairs_at(results, place)
         if len(pairs) < 2 or pairs[0][0].system != "cloudckpt":
@@ -81,15 +97,15 @@ def headline_plot(results: Results) -> Plot | None:
         ):
             rows = [row for pair in pairs for row in pair]
             each = [top + offset for top in tops for offset in (-0.43, 0.43)]
-            _draw_rows(axis, rows, quantity, label, tops=each, colours=[_VERB_COLOURS[row.verb] for row in rows])
+            _draw_rows(axis, rows, quantity, label, tops=each, colours=[colour_of[row.verb] for row in rows])
         axes[0].set_yticks(tops, [title.replace(" (", "\n(") for title in titles])
         for tick, (save, _) in zip(axes[0].get_yticklabels(), pairs, strict=True):
             tick.set_fontweight("bold" if save.system == "cloudckpt" else "normal")
         axes[0].invert_yaxis()
-        patches = [Patch(color=colour, label=verb) for verb, colour in _VERB_COLOURS.items()]
+        patches = [Patch(color=colour, label=verb) for verb, colour in colour_of.items()]
         figure.legend(handles=patches, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
         about = f"Saves and loads of {', '.join(titles)} in GB/s and processor seconds per GB: medians, with the range."
-        return Plot(name="headline", title="Saves and loads", about=about.replace("\n", " "), png=_png(figure))
+        return Plot(name=name, title="Saves and loads", about=about.replace("\n", " "), png=_png(figure))
     return None
 
 
@@ -128,7 +144,7 @@ def _draw_rows(
             [spread.high - spread.median for spread in spreads],
         ],
         color=colours,
-        error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
+        error_kw={"elinewidth": 1, "capsize": 2, "ecolor": rcParams["text.color"]},
     )
     for top, spread in zip(tops, spreads, strict=True):
         axes.annotate(
@@ -147,7 +163,7 @@ def _figure(num_rows: int, *, title: str) -> Figure:
 def _tidy(axes: Axes, label: str) -> None:
     axes.set_xlabel(label, fontsize=9)
     axes.tick_params(labelsize=8)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.grid(axis="x", color=rcParams["grid.color"], linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -33,6 +33,10 @@ OUTSIDE = {
 _SOURCES = {page: source for source, page in OUTSIDE.items()}
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
+    r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
 _TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.DOTALL | re.MULTILINE)
 _LABEL = re.compile(r"^\*\*([^*\n]+)\*\*$", re.MULTILINE)
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
@@ -109,7 +113,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         repository = config.get("repo_url")
         return f"[{text}]({repository.rstrip('/')}/blob/main/{path})" if repository else text
 
-    parts = _FENCE.split(markdown)
+    # The site has a switch of its own for the dark; a forge's page follows the browser's.
+    parts = _FENCE.split(_PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", markdown))
     return _TABS.sub(_tabs, "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts))
 
 

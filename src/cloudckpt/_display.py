@@ -13,6 +13,8 @@ _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 _MB, _GB = 10**6, 10**9
 _MOST_ROWS = 50
+_MOST_UNBROKEN = 60
+"""Characters of a cell that stays one line."""
 _T = TypeVar("_T")
 
 
@@ -168,7 +170,8 @@ def _are_dataclasses(values: Sequence[object]) -> bool:
 
 def _cell(text: str, tag: str = "td") -> str:
     # Colours and lines are the notebook's own, which has a light and a dark theme.
-    return f'<{tag} style="text-align:left;overflow-wrap:anywhere">{html.escape(text)}</{tag}>'
+    wrap = "white-space:nowrap" if len(text) <= _MOST_UNBROKEN else "overflow-wrap:anywhere"
+    return f'<{tag} style="text-align:left;{wrap}">{html.escape(text)}</{tag}>'
 
 
 def _caption(title: str) -> str:

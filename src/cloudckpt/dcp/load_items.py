@@ -18,7 +18,7 @@ from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.io.addresses import find_overlapping
 from cloudckpt.io.boxes import Box
 from cloudckpt.pipeline.wants import Want, Wants, want_block, want_value
-from cloudckpt.tensors.casts import log_precision, new_cast
+from cloudckpt.tensors.casts import log_casts, new_cast
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address
 from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short, refuse_target
 
@@ -165,7 +165,7 @@ def _log_losses(wants: Iterable[Want], dropped: Sequence[str], *, uri: str) -> N
             stored = dtype_of(want.location.dtype)
             if want.tensor.dtype is not stored:
                 casts.append((want.name, stored, want.tensor.dtype))
-    log_precision(casts, uri=uri)
+    log_casts(casts, uri=uri)
     if dropped:
         _log.warning(
             "%s holds %s apart from tensors that are the same here, as tied weights are: these values are dropped. "

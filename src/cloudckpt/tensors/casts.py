@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
+from cloudckpt.errors import Hint, StateDictMismatchError
 
 _log = logging.getLogger("cloudckpt")
 
@@ -76,16 +76,24 @@ def new_cast(fqn: str, stored: torch.dtype, tensor: torch.Tensor, *, uri: str) -
     return cast if _can_lose(stored, wanted) else None
 
 
-def log_precision(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str) -> None:
-    """Log once that floats are loaded in another precision. `casts` are names, stored dtypes, and those wanted."""
-    names = {
-        f"{fqn} ({stored} as {wanted})": _exact_integers(wanted) < _exact_integers(stored)
-        for fqn, stored, wanted in casts
-        if stored in _FLOATS | _COMPLEX and wanted in _FLOATS | _COMPLEX
-    }
-    if names:
-        level = logging.WARNING if any(names.values()) else logging.INFO
-        _log.log(level, "%s is loaded in another precision than it was saved in: %s", uri, quote_names(list(names)))
+def log_casts(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str) -> None:
+    """Log in one line that tensors are loaded in other dtypes. `casts` are names, stored dtypes, and those wanted.
+
+    It is a warning if floats are rounded.
+    """
+    names: dict[tuple[torch.dtype, torch.dtype], dict[str, None]] = {}
+    for fqn, stored, wanted in casts:
+        names.setdefault((stored, wanted), {})[fqn] = None
+    if not names:
+        return
+    inexact = _FLOATS | _COMPLEX
+    is_rounded = any({*pair} <= inexact and _exact_integers(pair[1]) < _exact_integers(pair[0]) for pair in names)
+    shown = ", ".join(
+        f"{stored} → {wanted} ({len(fqns)} of them, such as {next(iter(fqns))!r})".replace("torch.", "")
+        for (stored, wanted), fqns in names.items()
+    )
+    level = logging.WARNING if is_rounded else logging.INFO
+    _log.log(level, "tensors of %s are loaded in another dtype than they were saved in: %s", uri, shown)
 
 
 @functools.cache

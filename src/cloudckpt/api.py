@@ -34,6 +34,7 @@ from cloudckpt.dcp.protocol import (
     states_of,
 )
 from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
@@ -136,6 +137,7 @@ def load(
     extra: dict[str, Any] | None = None,
     random_state: bool = False,
     strict: bool | None = None,
+    rename: Rename | None = None,
     checkpoint_id: PathOrURI | None = None,
     storage_reader: ObjectStoreReader | None = None,
     planner: LoadPlanner | None = None,
@@ -163,8 +165,12 @@ def load(
         strict: None: a live object is loaded whole, and a state dict that asks for the ``param_groups`` of an optimizer
             asks for all of its ``state``. True: all that was saved is asked for. False: live objects take what fits. A
             warning names the rest.
+        rename: Names in the checkpoint by those of what is loaded: a dict of prefixes, as in ``{"ema": "model"}``,
+            ``{"model.encoder": "model"}`` or ``{"optim": "optimizer"}``, in which ``""`` is the prefix of all names; or
+            a function that takes a name in the checkpoint and returns the other, or None to leave the entry out.
+            Entries that a dict does not rename hide where others are renamed to.
         checkpoint_id: torch's name for `uri`.
-        storage_reader: Reader to use. `allow_pickle`, `strict` and `options` then belong to it.
+        storage_reader: Reader to use. `allow_pickle`, `strict`, `rename` and `options` then belong to it.
         planner: Planner to use for a state dict.
         process_group: Group of the ranks; None for all.
         no_dist: Load in this process alone.
@@ -178,7 +184,8 @@ def load(
     Raises:
         CheckpointException: The load failed. Raised on every rank. It is also an instance of the cause's class, such as
             `CheckpointNotFoundError`, `CorruptCheckpointError`, `UnsafePickleError` or `RankLostError`.
-        StateDictMismatchError: The checkpoint lacks what is asked for, or `strict` is not kept.
+        StateDictMismatchError: The checkpoint lacks what is asked for, `strict` is not kept, or a part of `rename`
+            fits no entry, or none that is asked for.
 
     Example::
 
@@ -194,10 +201,10 @@ def load(
     reader = storage_reader
     if reader is None:
         location = _location(uri, checkpoint_id)
-        reader = ObjectStoreReader(location, options=options, allow_pickle=allow_pickle, strict=strict)
-    elif allow_pickle or strict is not None or options is not None:
+        reader = ObjectStoreReader(location, options=options, allow_pickle=allow_pickle, strict=strict, rename=rename)
+    elif allow_pickle or strict is not None or rename is not None or options is not None:
         raise InvalidOptionError(
-            "allow_pickle, strict and options belong to the reader: pass them to it, not beside it"
+            "allow_pickle, strict, rename and options belong to the reader: pass them to it, not beside it"
         )
     elif not isinstance(reader, ObjectStoreReader):
         raise _foreign_storage("storage_reader", "load", reader)
@@ -205,6 +212,8 @@ def load(
         reader.reset(_location(uri, checkpoint_id))
     names = [key for key, entry in state_dict.items() if isinstance(entry, LiveEntry)]
     doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
+    if rename is not None:
+        doing += f" (renamed by {dict(rename) if isinstance(rename, Mapping) else 'a function'})"
     return run_load(
         state_dict,
         reader,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -403,9 +404,13 @@ def test_tied_tensors_that_a_file_has_once_get_their_names_back(tmp_path: Path, 
     cloudckpt.load(tmp_path / "a", model={"embed": torch.nn.Embedding(30, 8)}, strict=False, no_dist=True)
     cloudckpt.verify(tmp_path / "a")
     cloudckpt.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "b", tie=tie)
-    for uri, model in ((tmp_path / "b", into), (tmp_path / "a", torch.nn.Sequential(_Tied(0.0)))):
-        with pytest.raises(cloudckpt.errors.StateDictMismatchError, match="add_prefix='model'"):
+    for uri, model, rename in (
+        (tmp_path / "b", into, {"": "model"}),
+        (tmp_path / "a", torch.nn.Sequential(into), {"model": "model.0"}),
+    ):
+        with pytest.raises(cloudckpt.errors.StateDictMismatchError, match=re.escape(f"{rename=}")):
             cloudckpt.load(uri, model=model, strict=False, no_dist=True)
+        cloudckpt.load(uri, model=model, rename=rename, no_dist=True)
 
 
 REVISION = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"

@@ -93,21 +93,58 @@ def test_an_option_casts_as_torch_does(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["ours", "torch"])
-def test_another_precision_is_said_once(writer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_dtype_is_said_once(writer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a run goes on with rounded weights and its log says nothing, or says it for each tensor."""
     caplog.set_level(logging.INFO, "cloudckpt")
-    saved: dict[str, Any] = {f"w{number}": torch.rand(3) for number in range(9)}
+    saved: dict[str, Any] = {f"w{number}": torch.ones(3) for number in range(9)} | {"n": torch.tensor([3])}
     if writer == "torch":
         dcp.save(saved, checkpoint_id=str(tmp_path / "a"), no_dist=True)
     else:
         cloudckpt.save(saved, str(tmp_path / "a"), no_dist=True)
-    for dtype, level in ((torch.float32, None), (torch.bfloat16, logging.WARNING), (torch.float64, logging.INFO)):
+    for dtype, number, level in (
+        (torch.float32, torch.int64, None),
+        (torch.bfloat16, torch.int64, logging.WARNING),
+        (torch.float64, torch.int8, logging.INFO),
+        (torch.int16, torch.float32, logging.INFO),
+    ):
         caplog.clear()
-        taken = {name: torch.zeros(3, dtype=dtype) for name in saved}
+        taken = {name: torch.zeros(3, dtype=dtype) for name in saved} | {"n": torch.zeros(1, dtype=number)}
         cloudckpt.load(taken, str(tmp_path / "a"), no_dist=True, allow_pickle=writer == "torch")
-        said = [record for record in caplog.records if "in another precision than" in record.message]
+        said = [record for record in caplog.records if "in another dtype than" in record.message]
         assert [record.levelno for record in said] == ([] if level is None else [level])
-        assert all(f"'w0 (torch.float32 as {dtype})'" in record.message for record in said)
+        for record in said:
+            assert f"float32 → {dtype} (9 of them, such as 'w0')".replace("torch.", "") in record.message
+            shown = f"int64 → {number} (1 of them, such as 'n')".replace("torch.", "")
+            assert (shown in record.message) == (number is not torch.int64)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_moments_of_another_dtype_than_the_model_are_said(
+    kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, the step after a load of float32 state beside a bfloat16 model fails, and nobody said why."""
+    net = nn.Linear(2, 2)
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(net.parameters(), **settings)
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    cloudckpt.save(tmp_path / "a", model=net, optimizer=optimizer, no_dist=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        caplog.clear()
+        net = nn.Linear(2, 2).to(dtype)
+        other = kind(net.parameters(), **settings)
+        cloudckpt.load(tmp_path / "a", model=net, optimizer=other, no_dist=True)
+        said = [
+            record.message for record in caplog.records if "of the optimizer's state keep the dtype" in record.message
+        ]
+        assert len(said) == (dtype is torch.bfloat16)
+        for message in said:
+            name = "momentum_buffer" if settings else "exp_avg"
+            assert f"'optimizer.state.weight.{name}' (torch.float32, and torch.bfloat16)" in message
+            assert "call optimizer.load_state_dict(optimizer.state_dict())" in message
+            other.load_state_dict(other.state_dict())  # as the message advises
+        net(torch.ones(2, dtype=dtype)).sum().backward()
+        other.step()
 
 
 def test_a_model_and_its_optimizer_are_checked(tmp_path: Path) -> None:

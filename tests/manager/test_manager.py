@@ -544,7 +544,10 @@ def test_nothing_of_a_damaged_step_stays_in_what_an_older_one_lacks(memory: Memo
     assert restored.step == 1
     assert torch.equal(model["new"].weight, before)
     with pytest.raises(cloudckpt.errors.StateDictMismatchError, match=r"'mean' under 'extra'"):
-        CheckpointManager(memory.root).restore(model=model, extra=extra, strict=False)
+        CheckpointManager(memory.root).restore(model=make_model("old", "new"), extra={"mean": torch.zeros(2)})
+    CheckpointManager(memory.root).restore(model=model, extra=extra, strict=False)
+    assert extra.pop("epoch") == 1
+    assert torch.equal(extra.pop("mean"), torch.zeros(2))
 
 
 def contents(memory: Memory, name: str) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
-from cloudckpt.errors import StateDictMismatchError, quote_names
+from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
 
 _GROUPS = "param_groups."
 _BEFORE_GROUPS = re.compile(r"(?:^|.*?\.)(?=param_groups\.)", re.DOTALL)
@@ -55,18 +55,19 @@ def check_completeness(
     if left := _find_left(saved, asked, whole):
         is_sharded = len(plans) > 1 and any(len(getattr(saved[name], "chunks", ())) > 1 for name in left)
         hint = ". In the place of a tensor of which several ranks hold parts, hold a tensor of its layout"
-        raise StateDictMismatchError(
-            f"the load leaves behind a part of {uri}: {_summarize(left, saved)}. Ask for all that was saved (restore "
-            f"takes the objects that save was given), or pass strict=False{hint if is_sharded else ''}",
+        raise _make_error(
+            f"the load leaves behind a part of {uri}: {_summarize(left, saved)}",
+            "Ask for all that was saved (restore takes the objects that save was given), or pass {option}"
+            f"{hint if is_sharded else ''}",
             uri=uri,
         )
     for prefix in _prefixes_of_groups(asked):
         if left := _find_left_state(saved, asked, f"{prefix}state."):
-            raise StateDictMismatchError(
+            raise _make_error(
                 f"the load asks for {prefix}param_groups of an optimizer in {uri}, but not for {len(left)} entries of "
-                f"its state: {quote_names(left)}. The optimizer would go on without them. One that has not taken a "
-                "step has no state in its state_dict(). Pass the objects instead, as in load(uri, model=model, "
-                "optimizer=optimizer), or pass strict=False to leave its state behind",
+                f"its state: {quote_names(left)}. The optimizer goes on without them",
+                "One that has not taken a step has no state in its state_dict(). Pass the objects instead, as in load("
+                "uri, model=model, optimizer=optimizer), or pass {option} to leave its state behind",
                 uri=uri,
             )
 
@@ -87,10 +88,28 @@ def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
     for name, below in left.items():
         if asked.isdisjoint(below):
-            raise StateDictMismatchError(
+            raise _make_error(
                 f"{uri} holds {quote_names(below)}, and {name!r} is empty in the state dict, so that it asks for none "
-                "of it. Load with cloudckpt.load, which gives a Stateful what was saved; fill the dict with what to "
-                "load; or pass strict=False to leave it behind",
+                "of it",
+                "Load with cloudckpt.load, which gives a Stateful what was saved; fill the dict with what to load; or "
+                "pass {option} to leave it behind",
+                uri=uri,
+            )
+
+
+def _make_error(problem: str, advice: str, *, uri: str) -> StateDictMismatchError:
+    """Return an error whose advice a load with ``strict=False``, which warns of the problem alone, leaves out."""
+    return StateDictMismatchError(problem, uri=uri, hint=Hint(advice=advice, option="strict", value="False"))
+
+
+def check_used(plans: Sequence[LoadPlan], given: Mapping[str, Collection[str]], *, uri: str) -> None:
+    """Raise `StateDictMismatchError` for a part of `rename` of whose new names, `given`, no rank asks for any."""
+    asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
+    for part, names in given.items():
+        if names and asked.isdisjoint(names):
+            raise StateDictMismatchError(
+                f"rename={part} gives names of {uri} that nothing asks for, {quote_names(sorted(names))}. The load "
+                f"asks for {quote_names(sorted(asked))}",
                 uri=uri,
             )
 

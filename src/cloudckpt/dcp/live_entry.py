@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -31,11 +32,7 @@ from cloudckpt.errors import (
 from cloudckpt.format.nesting import Nesting, rebuild_tuple, unflatten
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
 
-IMPORT_HINT = (
-    "Check that it is the same model. If it was imported without a prefix, load it with "
-    "cloudckpt.load(model.state_dict(), uri), or import again with add_prefix='model' (--add-prefix model)"
-)
-
+_log = logging.getLogger("cloudckpt")
 
 _NOTHING_DONE = "Nothing was saved or loaded"
 
@@ -46,6 +43,27 @@ NO_PLACE: Any = object()
 @dataclasses.dataclass
 class _PartsOfRanks(TensorStorageMetadata):
     """torch's metadata of a tensor of which ranks hold parts. Only a tensor in its place tells which part is whose."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The checkpoint by which live entries plan their load."""
+
+    uri: str
+    names: Collection[str] = ()
+    """The names of all entries, as the load sees them."""
+    old_names: Mapping[str, str] | None = None
+    """Their names in the checkpoint, if the load renames them."""
+
+    @property
+    def saved_names(self) -> Collection[str]:
+        """The names of all entries in the checkpoint."""
+        return self.names if self.old_names is None else self.old_names.values()
+
+    is_strict: bool = True
+    """False if an object keeps what it has where the checkpoint has nothing."""
+    is_logged: bool = False
+    """True on the rank that tells of what all ranks find."""
 
 
 class LiveEntry:
@@ -73,8 +91,8 @@ class LiveEntry:
         """Return the names below `where` that may differ between ranks, of an entry that `is_synchronized`."""
         return []
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
-        """Return what a load fills, for the entry that is stored at the path `where` of the checkpoint at `uri`.
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
+        """Return what a load fills, for the entry that is stored at the path `where` of the checkpoint.
 
         `saved` is nested as the entry was saved, with torch's metadata in the place of tensors and values. Raises
         `StateDictMismatchError` if the object does not fit it.
@@ -89,23 +107,29 @@ class LiveEntry:
         """Return the paths in the checkpoint that the object has no use for, such as moments of frozen parameters."""
         return []
 
+    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
+        """Return a `rename` with which a checkpoint that has no `where` may have it."""
+        return {}
+
 
 class OptionalEntry(LiveEntry):
     """An entry that may be absent from a checkpoint."""
 
 
-def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str, num_ranks: int) -> list[str]:
+def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, source: Source, num_ranks: int) -> list[str]:
     """Replace each `LiveEntry` in `entries` by what the load of a checkpoint with this `metadata` fills.
 
-    Returns the paths that the objects have no use for.
+    Those that keep what they have are removed. Returns the paths that the objects have no use for.
     """
     live = {key: entry for key, entry in entries.items() if isinstance(entry, LiveEntry)}
     if not live:
         return []
     saved = nest_metadata(metadata, num_ranks=num_ranks)
-    for key, entry in live.items():
-        entries[key] = _plan(entry, saved, key, where=key, uri=uri)
-    return [path for key, entry in live.items() for path in entry.find_unused(key)]
+    planned = _plan_all(live, saved, where="", source=source)
+    for key in live:
+        entries.pop(key)
+    entries.update(planned)
+    return [path for key in planned for path in live[key].find_unused(key)]
 
 
 def nest_metadata(metadata: Metadata, *, num_ranks: int) -> dict[Any, Any]:
@@ -125,14 +149,43 @@ def nest_metadata(metadata: Metadata, *, num_ranks: int) -> dict[Any, Any]:
     return unflatten(entries, paths, nesting.empty, nesting.tuples)
 
 
-def _plan(entry: LiveEntry, saved: Mapping[Any, Any], key: str, *, where: str, uri: str) -> Any:
-    found = saved.get(key)
-    if key not in saved and entry.takes_flat_names:
-        found = {name.removeprefix(f"{key}."): one for name, one in saved.items() if str(name).startswith(f"{key}.")}
-    if key not in saved and not found and not isinstance(entry, OptionalEntry):
-        hint = IMPORT_HINT if entry.takes_flat_names else "Leave it out of this load, or load it as a state dict"
-        raise StateDictMismatchError(f"{uri} has no {where!r}, only {quote_names(list(saved))}. {hint}", uri=uri)
-    return entry.plan_load(found, where=where, uri=uri)
+def _plan_all(
+    entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: Source
+) -> dict[str, Any]:
+    """Return the plan of each entry that the checkpoint has. Raises `StateDictMismatchError` if it lacks others."""
+    found = {}
+    for key, entry in entries.items():
+        if key in saved:
+            found[key] = saved[key]
+        elif entry.takes_flat_names and any(str(name).startswith(f"{key}.") for name in saved):
+            below = {name: one for name, one in saved.items() if str(name).startswith(f"{key}.")}
+            found[key] = {name.removeprefix(f"{key}."): one for name, one in below.items()}
+        elif isinstance(entry, OptionalEntry):
+            found[key] = None
+    if missing := [f"{where}{key}" for key in entries if key not in found]:
+        # An object of which nothing is found is no part that fits: nobody means to load nothing.
+        is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in found)
+        has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
+        if source.is_strict or is_empty or has_no_model:
+            raise _lacking(missing, entries, saved, where=where, source=source)
+        if source.is_logged:
+            _log.warning("%s has no %s: these objects keep what they have", source.uri, quote_names(missing))
+    return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
+
+
+def _lacking(
+    missing: list[str], entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: Source
+) -> StateDictMismatchError:
+    rename: dict[str, str] = {}
+    for name in missing:
+        rename |= entries[name.removeprefix(where)].suggest_rename(name, source)
+    advice = "Leave out of the load what it lacks"
+    if source.is_strict:
+        advice += ", or pass strict=False to leave it as it is"
+    if rename:
+        advice = f"If it was saved under another name, pass {rename=}. {advice}"
+    has = quote_names([f"{where}{name}" for name in saved])
+    return StateDictMismatchError(f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}", uri=source.uri)
 
 
 def find_synchronized(state_dict: Mapping[str, Any]) -> SynchronizedNames:
@@ -161,9 +214,13 @@ class EntryGroup(LiveEntry):
     def state_at(self, where: str) -> dict[str, Any]:
         return {key: entry.state_at(f"{where}.{key}") for key, entry in self._entries.items()}
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
+        suggested = [entry.suggest_rename(f"{where}.{key}", source) for key, entry in self._entries.items()]
+        return {old: new for one in suggested for old, new in one.items()}
+
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
-        return {key: _plan(entry, known, key, where=f"{where}.{key}", uri=uri) for key, entry in self._entries.items()}
+        return _plan_all(self._entries, known, where=f"{where}.", source=source)
 
     def find_unsynchronized(self, where: str) -> list[str]:
         return [name for key, entry in self._entries.items() for name in entry.find_unsynchronized(f"{where}.{key}")]
@@ -172,8 +229,8 @@ class EntryGroup(LiveEntry):
         return [path for key, entry in self._entries.items() for path in entry.find_unused(f"{where}.{key}")]
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
-        for key, entry in self._entries.items():
-            entry.load_state_dict(state[key], where=f"{where}.{key}")
+        for key in state:
+            self._entries[key].load_state_dict(state[key], where=f"{where}.{key}")
 
 
 def get_model_state(module: nn.Module) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from cloudckpt.dcp.live_entry import LiveEntry
+from cloudckpt.dcp.live_entry import LiveEntry, Source
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 
 _log = logging.getLogger("cloudckpt")
@@ -59,9 +59,9 @@ class LoaderEntry(LiveEntry):
         state = self._entry.state_dict()
         return {**state, _MADE_WITH: describe_loader(self._loader)} if isinstance(state, dict) else state
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
-        self._uri = uri
-        return self._entry.plan_load(saved, where=where, uri=uri)
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
+        self._uri = source.uri
+        return self._entry.plan_load(saved, where=where, source=source)
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if isinstance(state, dict) and _MADE_WITH in state:
@@ -106,16 +106,16 @@ class RankEntry(LiveEntry):
     def state_at(self, where: str) -> dict[str, Any]:
         return {self._key: self._entry.state_at(where)}
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         if self._key not in known or len(known) not in {1, self._num_ranks}:  # 1: this rank saved by itself
             raise StateDictMismatchError(
-                f"{where!r} of {uri} was saved by {len(known)} ranks, and this job has {self._num_ranks}. Positions "
-                f"in the data cannot be shared out anew: leave {where} out, pass strict=False, and set the position "
-                "yourself",
-                uri=uri,
+                f"{where!r} of {source.uri} was saved by {len(known)} ranks, and this job has {self._num_ranks}. "
+                f"Positions in the data cannot be shared out anew: leave {where} out, pass strict=False, and set the "
+                "position yourself",
+                uri=source.uri,
             )
-        return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", uri=uri)}
+        return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", source=source)}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         self._entry.load_state_dict(state[self._key], where=f"{where}.{self._key}")

@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
 from cloudckpt.dcp.live_entry import (
-    IMPORT_HINT,
     NO_PLACE,
     EntryGroup,
     LiveEntry,
     OptionalEntry,
+    Source,
     ask_state,
     get_model_state,
     has_parts_of_ranks,
@@ -35,6 +35,7 @@ from cloudckpt.dcp.live_entry import (
 )
 from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
+from cloudckpt.dcp.renaming import suggest_rename
 from cloudckpt.dcp.save_planner import is_stateful
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.tensors.tensor_bytes import writable
@@ -69,7 +70,7 @@ class ModelEntry(LiveEntry):
                     names += [f"{where}.{prefix}{buffer}" for buffer in buffers]
         return names
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
         wanted = self.state_dict()
         tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
         meta = [name for name, value in tensors.items() if not isinstance(value, ShardedTensor) and value.is_meta]
@@ -78,16 +79,20 @@ class ModelEntry(LiveEntry):
                 f"the model has no memory for {quote_names(meta)}, which are on the meta device: call "
                 "model.to_empty(device=…) before the load"
             )
-        known = saved if isinstance(saved, Mapping) else {}
-        if wanted and known and known.keys().isdisjoint(wanted):
+        known = {name: found for name in wanted if (found := _find_named(saved, name)) is not NO_PLACE}
+        if wanted and saved and not known:
+            rename = self._suggest_rename(wanted, where, source)
+            advice = f"If it is the same, pass {rename=}" if rename else "Check that it is the same model"
             raise StateDictMismatchError(
-                f"{where!r} of {uri} has only {quote_names(list(known))}, and the model has other names: "
-                f"{quote_names(list(wanted))}. {IMPORT_HINT}",
-                uri=uri,
+                f"{where!r} of {source.uri} has only {quote_names(list(saved))}, and the model has other names: "
+                f"{quote_names(list(wanted))}. {advice}",
+                uri=source.uri,
             )
         if not self._is_strict:
             if self._rank == 0 and (new := [name for name in wanted if name not in known]):
-                _log.warning("%s of %s lacks %s, which the model keeps as they are", where, uri, quote_names(new))
+                _log.warning(
+                    "%s of %s lacks %s, which the model keeps as they are", where, source.uri, quote_names(new)
+                )
             wanted = {name: value for name, value in wanted.items() if name in known}
         planned = {
             name: make_empty(known[name], value) if name in known and _is_replaced(name, value, known[name]) else value
@@ -95,10 +100,27 @@ class ModelEntry(LiveEntry):
         }
         return {name: value for name, value in planned.items() if value is not NO_PLACE}
 
+    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
+        return self._suggest_rename(self.state_dict(), where, source)
+
+    def _suggest_rename(self, wanted: Iterable[str], where: str, source: Source) -> dict[str, str]:
+        return suggest_rename(source.saved_names, [f"{where}.{name}" for name in wanted])
+
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:
             with writable([*self._module.parameters(), *self._module.buffers()]):
                 set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
+
+
+def _find_named(saved: Any, name: str) -> Any:
+    """Return what was saved under a dotted name, nested in any way; `NO_PLACE` if there is nothing."""
+    if not isinstance(saved, Mapping):
+        return NO_PLACE
+    if name in saved:
+        return saved[name]
+    dots = [at for at, letter in enumerate(name) if letter == "."]
+    inner = (_find_named(saved[name[:at]], name[at + 1 :]) for at in dots if name[:at] in saved)
+    return next((found for found in inner if found is not NO_PLACE), NO_PLACE)
 
 
 def _is_replaced(name: str, held: Any, saved: Any) -> bool:
@@ -121,10 +143,10 @@ class StatefulEntry(LiveEntry):
         refuse_class(self._value, where=where)
         return super().state_at(where)
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
         refuse_class(self._value, where=where)
         if isinstance(saved, Mapping):
-            self._refuse_group(saved, where=where, uri=uri)
+            self._refuse_group(saved, where=where, source=source)
         # Only its own state tells which tensors are DTensors. One without floats is not asked for it, since a data
         # loader would begin to iterate.
         has_floats = any(one.properties.dtype.is_floating_point and one.size for one in tensors_in(saved))
@@ -137,7 +159,7 @@ class StatefulEntry(LiveEntry):
             state = _with_types_of(self._value.state_dict(), state)
         load_object(self._value, state, where=where)
 
-    def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, uri: str) -> None:
+    def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, source: Source) -> None:
         """Raise `StateDictMismatchError` if `saved` are the states of several objects.
 
         Schedulers, and many others, keep any names that they are given, and go on with their own state. Any other
@@ -149,9 +171,9 @@ class StatefulEntry(LiveEntry):
         held = ask_state(self, where=where)
         if isinstance(held, Mapping) and held and saved.keys().isdisjoint(held):
             raise StateDictMismatchError(
-                f"{where!r} of {uri} has {quote_names(list(map(str, saved)))}, which is no state of a "
+                f"{where!r} of {source.uri} has {quote_names(list(map(str, saved)))}, which is no state of a "
                 f"{type(self._value).__name__}: a list or a dict of objects was saved. Pass the same to the load",
-                uri=uri,
+                uri=source.uri,
             )
 
 
@@ -187,15 +209,19 @@ class ValuesEntry(LiveEntry):
     def state_at(self, where: str) -> dict[Any, Any]:
         return {**self._values, **{key: entry.state_at(f"{where}.{key}") for key, entry in self._live.items()}}
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
         known = saved if isinstance(saved, Mapping) else {}
         live = {**self._live, **{key: value for key, value in self._values.items() if isinstance(value, torch.Tensor)}}
         missing = [key for key, entry in live.items() if key not in known and not isinstance(entry, ValuesEntry)]
-        if missing:
+        if missing and source.is_strict:
             raise StateDictMismatchError(
-                f"{uri} has no {quote_names(missing)} under {where!r}. Load without it, and add it afterwards", uri=uri
+                f"{source.uri} has no {quote_names(missing)} under {where!r}. Load without it, and add it afterwards; "
+                "or pass strict=False to leave it as it is",
+                uri=source.uri,
             )
-        planned = {key: self._plan_value(key, entry, where=where, uri=uri) for key, entry in known.items()}
+        if missing and source.is_logged:
+            _log.warning("%s has no %s under %s: it stays as it is", source.uri, quote_names(missing), where)
+        planned = {key: self._plan_value(key, entry, where=where, source=source) for key, entry in known.items()}
         return {key: value for key, value in planned.items() if value is not NO_PLACE}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
@@ -205,10 +231,10 @@ class ValuesEntry(LiveEntry):
             else:
                 self._values[key] = value
 
-    def _plan_value(self, key: Any, saved: Any, *, where: str, uri: str) -> Any:
+    def _plan_value(self, key: Any, saved: Any, *, where: str, source: Source) -> Any:
         live, value = self._live.get(key), self._values.get(key)
         if live is not None and (isinstance(saved, Mapping) or not isinstance(live, ValuesEntry)):
-            return live.plan_load(saved, where=f"{where}.{key}", uri=uri)
+            return live.plan_load(saved, where=f"{where}.{key}", source=source)
         return value if isinstance(value, torch.Tensor) else make_empty(saved, value)
 
 
@@ -232,7 +258,7 @@ class RefusedEntry(OptionalEntry):
     def state_dict(self) -> Any:
         raise self._reason
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:  # nothing fits
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:  # nothing fits
         raise self._reason
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
@@ -291,13 +317,13 @@ class RandomStateEntry(OptionalEntry):
     def state_dict(self) -> dict[str, Any]:
         return {self._key: tuple(RandomState.capture())}
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         if self._key not in known:
             if all(f"rank-{rank}" in known for rank in range(self._rank)):  # one rank says it for all
                 _log.warning(
                     "%s has the %s of %d ranks: the random generators of the other ranks stay as they are",
-                    uri,
+                    source.uri,
                     where,
                     len(known),
                 )

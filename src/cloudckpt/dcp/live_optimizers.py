@@ -21,7 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, get_model_state, kind_of, load_object, make_empty, part_of
+from cloudckpt.dcp.live_entry import (
+    EntryGroup,
+    LiveEntry,
+    Source,
+    get_model_state,
+    kind_of,
+    load_object,
+    make_empty,
+    part_of,
+)
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
@@ -69,6 +78,10 @@ class OptimizerEntry(LiveEntry):
         self._optimizers = optimizers
         self._modules = modules
         self._rank = rank
+        self._renamed_params: dict[str, str] | None = None
+        """The names of the model's parameters by those in the checkpoint, if the load renames them."""
+        self._saved_keys: dict[str, Any] = {}
+        self._hidden_keys: list[Any] = []
 
     def state_dict(self) -> dict[str, Any]:
         parts = [self._state_dict_of(optimizer) for optimizer in self._optimizers]
@@ -89,15 +102,22 @@ class OptimizerEntry(LiveEntry):
         num_groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
         return [f"{where}.{_GROUPS}.{number}.{_PARAMS}" for number in range(num_groups)]  # of stages of a pipeline
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
         if not isinstance(saved, Mapping) or not isinstance(saved.get(_GROUPS), list):
             raise StateDictMismatchError(
-                f"{where!r} of {uri} is no optimizer's state dict. Load it as a state dict, and convert it", uri=uri
+                f"{where!r} of {source.uri} is no optimizer's state dict. Load it as a state dict, and convert it",
+                uri=source.uri,
             )
-        self._refuse_other_kind(saved[_GROUPS], uri=uri)
+        self._refuse_other_kind(saved[_GROUPS], uri=source.uri)
         params = self._params_by_name()
         layouts = self._layouts()
+        if source.old_names is not None:
+            model = "model."  # the key of the model in every load
+            names = {old: new for new, old in source.old_names.items() if new.startswith(model)}
+            self._renamed_params = {old: new.removeprefix(model) for old, new in names.items()}
         by_name = self._by_name(saved.get(_STATE) or {})
+        self._saved_keys = {name: key for key, name in by_name.items()}
+        self._hidden_keys = [key for key in saved.get(_STATE) or {} if key not in by_name]
         of_fsdp1 = [one for one in self._optimizers if self._find_fsdp1(one) is not None]
         state = {}
         for key, name in by_name.items():
@@ -111,20 +131,25 @@ class OptimizerEntry(LiveEntry):
                 state[key] = _plan_state(saved[_STATE][key], held, layout)
             except NotImplementedError:
                 raise StateDictMismatchError(
-                    f"the optimizer's state for the sharded parameter {name!r} in {uri} has another shape than the "
-                    "parameter, and its layout is not known before the optimizer has taken a step. Take one step "
+                    f"the optimizer's state for the sharded parameter {name!r} in {source.uri} has another shape than "
+                    "the parameter, and its layout is not known before the optimizer has taken a step. Take one step "
                     "before the load, which replaces all state",
-                    uri=uri,
+                    uri=source.uri,
                 ) from None
         return {**make_empty(_others_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
+    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
+        prefixes = {name[: name.index(f".{_GROUPS}.")] for name in source.saved_names if f".{_GROUPS}." in name}
+        return dict.fromkeys(prefixes, where) if len(prefixes) == 1 else {}
+
     def find_unused(self, where: str) -> list[str]:
         updated = {id(param) for one in self._optimizers for group in one.param_groups for param in group[_PARAMS]}
-        return [
-            f"{where}.{_STATE}.{name}"
+        frozen = [
+            self._saved_keys.get(name, name)
             for param, name in self._names.items()
             if not param.requires_grad and id(param) not in updated
         ]
+        return [f"{where}.{_STATE}.{key}" for key in (*frozen, *self._hidden_keys)]
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         self._refuse_other_numbers(state, where=where)
@@ -138,6 +163,30 @@ class OptimizerEntry(LiveEntry):
             _log.warning("%s was saved without the parameters %s: they begin with no state", where, quote_names(new))
         for optimizer in self._optimizers:
             self._load_one(optimizer, {**state, _STATE: loaded}, position_by_name, where=where)
+            if self._rank == 0:
+                self._warn_of_dtypes(optimizer, where=where)
+
+    def _warn_of_dtypes(self, optimizer: Optimizer, *, where: str) -> None:
+        """Warn of state in another dtype than its parameter, at which the steps of Adam and others of torch fail."""
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            return  # others may keep their state in another precision on purpose
+        found = [
+            (f"{where}.{_STATE}.{name}.{key}", value.dtype, param.dtype)
+            for param, name in self._names.items()
+            for key, value in optimizer.state.get(param, {}).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
+            if value.dtype is not param.dtype
+        ]
+        if found:
+            _log.warning(
+                "%d tensors of the optimizer's state keep the dtype that was saved, and their parameters have another, "
+                "such as %r (%s, and %s). The next step of %s may fail: call "
+                "optimizer.load_state_dict(optimizer.state_dict()), which casts them, or load into a model of the "
+                "saved dtype",
+                len(found),
+                *found[0],
+                type(optimizer).__name__,
+            )
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
         held = optimizer.state_dict()
@@ -279,9 +328,31 @@ class OptimizerEntry(LiveEntry):
     def _by_name(self, state: Mapping[Any, Any]) -> dict[Any, str]:
         """Return the parameter's name for each key of a saved state, which is a number in a plain state dict."""
         if not self._are_numbers(state):
-            return {key: str(key) for key in state}
+            return {key: str(key) for key in state} if self._renamed_params is None else self._find_renamed(state)
         names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
         return {key: names.get(int(key), str(key)) for key in state}
+
+    def _find_renamed(self, keys: Collection[Any]) -> dict[Any, str]:
+        """Return the name in the model of each parameter that an optimizer was saved with, if the load sees it.
+
+        The optimizer has the names without that of the model, such as "a.weight" for "net.a.weight".
+        """
+        by_text = {str(key): key for key in keys}
+        found: dict[Any, str] = {}
+        roots: set[str] = set()
+        for old, new in (self._renamed_params or {}).items():
+            parts = old.split(".")
+            tails = (".".join(parts[at:]) for at in range(len(parts)))
+            if (tail := next((tail for tail in tails if tail in by_text), None)) is not None:
+                roots.add(old.removesuffix(tail))
+                found[by_text[tail]] = new
+        if len(roots) > 1:
+            raise StateDictMismatchError(
+                f"the names of the optimizer's parameters fit the renamed model in {len(roots)} ways, below "
+                f"{quote_names(sorted(roots))}. Load the model alone, or all of what was saved",
+                uri="",
+            )
+        return found
 
     def _are_numbers(self, keys: Collection[Any]) -> bool:
         """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""

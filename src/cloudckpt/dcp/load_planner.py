@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -27,8 +27,9 @@ from torch.nn.parameter import is_lazy
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
 from cloudckpt.dcp.load_items import LoadItems, whole_item
+from cloudckpt.dcp.renaming import is_below, suggest_rename
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
-from cloudckpt.errors import CorruptCheckpointError, StateDictMismatchError
+from cloudckpt.errors import CorruptCheckpointError, StateDictMismatchError, quote_names
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import (
     PLAIN_TENSORS,
@@ -137,10 +138,14 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             problems = [*unlike, *(self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN])][:_MAX_SHOWN]
             num_more = len(missing) + len(unlike) - len(problems)
             more = f"; and {num_more} more" if num_more else ""
+            if unasked := self._find_unasked(missing):
+                more += f"; and nothing asks for {quote_names(unasked)} in it"
             subject, remedy = "the state dict does", "planner=DefaultLoadPlanner(allow_partial_load=True)"
             if self._has_live_objects:
                 subject, remedy = "the objects do", "strict=False"
             leave_out = f", or pass {remedy} to leave out what is missing" if missing else ""
+            if missing and (rename := suggest_rename(unasked or self._saved, missing)):
+                leave_out += f". To load under other names, pass {rename=}"
             raise StateDictMismatchError(
                 f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}. Ask only for what was "
                 f"saved{leave_out}",
@@ -266,6 +271,12 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         if isinstance(self._saved, StoredEntries):
             return self._saved.holds_value(fqn)
         return isinstance(self._saved.get(fqn), BytesStorageMetadata)
+
+    def _find_unasked(self, missing: Collection[str]) -> list[str]:
+        """Return what was saved beside the `missing` names, or anywhere if nothing was, and is not asked for."""
+        unasked = [name for name in self._saved if name not in self.state_dict] if missing else []
+        tops = {str(self.mappings[name][0]) for name in missing}
+        return [name for name in unasked if any(is_below(name, top) for top in tops)] or unasked
 
     def _missing_text(self, fqn: str) -> str:
         names = list(self._saved)[:_MAX_COMPARED]

@@ -27,7 +27,7 @@ from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.collectives import guarded_collectives
 from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
-from cloudckpt.dcp.live_entry import LiveEntry, ask_state, find_synchronized, load_object, plan_live_entries
+from cloudckpt.dcp.live_entry import LiveEntry, Source, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
@@ -273,6 +273,8 @@ def _load_once(
 
 def _load_objects(objects: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
     for key, held in objects.items():
+        if key not in entries:  # the checkpoint has none
+            continue
         if isinstance(held, LiveEntry):
             held.load_state_dict(entries[key], where=key)
         else:
@@ -295,7 +297,14 @@ def _load(
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
-        unused = plan_live_entries(entries, metadata, uri=reader.checkpoint_id, num_ranks=ranks.get_world_size())
+        source = Source(
+            uri=reader.checkpoint_id,
+            names=metadata.state_dict_metadata.keys(),
+            old_names=reader.old_names,
+            is_strict=reader.is_strict,
+            is_logged=ranks.rank == 0,
+        )
+        unused = plan_live_entries(entries, metadata, source=source, num_ranks=ranks.get_world_size())
         if is_ours:
             opened = {key: add_placeholders(entries[key], key, metadata.state_dict_metadata) for key in stateful}
             entries.update(opened)

@@ -19,9 +19,10 @@ from torch.futures import Future
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
-from cloudckpt.dcp.completeness import check_completeness, check_empty, find_left_of_objects
+from cloudckpt.dcp.completeness import check_completeness, check_empty, check_used, find_left_of_objects
 from cloudckpt.dcp.load_items import find_wants
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt.dcp.renaming import Rename, Renaming, check_rename
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import (
@@ -94,9 +95,11 @@ class ObjectStoreReader(StorageReader):
         options: Options of its loads.
         allow_pickle: See `cloudckpt.load`.
         strict: See `cloudckpt.load`.
+        rename: See `cloudckpt.load`.
 
     Raises:
         InvalidURIError: `uri` cannot name a checkpoint.
+        InvalidOptionError: `rename` is neither a dict nor a function.
 
     Example::
 
@@ -125,6 +128,7 @@ class ObjectStoreReader(StorageReader):
         options: Options | None = None,
         allow_pickle: bool = False,
         strict: bool | None = None,
+        rename: Rename | None = None,
         _extension_registry: ExtensionRegistry | None = None,
         _is_part: bool = False,  # read on purpose: nothing is resumed from it
     ) -> None:
@@ -133,6 +137,8 @@ class ObjectStoreReader(StorageReader):
         self._options = options or Options()
         self._allow_pickle = allow_pickle
         self._strict = strict
+        check_rename(rename)
+        self._rename = rename
         self._is_part = _is_part
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
@@ -144,6 +150,11 @@ class ObjectStoreReader(StorageReader):
     def is_strict(self) -> bool:
         """False if a load may leave behind what its objects do not ask for."""
         return self._strict is not False
+
+    @property
+    def old_names(self) -> Mapping[str, str] | None:
+        """The names in the checkpoint by those that this load sees, once it has begun; None if they are the same."""
+        return None if self._renaming is None else self._renaming.old_names
 
     @property
     def checkpoint_id(self) -> str:
@@ -260,6 +271,8 @@ class ObjectStoreReader(StorageReader):
         found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
         left = self._find_left(plans, {key for one in found if one is not None for key in one.objects})
         self._check_completeness(plans, left=left)
+        if self._renaming is not None and not left:
+            check_used(plans, self._renaming.given, uri=self.checkpoint_id)
         if left:
             return [
                 plan if one is None else dataclasses.replace(plan, storage_data=dataclasses.replace(one, left=left))
@@ -323,10 +336,11 @@ class ObjectStoreReader(StorageReader):
         except StateDictMismatchError as error:
             if self._strict is not False:
                 raise
-            _log.warning("loading all the same, because of strict=False: %s", error)
+            _log.warning("loading all the same, because of strict=False: %s", error.message)
 
     def _forget(self) -> None:
         self._failure = self._metadata = self._context = self._manifest = self._torch_reader = None
+        self._renaming: Renaming | None = None
 
     def _begin(self, rank: int | None) -> None:
         self._forget()
@@ -362,12 +376,18 @@ class ObjectStoreReader(StorageReader):
                 context.client, self._registry, allow_pickle=self._allow_pickle
             )
             self._context = context
+            if self._rename is not None:
+                self._renaming = Renaming(self._rename, metadata.state_dict_metadata, uri=context.uri)
+                return self._renaming.apply_to_torchs(metadata)
             return metadata
         if lookup.document is None:
             raise lookup.error or CloudckptError(f"nobody looked for the manifest of {self.checkpoint_id}")
         return self._use(context, decode(lookup.document, uri=context.uri))
 
     def _use(self, context: Context, manifest: Manifest) -> Metadata:
+        if self._rename is not None:
+            self._renaming = Renaming(self._rename, [*manifest.tensors, *manifest.values], uri=context.uri)
+            manifest = self._renaming.apply(manifest)
         self._context, self._manifest = context, manifest
         self._manifest_s = time.monotonic() - self._started_s
         self._recorder.span("manifest", int(self._started_s * 1e9))

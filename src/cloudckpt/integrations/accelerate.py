@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, Source, make_empty
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import InvalidOptionError
@@ -79,7 +79,7 @@ class AcceleratorState(LiveEntry):
             "ranks": gather_object([self._serialize_rank()]),
         }
 
-    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
         """Return what a load fills. A fresh optimizer stays fresh until then."""
         groups = self._groups()
         # Without members, there is nothing to load.
@@ -89,11 +89,11 @@ class AcceleratorState(LiveEntry):
         if self._surplus and self._accelerator.is_main_process:
             _log.warning(
                 "%s has more models than are prepared: those at the positions %s are not restored",
-                uri,
+                source.uri,
                 ", ".join(self._surplus),
             )
         values = {} if self._only_models else {key: make_empty(known[key]) for key in _VALUES if key in known}
-        return {**members.plan_load(saved, where=where, uri=uri), **values}
+        return {**members.plan_load(saved, where=where, source=source), **values}
 
     def find_unused(self, where: str) -> list[str]:
         """Return the paths in the checkpoint that this object leaves there."""

@@ -26,6 +26,7 @@ from cloudckpt.dcp import LoadPlanner, SavePlanner
 from cloudckpt.dcp.live_loaders import warn_of_shared_generator
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import Coordinator, SavedMetadata, SaveOrLoadError, causes_of, rank_in
+from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.writer import require_collectives
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -365,6 +366,7 @@ class CheckpointManager(OfThisProcess):
         extra: dict[str, Any] | None = None,
         random_state: bool = True,
         strict: bool | None = None,
+        rename: Rename | None = None,
         planner: LoadPlanner | None = None,
     ) -> Restored | None:
         """Load a step into live objects or into `state_dict`, in place, on all ranks.
@@ -385,6 +387,7 @@ class CheckpointManager(OfThisProcess):
             extra: See `cloudckpt.save`.
             random_state: See `cloudckpt.save`.
             strict: See `cloudckpt.load`. For live objects, None is the same as True.
+            rename: See `cloudckpt.load`, as in ``{"optim": "optimizer"}``.
             planner: See `cloudckpt.load`.
 
         Returns:
@@ -412,9 +415,11 @@ class CheckpointManager(OfThisProcess):
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
         with lock_root(self.root):
             if wanted is not None:
-                restored: Restored | None = self._restore_step(state_dict, wanted, planner, strict=strict)
+                restored: Restored | None = self._restore_step(
+                    state_dict, wanted, planner, strict=strict, rename=rename
+                )
             else:
-                restored = self._restore_newest(state_dict, planner, strict=strict)
+                restored = self._restore_newest(state_dict, planner, strict=strict, rename=rename)
         if restored is not None:
             _log.info("restored step %d from %s", restored.step, restored.uri)
             self._current = _LastSave(step=restored.step)
@@ -597,7 +602,7 @@ class CheckpointManager(OfThisProcess):
         return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
 
     def _restore_newest(
-        self, state_dict: dict[str, Any], planner: LoadPlanner | None, *, strict: bool | None
+        self, state_dict: dict[str, Any], planner: LoadPlanner | None, *, strict: bool | None, rename: Rename | None
     ) -> Restored | None:
         found = load_newest(
             state_dict,
@@ -608,6 +613,7 @@ class CheckpointManager(OfThisProcess):
             no_dist=self._no_dist,
             allow_pickle=self._allow_pickle,
             strict=strict,
+            rename=rename,
             verify_first=self._verify_first,
             options=self._options,
             on_skip=self._handle_skipped,
@@ -619,7 +625,13 @@ class CheckpointManager(OfThisProcess):
         return Restored(step=parse_step_uri(uri), uri=uri, report=report)
 
     def _restore_step(
-        self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None, *, strict: bool | None
+        self,
+        state_dict: dict[str, Any],
+        step: int,
+        planner: LoadPlanner | None,
+        *,
+        strict: bool | None,
+        rename: Rename | None,
     ) -> Restored:
         uri = self._make_coordinator().broadcast("find", lambda: self._steps.find_latest_uri(step))
         try:
@@ -631,6 +643,7 @@ class CheckpointManager(OfThisProcess):
                 no_dist=self._no_dist,
                 allow_pickle=self._allow_pickle,
                 strict=strict,
+                rename=rename,
                 options=self._options,
             )
         except SaveOrLoadError as error:

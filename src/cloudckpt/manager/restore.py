@@ -20,6 +20,7 @@ from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import Coordinator, SaveOrLoadError, causes_of
 from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.renaming import Rename
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError, InvalidURIError
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
@@ -53,6 +54,7 @@ def load_latest(
     no_dist: bool = False,
     allow_pickle: bool = False,
     strict: bool | None = None,
+    rename: Rename | None = None,
     verify_first: bool = False,
     options: Options | None = None,
 ) -> LoadReport:
@@ -82,6 +84,7 @@ def load_latest(
         no_dist: See `load`.
         allow_pickle: See `load`.
         strict: See `load`.
+        rename: See `load`.
         verify_first: Verify each candidate on the coordinator before any tensor is touched. The other ranks wait.
         options: See `load`.
 
@@ -114,6 +117,7 @@ def load_latest(
         no_dist=no_dist,
         allow_pickle=allow_pickle,
         strict=strict,
+        rename=rename,
         verify_first=verify_first,
         options=options,
     )
@@ -133,6 +137,7 @@ def load_newest(
     no_dist: bool,
     allow_pickle: bool,
     strict: bool | None = None,
+    rename: Rename | None = None,
     verify_first: bool,
     options: Options | None,
     on_skip: Callable[[SkippedCheckpoint], None] = lambda _: None,
@@ -166,6 +171,7 @@ def load_newest(
                     no_dist=no_dist,
                     allow_pickle=allow_pickle,
                     strict=strict,
+                    rename=rename,
                     options=options if storage_reader is None else None,
                 )
             except SaveOrLoadError as error:

@@ -1,0 +1,374 @@
+"""Loads under other names than those of the checkpoint: a part of a model, an EMA copy, a state dict of any program."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.kit.models import assert_same, local
+from tests.kit.places import Place
+from tests.kit.ranks import on_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+
+import cloudckpt
+from cloudckpt.errors import CloudckptError, InvalidOptionError, StateDictMismatchError
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Net(nn.Module):
+    """A model with a part that others want."""
+
+    def __init__(self, part: str = "encoder", head: str = "head") -> None:
+        super().__init__()
+        self.add_module(part, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        self.add_module(head, nn.Linear(4, 2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            values = child(values)
+        return values
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(model: nn.Module, lr: float = 0.03) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    step(model, optimizer)
+    return optimizer
+
+
+NET, EMA = Net(), Net()
+OPTIMIZER = train(NET)
+STATES: dict[str, Any] = {
+    "live": {"model": NET.state_dict(), "random_state": 5},
+    "averaged": {"model": {"net": NET.state_dict(), "ema": EMA.state_dict()}},
+    "beside": {"model": EMA.state_dict(), "ema": NET.state_dict()},
+    "dict": {"net": NET.state_dict(), "optim": OPTIMIZER.state_dict(), "step": 7},
+    "app": {"app": {"model": NET.state_dict(), "optim": get_optimizer_state_dict(NET, OPTIMIZER)}, "step": 7},
+    "wrapped": {"model": {f"module.{name}": value for name, value in NET.state_dict().items()}},
+    "flat": NET.state_dict(),
+}
+LOADS: dict[str, tuple[str, Any, Callable[[], nn.Module]]] = {
+    "a part": ("live", {"model.encoder": "model"}, lambda: Net().encoder),
+    "a part, with dots": ("live", {"model.encoder.": "model."}, lambda: Net().encoder),
+    "a part, by a function": (
+        "live",
+        lambda name: name.replace(".encoder", "") if name.startswith("model.encoder.") else None,
+        lambda: Net().encoder,
+    ),
+    "a part of a part": ("averaged", {"model.net.encoder.1": "model"}, lambda: nn.Linear(4, 4)),
+    "a part into a part": ("live", {"model.encoder": "model.body"}, lambda: Net("body")),
+    "two parts": ("live", {"model.encoder": "model.body", "model.head": "model.end"}, lambda: Net("body", "end")),
+    "a copy": ("beside", {"ema": "model"}, Net),
+    "one of two": ("averaged", {"model.net": "model"}, Net),
+    "another key": ("dict", {"net": "model"}, Net),
+    "another key, by a function": ("dict", lambda name: re.sub(r"^net\b", "model", name), Net),
+    "a wrapper's": ("wrapped", {"model.module": "model"}, Net),
+    "deeper": ("app", {"app.model": "model"}, Net),
+    "no key": ("flat", {"": "model"}, Net),
+    "no key, a part": ("flat", {"encoder": "model"}, lambda: Net().encoder),
+    "into one of two": ("live", {"model": "model.net"}, lambda: nn.ModuleDict({"net": Net()})),
+}
+
+
+def oracle(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module of any of `LOADS` must have: those of `NET` in the same order."""
+    found = [value.detach() for value in NET.parameters()]
+    mine = dict(module.named_parameters())
+    if len(mine) == 2:
+        found = found[2:]
+    return dict(zip(mine, found, strict=False))
+
+
+@pytest.mark.every_store
+def test_a_renamed_entry_fills_the_object_of_its_new_name(place: Place) -> None:
+    """If this fails, a part of a model, or its average, is loaded into another model wrongly or not at all."""
+    for name, state in STATES.items():
+        cloudckpt.save(state, place.uri(name), no_dist=True)
+    for saved, rename, make in LOADS.values():
+        module = make()
+        cloudckpt.load(place.uri(saved), model=module, rename=rename, no_dist=True)
+        assert_same(dict(module.named_parameters()), oracle(module))
+    plain = {name: torch.zeros_like(value) for name, value in NET.encoder.state_dict().items()}
+    cloudckpt.load(plain, place.uri("live"), rename={"model.encoder": ""}, no_dist=True)
+    assert_same(plain, oracle(NET.encoder))
+    dcp.load(
+        {"encoder": (into := Net().encoder).state_dict()},
+        storage_reader=cloudckpt.ObjectStoreReader(place.uri("live"), rename={"model": ""}),
+        no_dist=True,
+    )
+    assert_same(dict(into.named_parameters()), oracle(into))
+
+
+@pytest.mark.parametrize("name", sorted(LOADS.keys() - {"a copy", "a part of a part"}))  # these have several answers
+def test_an_error_names_the_argument_that_helps(name: str, tmp_path: Path) -> None:
+    """If this fails, an error tells a user of names that differ, and its advice does not lead to the load."""
+    saved, _, make = LOADS[name]
+    cloudckpt.save(STATES[saved], tmp_path / "a", no_dist=True)
+    module = make()
+    with pytest.raises(StateDictMismatchError) as caught:
+        cloudckpt.load(tmp_path / "a", model=module, no_dist=True)
+    found = re.search(r"pass rename=(\{[^}]*\})", str(caught.value), re.IGNORECASE)
+    assert found is not None, caught.value
+    cloudckpt.load(tmp_path / "a", model=module, rename=ast.literal_eval(found[1]), strict=False, no_dist=True)
+    expected = oracle(module)
+    loaded = {name: param for name, param in module.named_parameters() if not name.startswith("end.")}
+    assert_same(loaded, {name: expected[name] for name in loaded})  # the advice has one pair of names
+
+
+def test_one_error_has_the_names_of_both_sides(tmp_path: Path) -> None:
+    """If this fails, a user mends a mismatch name by name, with a load for each."""
+    cloudckpt.save(tmp_path / "a", model=NET, optimizer=OPTIMIZER, no_dist=True)
+    other = Net(head="end")
+    for call in (
+        lambda: cloudckpt.load(tmp_path / "a", model=other, no_dist=True),
+        lambda: cloudckpt.load({"model": other.state_dict()}, tmp_path / "a", no_dist=True),
+    ):
+        with pytest.raises(StateDictMismatchError, match=r"'model\.end\.weight' is not") as caught:
+            call()
+        assert "'model.end.bias' is not" in str(caught.value)
+        assert "nothing asks for 'model.head.weight', 'model.head.bias' in it" in str(caught.value)
+        assert "rename={'model.head': 'model.end'}" in str(caught.value)
+    with pytest.raises(StateDictMismatchError, match=r"has no 'extra', 'scheduler', only 'model', 'optimizer'"):
+        cloudckpt.load(tmp_path / "a", model=NET, extra={}, scheduler=OPTIMIZER, no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("rename", "pattern"),
+    [
+        (
+            {"decoder": "model"},
+            r"rename=\{'decoder': 'model'\} changes no name of .*, which has 'model', 'rand",
+        ),
+        ({"rand": "model"}, r"rename=\{'rand': 'model'\} changes no name"),
+        (lambda name: name, "rename=<function> changes no name"),
+        ({"random_state": "modle"}, r"rename=\{'random_state': 'modle'\} gives names .*nothing asks for, 'modle'"),
+        (lambda name: name.replace("random_state", "x"), "rename=<function> gives names .*nothing asks for, 'x'"),
+        (lambda name: "model.x", r"gives both 'model\.\S+' and 'model\.\S+' of .* the name 'model\.x'"),
+        (lambda name: 5, "must return a str or None, and it returned 5"),
+    ],
+)
+@pytest.mark.parametrize("strict", [None, False])
+def test_a_map_that_does_nothing_is_refused(
+    rename: Any,
+    pattern: str,
+    strict: bool | None,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    """If this fails, a slip in a name loads the entries that it was to replace, or none, and nobody is told."""
+    cloudckpt.save(STATES["live"], tmp_path / "a", no_dist=True)
+    with pytest.raises(CloudckptError, match=pattern):
+        cloudckpt.load(tmp_path / "a", model=Net(), rename=rename, strict=strict, no_dist=True)
+
+
+@pytest.mark.parametrize("rename", ["ema", {}, {"ema": 5}, ["ema"]])
+def test_an_argument_that_cannot_rename_is_refused(rename: Any) -> None:
+    """If this fails, a prefix that is passed as a text is taken for something else."""
+    with pytest.raises(InvalidOptionError, match=r"pass a dict, as in \{'ema': 'model'\}, or a function"):
+        cloudckpt.load("memory://none", model=Net(), rename=rename, no_dist=True)
+    reader = cloudckpt.ObjectStoreReader("memory://none")
+    with pytest.raises(InvalidOptionError, match="belong to the reader"):
+        cloudckpt.load(storage_reader=reader, model=Net(), rename={"ema": "model"}, no_dist=True)
+
+
+_KEYS = st.sampled_from(["a", "b", "a.b", "b.a", 0, 1])
+_LEAVES = st.one_of(
+    st.integers(0, 9),
+    st.integers(0, 9).map(lambda number: torch.tensor([number])),
+    st.just(Point(torch.ones(2), 3)),
+    st.just((torch.zeros(1), {"a": 4})),
+    st.just(TwoTensor(torch.ones(2), torch.zeros(2))),
+)
+_TREES = st.recursive(
+    _LEAVES,
+    lambda inner: st.dictionaries(_KEYS, inner, max_size=3) | st.lists(inner, min_size=1, max_size=2),
+    max_leaves=6,
+)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else None
+    return [tree] if parts is None else [leaf for part in parts for leaf in leaves_of(part)]
+
+
+@given(tree=st.dictionaries(_KEYS, _TREES, min_size=1, max_size=3), has_function=st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_renamed_tree_keeps_its_structure(tree: dict[Any, Any], has_function: bool) -> None:  # noqa: FBT001
+    """If this fails, dicts, lists, tuples, keys that are no text, or wrapped tensors become others under a new name."""
+    torch.serialization.add_safe_globals([TwoTensor])
+    uri = f"memory://renamed-{id(tree)}"
+    try:
+        cloudckpt.save({"old": {"tree": tree}}, uri, no_dist=True)
+    except CloudckptError:
+        return  # of keys that would have one name
+    filled: dict[str, Any] = {}
+    rename: Any = (lambda name: name.replace("old.tree", "extra.new")) if has_function else {"old.tree": "extra.new"}
+    try:
+        cloudckpt.load(uri, extra=filled, rename=rename, no_dist=True)
+    except StateDictMismatchError:
+        assert not leaves_of(tree)  # of empty dicts alone, no name is changed
+        return
+    assert_same(filled, {"new": cloudckpt.read(uri)["old"]["tree"]})
+
+
+RESUMED: dict[str, tuple[str, dict[str, str], Callable[[], nn.Module]]] = {
+    "numbers": ("dict", {"net": "model", "optim": "optimizer"}, Net),
+    "names": ("app", {"app.model": "model", "app.optim": "optimizer"}, Net),
+    "a part": ("app", {"app.model.encoder": "model", "app.optim": "optimizer"}, lambda: Net().encoder),
+    "one of two": ("both", {"model.net": "model"}, Net),
+    "into one of two": ("live", {"model": "model.net"}, lambda: nn.ModuleDict({"net": Net()})),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_an_optimizer_goes_on_under_other_names(name: str, tmp_path: Path) -> None:
+    """If this fails, a run that is resumed under other names has the moments of other parameters, or none."""
+    saved, rename, make = RESUMED[name]
+    objects = {"both": {"net": NET, "ema": EMA}, "live": NET}
+    if saved in objects:
+        cloudckpt.save(tmp_path / "a", model=objects[saved], optimizer=OPTIMIZER, random_state=False, no_dist=True)
+    else:
+        cloudckpt.save(STATES[saved], tmp_path / "a", no_dist=True)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    cloudckpt.load(tmp_path / "a", model=model, optimizer=optimizer, rename=rename, no_dist=True)
+    expected = {name: OPTIMIZER.state[param] for name, param in zip(oracle(model), NET.parameters(), strict=False)}
+    assert_same({name: optimizer.state[param] for name, param in model.named_parameters()}, expected)
+    assert optimizer.param_groups[0]["lr"] == 0.03
+
+
+def test_an_optimizer_that_fits_in_two_ways_is_refused(tmp_path: Path) -> None:
+    """If this fails, a parameter is given the moments of another one whose name ends alike."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "part": nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})})
+    model["part"]["a"].requires_grad_(requires_grad=False)  # it has no state, and another "a" has
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    (model["a"](torch.ones(4)) + model["part"]["b"](torch.ones(4))).sum().backward()
+    optimizer.step()
+    cloudckpt.save(tmp_path / "a", model=model, optimizer=optimizer, no_dist=True)
+    part = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    with pytest.raises(StateDictMismatchError, match="fit the renamed model in 2 ways"):
+        cloudckpt.load(
+            tmp_path / "a",
+            model=part,
+            optimizer=torch.optim.AdamW(part.parameters()),
+            rename={"model.part": "model"},
+            no_dist=True,
+        )
+
+
+def test_a_wrapped_tensor_is_not_taken_apart(tmp_path: Path) -> None:
+    """If this fails, a half of a quantized tensor is loaded as if it were all of it."""
+    cloudckpt.save({"w": TwoTensor(torch.ones(2), torch.ones(2))}, tmp_path / "a", no_dist=True)
+    with pytest.raises(StateDictMismatchError, match=r"takes 'w' .*apart.* leaves out or renames its 'b'"):
+        cloudckpt.load({"x": torch.zeros(2)}, tmp_path / "a", rename={"w.b": "x"}, no_dist=True)
+
+
+def test_the_managers_steps_and_torchs_checkpoints_are_renamed(tmp_path: Path) -> None:
+    """If this fails, a run that was begun with dicts of its own, or with torch's writer, cannot go on in a manager."""
+    cloudckpt.save(STATES["dict"], tmp_path / "run" / "step-7", no_dist=True)
+    dcp.save(copy.deepcopy(STATES["dict"]), checkpoint_id=str(tmp_path / "torch"), no_dist=True)
+    rename = {"net": "model", "optim": "optimizer", "step": "extra.step"}
+    with cloudckpt.CheckpointManager(tmp_path / "run", no_dist=True) as manager:
+        for load in (
+            manager.restore,
+            lambda **state: manager.restore(step=7, **state),
+            lambda **state: cloudckpt.load_latest(tmp_path / "run", **state, no_dist=True),
+            lambda **state: cloudckpt.load(tmp_path / "torch", **state, allow_pickle=True, no_dist=True),
+        ):
+            model, extra = Net(), {}
+            optimizer = torch.optim.AdamW(model.parameters())
+            load(model=model, optimizer=optimizer, extra=extra, rename=rename)
+            assert_same(dict(model.named_parameters()), oracle(model))
+            assert_same(optimizer.state_dict(), OPTIMIZER.state_dict())
+            assert extra == {"step": 7}
+        with pytest.raises(StateDictMismatchError, match=r"leaves behind.*'step'.*strict=False"):
+            manager.restore(model=model, optimizer=optimizer, rename={"net": "model", "optim": "optimizer"})
+
+
+def test_objects_that_a_step_lacks_keep_what_they_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, weights alone cannot begin a run, or a run begins without its weights and nobody is told."""
+    with cloudckpt.CheckpointManager(tmp_path / "run", async_=False, no_dist=True) as manager:
+        manager.save(0, model={"net": NET})
+        models = {"net": Net(), "ema": copy.deepcopy(EMA)}
+        optimizer = train(models["ema"])
+        before = copy.deepcopy((optimizer.state_dict(), dict(models["ema"].named_parameters())))
+        objects: dict[str, Any] = {"model": models, "optimizer": optimizer, "extra": {"epoch": 3}}
+        with pytest.raises(StateDictMismatchError, match=r"has no 'extra', 'optimizer'.*or pass strict=False"):
+            manager.restore(**objects)
+        assert manager.restore(**objects, strict=False) is not None
+        assert_same(dict(models["net"].named_parameters()), oracle(models["net"]))
+        assert_same((optimizer.state_dict(), dict(models["ema"].named_parameters())), before)
+        assert objects["extra"] == {"epoch": 3}
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert ["has no 'model.ema': these" in one for one in said].count(True) == 1
+        assert ["has no 'extra', 'optimizer': these" in one for one in said].count(True) == 1
+        assert manager.restore(model=nn.ModuleDict({"net": nn.ModuleDict({"encoder": Net().encoder})}), strict=False)
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert "leaves behind" in said[-1]
+        assert not any("pass strict=False" in one for one in said)
+        for given in ({"model": {"other": Net()}}, {"model": nn.Linear(2, 2)}):
+            with pytest.raises(StateDictMismatchError) as caught:
+                manager.restore(**given, random_state=False, strict=False)
+            assert "pass strict=False" not in str(caught.value)
+
+
+@on_ranks(2)
+def test_ranks_load_their_shards_under_other_names(tmp_path: Path) -> None:
+    """If this fails, a sharded model takes a part of another one wrongly, or ranks with unlike maps are not refused."""
+    torch.manual_seed(7)
+    source = Net()
+    optimizer = train(source)
+    whole = {name: value.detach().clone() for name, value in source.encoder.named_parameters()}
+    fully_shard(source)
+    live = torch.optim.AdamW(source.parameters())
+    for param in source.parameters():
+        param.grad = torch.ones_like(param)
+    live.step()
+    whole = {name: value.full_tensor().detach() for name, value in source.encoder.named_parameters()}
+    moments = [live.state[param]["exp_avg"].full_tensor() for param in source.encoder.parameters()]
+    uri = str(tmp_path / "a")
+    cloudckpt.save(uri, model={"net": source}, optimizer=live)
+    mesh = init_device_mesh("cpu", (2,))
+    tp = parallelize_module(Net().encoder, mesh, {"0": ColwiseParallel(), "1": ColwiseParallel()})
+    other = fully_shard(Net("body"))
+    for model, rename in (
+        (fully_shard(Net().encoder), {"model.net.encoder": "model"}),
+        (tp, {"model.net.encoder": "model"}),
+        (other.body, {"model.net.encoder": "model"}),
+        (other, {"model.net.encoder": "model.body", "model.net.head": "model.head"}),
+    ):
+        optimizer = torch.optim.AdamW(model.parameters())
+        cloudckpt.load(uri, model=model, optimizer=optimizer, rename=rename)
+        part = model if model is not other else model.body
+        for (name, param), moment in zip(part.named_parameters(), moments, strict=True):
+            assert_same(param.full_tensor().detach(), whole[name])
+            assert_same(optimizer.state[param]["exp_avg"].full_tensor(), moment)
+    assert local(next(iter(tp.parameters()))).numel() < whole["0.weight"].numel()
+    with pytest.raises(CloudckptError, match=r"renamed by|ranks"):
+        cloudckpt.load(uri, model=tp, rename={f"model.net.{'encoder' if dist.get_rank() else 'head'}": "model"})
+    with pytest.raises(StateDictMismatchError, match="changes no name"):
+        cloudckpt.load(uri, model=tp, rename={"nothing": "model"})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from cloudckpt import _torch_compat
@@ -23,6 +26,7 @@ from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
 from cloudckpt.uri import is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location
 
+_log = logging.getLogger("cloudckpt")
 _undo = contextlib.ExitStack()
 
 
@@ -83,6 +87,12 @@ def enable(
 
     _read_with_fsspec_reader(lambda uri: set_up(None, uri, reader=True), chosen)
 
+    threads = _torch_compat.find(
+        "torch.distributed.checkpoint._async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"
+    )
+    if threads is not None:
+        _warn_of_shared_group(threads, lambda location: _is_ours(location, options=chosen))
+
     # An async save in another process sets up its storage there, without this patch.
     executor = _torch_compat.find(
         "torch.distributed.checkpoint._async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"
@@ -118,6 +128,37 @@ def replace_attribute(undo: contextlib.ExitStack, owner: Any, name: str, replace
     """Replace an attribute of a module or a class until `undo` is closed."""
     undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, replacement)
+
+
+def _warn_of_shared_group(executor: Any, is_ours: Callable[[object], bool]) -> None:
+    """Make torch's background saves in threads warn, once, if they use the connections of training."""
+    execute, warned = executor.execute_save, threading.Event()
+
+    @functools.wraps(execute)
+    def execute_save(*args: Any, **kwargs: Any) -> Any:
+        if not warned.is_set() and _is_shared(kwargs.get("process_group"), no_dist=kwargs.get("no_dist", False)):
+            writer = kwargs.get("storage_writer")
+            location = writer.checkpoint_id if isinstance(writer, ObjectStoreWriter) else kwargs.get("checkpoint_id")
+            if isinstance(writer, ObjectStoreWriter) or (writer is None and is_ours(location)):
+                warned.set()
+                if dist.get_rank() == 0:
+                    _log.warning(
+                        "torch's async_save of %s uses the default process group, whose backend is gloo alone: if "
+                        "training uses that group before the save has ended, both hang. Pass async_save "
+                        "process_group=dist.new_group(), made once on all ranks, or call cloudckpt.async_save",
+                        location,
+                    )
+        return execute(*args, **kwargs)
+
+    replace_attribute(_undo, executor, "execute_save", execute_save)
+
+
+def _is_shared(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> bool:
+    """True for the default group of several ranks, if collectives of training on the CPU and the GPU go over gloo."""
+    if no_dist or not (dist.is_available() and dist.is_initialized()) or process_group not in (None, dist.group.WORLD):
+        return False
+    backends = {pair.rpartition(":")[2] for pair in str(dist.get_backend_config()).lower().split(",")}
+    return backends == {"gloo"} and dist.get_world_size() > 1
 
 
 def _save_planner_for(storage: object) -> BalancedSavePlanner | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from typing_extensions import ParamSpec, Self
+from typing_extensions import ParamSpec
 
 from cloudckpt import _this_process
 from cloudckpt._workers import num_cores_of_rank, ranks_of_host
@@ -179,14 +179,10 @@ class StoreClient:
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Return the result of ``function(*args, **kwargs)``, which makes a request and raises `StoreError`."""
-        with Attempts(self) as attempts:
-            while True:
-                attempts.begin()
-                try:
-                    return function(*args, **kwargs)
-                except Exception as error:
-                    if not attempts.wait_after(error):
-                        raise
+        attempts = Attempts(self)
+        while True:
+            with attempts:
+                return function(*args, **kwargs)
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return size and time of the object at `key`, or None."""
@@ -316,23 +312,36 @@ def choose_hedge_bytes(options: Options) -> int:
 
 
 class Attempts:
-    """The attempts at one call, as a context, for callers that have to act between two of them."""
+    """The attempts at one call: each is a context, in a loop that ends with the context's own `return` or `break`.
+
+    The context suppresses a failure after which another attempt may follow, and waits for that one.
+    """
 
     def __init__(self, client: StoreClient) -> None:
         _this_process.refuse_in_fork()
         self._client, self.shared = client, client.shared
-        self._begun_ns = now_ns()
         self.renew()
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> None:
+        """Count an attempt. Raises the refusal that the client was stopped with."""
+        if self.shared.refusal is not None:
+            raise self.shared.refusal
+        with self.shared.lock:
+            self.shared.num_requests += 1
+        self._begun_ns = now_ns()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.recorder.spent("transfer", self._begun_ns)
-        with self.shared.lock:
-            self.shared.num_ended += 1
+    ) -> bool:
+        has_ended = True
+        try:
+            has_ended = not isinstance(error, Exception) or not self._wait_after(error)
+        finally:
+            self._client.recorder.spent("transfer", self._begun_ns)
+            if has_ended:
+                with self.shared.lock:
+                    self.shared.num_ended += 1
+        return not has_ended
 
     def renew(self) -> None:
         """Forget the failures so far, after progress."""
@@ -340,14 +349,7 @@ class Attempts:
         self._num_ended = self.shared.num_ended
         self._deadline_s = self.shared.clock.monotonic() + self.shared.timeout_s
 
-    def begin(self) -> None:
-        """Count an attempt. Raises the refusal that the client was stopped with."""
-        if self.shared.refusal is not None:
-            raise self.shared.refusal
-        with self.shared.lock:
-            self.shared.num_requests += 1
-
-    def wait_after(self, error: Exception) -> bool:
+    def _wait_after(self, error: Exception) -> bool:
         """Wait before the next attempt. False if `error` is final, and to be raised.
 
         An exception that is none of cloudckpt's, of a `wrap_store` for example, becomes a `StoreError` with the class

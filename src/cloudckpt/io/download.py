@@ -15,6 +15,7 @@ from cloudckpt.errors import (
     InterruptedReadError,
     ObjectNotFoundError,
     ShortObjectError,
+    StoreError,
     TransientStoreError,
 )
 from cloudckpt.io.client import Attempts, Observation, StoreClient
@@ -45,29 +46,27 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
     remaining, position, end = list(views), begin, begin + num_bytes(views)
     store = client.store
     observed = Observation(client)
-    with Attempts(client) as attempts:
-        while True:
-            attempts.begin()
+    attempts = Attempts(client)
+    while True:
+        doubted: StoreError | None = None
+        with attempts:
             try:
-                client.hedger.read_into(store, key, position, remaining)
+                return client.hedger.read_into(store, key, position, remaining)
+            except InterruptedReadError as error:
+                position += error.received_bytes
+                remaining = skip_bytes(remaining, error.received_bytes)
+                raise
             except (ObjectNotFoundError, ShortObjectError) as error:
-                try:
-                    _compare(store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short")
-                except Exception as contradiction:
-                    if not attempts.wait_after(contradiction):
-                        raise
-                else:
-                    if observed.is_confirmed_by(type(error).__name__, error):
-                        raise
-                    attempts.renew()
-            except Exception as error:
-                received_bytes = error.received_bytes if isinstance(error, InterruptedReadError) else 0
-                position += received_bytes
-                remaining = skip_bytes(remaining, received_bytes)
-                if not attempts.wait_after(error):
-                    raise
-            else:
-                return
+                _compare(store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short")
+                doubted = error
+        if doubted is None:  # a failure that may pass
+            continue
+        try:
+            if observed.is_confirmed_by(type(doubted).__name__, doubted):
+                raise doubted
+        finally:
+            del doubted  # its traceback holds this frame, and so the views
+        attempts.renew()
 
 
 def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:

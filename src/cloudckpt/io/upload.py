@@ -214,15 +214,12 @@ class UploadSession:
             return
         try:
             if part is not None:
-                with (
-                    open_part(
-                        target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
-                    ) as (views, values, whole),
-                    Attempts(client) as attempts,
-                ):
+                with open_part(
+                    target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
+                ) as (views, values, whole):
+                    attempts = Attempts(client)
                     while True:
-                        attempts.begin()
-                        try:
+                        with attempts:
                             if upload_id is None:
                                 store.put(target.target_key, views, crc32c=whole)
                             else:
@@ -230,9 +227,6 @@ class UploadSession:
                                     store, target.target_key, upload_id, part, views, crc32c=whole
                                 )
                             break
-                        except Exception as error:
-                            if not attempts.wait_after(error):
-                                raise
                 with self._lock:
                     target.crc32cs[part.number] = values
                     is_last = len(target.crc32cs) == len(target.parts)

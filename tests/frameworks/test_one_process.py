@@ -170,8 +170,54 @@ def test_accelerate_evaluations_before_a_save_are_no_obstacle(tmp_path: Path, ca
     accelerator, fresh, *_ = prepared(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     evaluate(accelerator, fresh)
     accelerator.prepare(torch.utils.data.DataLoader(samples(), batch_size=4))
-    cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
-    assert "data loader 0 has 4 batches, and had 8" in caplog.text
+    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match="data loader 0 has 4 batches, and had 8"):
+        cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle", "is_seedable"), [(0, False, False), (2, False, False), (0, True, True)]
+)
+def test_accelerate_stateful_loader_goes_on_with_the_batches_of_uninterrupted_training(
+    *, num_workers: int, shuffle: bool, is_seedable: bool, tmp_path: Path
+) -> None:
+    """If this fails, a job resumes before other batches, or shuffles with the seed of another process."""
+
+    def make(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=is_seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        data = torch.arange(20.0)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle, num_workers=num_workers)
+        return accelerator, accelerator.prepare(loader)
+
+    def batches(loader: Any, epoch: int) -> list[list[float]]:
+        loader.set_epoch(epoch)
+        return [batch.tolist() for batch in loader]
+
+    accelerator, loader = make(seed=1)
+    state = AcceleratorState(accelerator)
+    expected = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for index, batch in enumerate(loader):
+            expected.append(batch.tolist())
+            if index == 2:
+                cloudckpt.save({"accelerator": state}, tmp_path / f"within-{epoch}")
+        cloudckpt.save({"accelerator": state}, tmp_path / f"after-{epoch}")
+    for name, epoch, num_seen in (("within-0", 0, 3), ("after-0", 1, 5), ("within-1", 1, 8)):
+        accelerator, loader = make(seed=2)
+        cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / name)
+        assert [batch for each in range(epoch, 2) for batch in batches(loader, each)] == expected[num_seen:], name
+
+
+@pytest.mark.parametrize(("num_workers", "is_seedable"), [(0, False), (2, True)])
+def test_accelerate_stateful_loader_whose_order_is_not_saved_is_refused(*, num_workers: int, is_seedable: bool) -> None:
+    """If this fails, a job resumes with other batches, as it does with Accelerate's own `load_state`."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=is_seedable)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    accelerator.prepare(torch.utils.data.DataLoader(samples(), shuffle=True, num_workers=num_workers))
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="data loader 0 is stateful and shuffles"):
+        AcceleratorState(accelerator)
 
 
 class CloudTrainer(CloudCheckpoints, Trainer):
@@ -188,21 +234,20 @@ class Model(nn.Module):
         return {"loss": nn.functional.mse_loss(out, x), "out": out}
 
 
-def trainer_of(root: Path, output: Path, **settings: Any) -> CloudTrainer:
+def trainer_of(root: Path, output: Path, num_samples: int = 32, **settings: Any) -> CloudTrainer:
     torch.manual_seed(5)
     args = TrainingArguments(
         output_dir=str(output),
         use_cpu=True,
-        per_device_train_batch_size=4,
         save_steps=2,
         learning_rate=1e-2,
         accelerator_config={"use_seedable_sampler": True},  # as for an exact resume without us
         label_names=["x"],
         report_to=[],
         disable_tqdm=True,
-        **settings,
+        **{"per_device_train_batch_size": 4, **settings},
     )
-    data = [{"x": x} for x in samples()]
+    data = [{"x": x} for x in samples(num_samples)]
     return CloudTrainer(Model(), args, train_dataset=data, eval_dataset=data[:8], cloud_root=str(root))
 
 
@@ -237,6 +282,33 @@ def test_trainer_that_has_evaluated_resumes(evaluates: dict[str, Any], tmp_path:
     assert losses[0] == losses[1]
     assert losses[0]
     resumed.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"num_samples": 48}, "with samples=32, and this training has samples=48"),
+        ({"per_device_train_batch_size": 2}, "samples_per_step=4, .* samples_per_step=2"),
+        ({"seed": 7}, "seed=42, .* seed=7"),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, None),
+        ({"num_samples": 48, "ignore_data_skip": True}, None),
+    ],
+)
+def test_trainer_with_other_samples_is_refused_before_it_trains(
+    other: dict[str, Any], named: str | None, tmp_path: Path
+) -> None:
+    """If this fails, a Trainer that gets more data, other ranks or another seed skips samples that it has not seen, and
+    repeats others, without a word.
+    """
+    trainer_of(tmp_path / "root", tmp_path / "out", max_steps=4).train()
+    resumed = trainer_of(tmp_path / "root", tmp_path / "out", max_steps=6, **other)
+    if named is None:
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 6
+        return
+    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match=rf"root/step-4 was saved .*{named}"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 0
 
 
 class Module(LightningModule):

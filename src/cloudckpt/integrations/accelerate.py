@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import RandomSampler
 
 from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, Source, make_empty
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 from cloudckpt.integrations._nested_state import deserialize, serialize
 from cloudckpt.integrations._requirements import require
 
 with require("accelerate"):
     from accelerate import Accelerator
+    from accelerate.data_loader import SeedableRandomSampler, get_sampler
     from accelerate.utils import DistributedType, gather_object
 
 _log = logging.getLogger("cloudckpt")
@@ -31,9 +33,10 @@ class AcceleratorState(LiveEntry):
     """Saves what ``accelerator.save_state`` saves, as one entry of a state dict for `cloudckpt.save` or a manager.
 
     Models and optimizers are saved by the names of their parameters, so FSDP1, FSDP2 and DDP shards load on any number
-    of ranks. Schedulers, the gradient scaler, registered objects and the accelerator's step are saved too, and for each
-    rank its random generators and stateful data loaders. On another number of ranks these two are not changed, and a
-    warning is logged. All ranks make an instance after ``prepare``, and save and load it together.
+    of ranks. Schedulers, the gradient scaler, registered objects and the accelerator's step are saved too, the seeds
+    of seedable samplers, and for each rank its random generators and stateful data loaders. On another number of ranks,
+    the generators are not changed, with a warning, and stateful data loaders are refused. All ranks make an instance
+    after ``prepare``, and save and load it together.
 
     Args:
         accelerator: The accelerator, after ``prepare``.
@@ -41,7 +44,8 @@ class AcceleratorState(LiveEntry):
         only_models: Save or load only the models, for inference or to start another training.
 
     Raises:
-        InvalidOptionError: DeepSpeed and Megatron-LM have state formats of their own.
+        InvalidOptionError: DeepSpeed and Megatron-LM have state formats of their own. And Accelerate does not save the
+            order of a stateful data loader that shuffles with workers, or without ``use_seedable_sampler``.
 
     Example::
 
@@ -58,11 +62,14 @@ class AcceleratorState(LiveEntry):
                 "models in a format of its own"
             )
         self._accelerator = accelerator
+        for position, loader in enumerate(self._loaders):
+            _refuse_unsaved_order(loader, position)
         self._restores_random = restores_random
         self._only_models = only_models
         self.random: RandomState | None = None
         """The loaded random state of this rank; None if another number of ranks saved it."""
         self._surplus: list[str] = []
+        self._uri = ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state. A collective call: it gathers the state of each rank."""
@@ -81,7 +88,7 @@ class AcceleratorState(LiveEntry):
 
     def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
         """Return what a load fills. A fresh optimizer stays fresh until then."""
-        groups = self._groups()
+        groups, self._uri = self._groups(), source.uri
         # Without members, there is nothing to load.
         members = EntryGroup({key: group for key, group in groups.items() if group.names})
         known = saved if isinstance(saved, Mapping) else {}
@@ -120,13 +127,26 @@ class AcceleratorState(LiveEntry):
         if accelerator.scaler is not None and scaler is not None:
             accelerator.scaler.load_state_dict(scaler)
         accelerator.step = state_dict["step"]
-        self.random, ranks = None, state_dict["ranks"]
+        self._load_ranks(state_dict["ranks"])
+
+    def _load_ranks(self, ranks: list[bytes]) -> None:
+        accelerator, self.random = self._accelerator, None
+        of_rank = deserialize(ranks[min(accelerator.process_index, len(ranks) - 1)])
+        for loader, seed in zip(self._loaders, of_rank.get("seeds", ()), strict=False):
+            if seed is not None and (sampler := _seedable_sampler_of(loader)) is not None:
+                sampler.initial_seed = seed
         if len(ranks) == accelerator.num_processes:
-            self._restore_rank(deserialize(ranks[accelerator.process_index]))
+            self._restore_rank(of_rank)
+        elif any(map(_is_stateful, self._loaders)):
+            raise StateDictMismatchError(
+                f"{self._uri} was saved by {len(ranks)} ranks, and this job has {accelerator.num_processes}: the "
+                "positions of stateful data loaders cannot be shared out anew. Set use_stateful_dataloader=False for "
+                "this job, and use skip_first_batches",
+                uri=self._uri,
+            )
         else:
             _log.warning(
-                "the checkpoint was saved by %d ranks and is loaded by %d: random generators and stateful data loaders "
-                "are not restored",
+                "the checkpoint was saved by %d ranks and is loaded by %d: random generators are not restored",
                 len(ranks),
                 accelerator.num_processes,
             )
@@ -170,7 +190,9 @@ class AcceleratorState(LiveEntry):
     def _serialize_rank(self) -> bytes:
         loaders = [loader.state_dict() if _is_stateful(loader) else None for loader in self._loaders]
         lengths = [_length_of(loader) for loader in self._loaders]
-        return serialize({"random": serialize(tuple(RandomState.capture())), "loaders": loaders, "lengths": lengths})
+        seeds = [getattr(_seedable_sampler_of(loader), "initial_seed", None) for loader in self._loaders]
+        random = serialize(tuple(RandomState.capture()))
+        return serialize({"random": random, "loaders": loaders, "lengths": lengths, "seeds": seeds})
 
     def _restore_rank(self, state: dict[str, Any]) -> None:
         saved = dict(enumerate(zip(state["loaders"], state.get("lengths", state["loaders"]), strict=True)))
@@ -181,12 +203,12 @@ class AcceleratorState(LiveEntry):
                 _log.warning("the checkpoint has no state of prepared data loader %d, which starts anew", position)
             elif _is_stateful(loader):
                 if isinstance(length, int) and length != _length_of(loader):
-                    _log.warning(
-                        "prepared data loader %d has %s batches, and had %d when its state was saved. Prepare the "
-                        "loaders in the order of the run that saved",
-                        position,
-                        _length_of(loader),
-                        length,
+                    raise StateDictMismatchError(
+                        f"prepared data loader {position} has {_length_of(loader)} batches, and had {length} when its "
+                        "state was saved, so it would give other batches. Prepare the loaders in the order of the run "
+                        "that saved, with the same data; or set use_stateful_dataloader=False and use "
+                        "skip_first_batches",
+                        uri=self._uri,
                     )
                 loader.load_state_dict(of_loader)
         self.random = RandomState(*deserialize(state["random"]))
@@ -201,6 +223,27 @@ class AcceleratorState(LiveEntry):
 
 def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _refuse_unsaved_order(loader: Any, position: int) -> None:
+    """Raise `InvalidOptionError` for a stateful data loader whose samples are shuffled in an order that is not saved.
+
+    With workers, Accelerate 1.15 draws the first order before it gives the loader its seedable sampler.
+    """
+    if not _is_stateful(loader):
+        return
+    is_saved = _seedable_sampler_of(loader) is not None and loader.num_workers == 0
+    if isinstance(get_sampler(loader), RandomSampler) and not is_saved:
+        raise InvalidOptionError(
+            f"prepared data loader {position} is stateful and shuffles, and Accelerate does not save its order: a "
+            "resume would continue with other batches. Give DataLoaderConfiguration use_seedable_sampler=True. With "
+            "workers, give it also use_stateful_dataloader=False, and use skip_first_batches after a resume"
+        )
+
+
+def _seedable_sampler_of(loader: Any) -> Any:
+    sampler = get_sampler(loader)
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
 
 
 def _length_of(loader: Any) -> int | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cloudckpt.dcp.live_objects import RandomState
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 from cloudckpt.integrations._nested_state import deserialize, serialize
 from cloudckpt.integrations._requirements import require
 from cloudckpt.integrations.accelerate import AcceleratorState
@@ -23,6 +23,7 @@ from cloudckpt.options import Options
 
 with require("transformers"):
     from transformers.trainer_callback import ExportableState, TrainerState
+    from transformers.trainer_utils import has_length
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -35,6 +36,8 @@ _STATE_FILE = "trainer_state.json"
 _BEST = "trainer_best"
 """Metric of each step that was the best when it was saved. Later steps have higher values."""
 _TIMING_SUFFIXES = ("_runtime", "_per_second", "_time")
+_POSITION = "position_in_data"
+"""Key, beside Trainer's own state, of the settings that decide which samples a number of steps stands for."""
 _HINT = (
     "Continue from the newest step (resume_from_checkpoint=True), use another cloud_root, or replace the steps "
     "(cloud_overwrite=True)"
@@ -99,7 +102,11 @@ class CloudCheckpoints(_Trainer):
         """The saved steps of this training. The state object distinguishes the tries of ``auto_find_batch_size``."""
 
     def train(self, resume_from_checkpoint: bool | int | None = None, **kwargs: Any) -> Any:
-        """Train as Trainer does. Raises the errors of `CheckpointManager.restore` and `close`."""
+        """Train as Trainer does.
+
+        Raises the errors of `CheckpointManager.restore` and `close`, and `StateDictMismatchError` for a resume with
+        another data set length, seed, or number of samples per step, unless ``ignore_data_skip`` is set.
+        """
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             raise InvalidOptionError(
                 f"{type(self).__name__} resumes only from steps under {self._cloud.root}, not from "
@@ -134,6 +141,9 @@ class CloudCheckpoints(_Trainer):
         if self._cloud_step is None:
             return False
         trainer = json.loads(state["trainer"])
+        if self.args.auto_find_batch_size:
+            self._train_batch_size: int = trainer["train_batch_size"]  # as Trainer itself does
+        self._refuse_other_samples(trainer.pop(_POSITION, {}))
         best = trainer.pop("best_model_checkpoint", None)  # Trainer would look for a folder
         if best is not None and parse_step_uri(best) in steps:
             self._cloud_best = parse_step_uri(best)
@@ -142,11 +152,37 @@ class CloudCheckpoints(_Trainer):
         (directory / _STATE_FILE).write_text(json.dumps(trainer), encoding="utf-8")
         return True
 
+    def _describe_position(self) -> dict[str, int | None]:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        num_samples = len(self.train_dataset) if has_length(self.train_dataset) else None
+        return {
+            "samples": num_samples,
+            "samples_per_step": self.get_total_train_batch_size(self.args),
+            "seed": seed,
+        }
+
+    def _refuse_other_samples(self, saved: dict[str, int | None]) -> None:
+        """Raise `StateDictMismatchError` if the steps that are skipped stand for other samples than those seen."""
+        held = self._describe_position()
+        names = [name for name in saved if saved[name] != held.get(name)]
+        if names and not self.args.ignore_data_skip:
+            then, now = (", ".join(f"{name}={of.get(name)}" for name in names) for of in (saved, held))
+            uri = self._cloud.uri_of(self._cloud_step or 0)
+            raise StateDictMismatchError(
+                f"{uri} was saved with {then}, and this training has {now}: it would skip other samples than "
+                "those seen. Keep the settings: on another number of ranks, change gradient_accumulation_steps to keep "
+                "samples_per_step. Or pass ignore_data_skip=True, which begins the epoch of that step anew",
+                uri=uri,
+            )
+
     def _get_best_uri(self) -> str | None:
         return None if self._cloud_best is None else self._cloud.uri_of(self._cloud_best)
 
     def _cloud_state_dict(self) -> dict[str, Any]:
-        trainer = dataclasses.asdict(self.state) | {"best_model_checkpoint": self._get_best_uri()}
+        trainer = dataclasses.asdict(self.state) | {
+            "best_model_checkpoint": self._get_best_uri(),
+            _POSITION: self._describe_position(),
+        }
         return {
             "accelerator": AcceleratorState(self.accelerator, restores_random=False),
             "scheduler": serialize(self.lr_scheduler.state_dict()),

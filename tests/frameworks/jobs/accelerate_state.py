@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, set_seed
 from common import NUM_RANKS, Noisy, begin_anew, data, end, places, shard_on_cpus, tell
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -74,6 +74,33 @@ def fit(root: str, *, until: int, kind: str, drop: float) -> tuple[list[float], 
     return [*losses, *scheduler.get_last_lr()], first
 
 
+def fit_pair(root: str, *, stop_at: int | None) -> list[list[float]]:
+    """Train two models for an epoch of a stateful loader: the samples of each step, and what the models became."""
+    begin_anew()
+    torch.manual_seed(3)
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    loader = torch.utils.data.DataLoader(torch.arange(64.0)[:, None], batch_size=4, shuffle=True)
+    first, second, *optimizers, loader = accelerator.prepare(*models, *optimizers, loader)
+    state = {"accelerator": AcceleratorState(accelerator)}
+    seen = []
+    with cloudckpt.CheckpointManager(root) as manager:
+        manager.restore(state)
+        for batch in loader:
+            accelerator.backward(second(first(batch)).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = [accelerator.unwrap_model(model).weight.item() for model in (first, second)]
+            seen.append([*accelerator.gather(batch)[:, 0].tolist(), *weights])
+            if len(seen) == stop_at:
+                manager.save(stop_at, state)
+                break
+    return seen
+
+
 if NUM_RANKS == 2:
     shard_on_cpus()
 for place, root in places():
@@ -88,5 +115,14 @@ for place, root in places():
             whole, part = [], []
             resumed, first = fit(f"{root}/{kind}", until=8, kind="alone", drop=0.0)
         result[kind] = {"whole": whole, "part": part, "resumed": resumed, "first": first}
+    pair = f"{root}/pair"
+    if NUM_RANKS == 2:
+        fit_pair(pair, stop_at=3)
+        result["pair"] = {"whole": fit_pair(f"{pair}-whole", stop_at=None), "resumed": fit_pair(pair, stop_at=None)}
+    else:
+        try:
+            fit_pair(pair, stop_at=None)
+        except cloudckpt.errors.StateDictMismatchError as error:
+            result["pair"] = str(error)
     tell(place, result)
 end()

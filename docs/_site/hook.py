@@ -90,6 +90,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = page.file.src_uri
     if here.startswith("design/"):
         page.meta["search"] = {"exclude": True}  # users look for the present behaviour, not for its history
+    if here in ("quickstart.md", "recipes.md"):
+        page.meta["search"] = {"boost": 2}
     if here == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
     source = _SOURCES.get(here, f"docs/{here}")

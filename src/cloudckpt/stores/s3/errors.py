@@ -179,7 +179,7 @@ _LISTINGS = frozenset({"ListMultipartUploads", "ListObjectsV2"})
 _REDIRECTIONS = (301, 307)
 """To the bucket's region. S3 redirects for nothing else, as a proxy does to a page for signing in."""
 _REFUSALS = (400, 403)
-"""Of signatures for another region, under codes that differ between stores."""
+"""Statuses for a signature of another region, whose codes differ between stores."""
 _ROOTS: Mapping[str, tuple[str, ...]] = {
     "CompleteMultipartUpload": ("CompleteMultipartUpload",),
     "CopyObject": ("CopyObject",),

@@ -90,6 +90,7 @@ __all__ = [
 
 
 _MAX_NAMES = 5
+_MAX_RUNS = 16  # of neighbouring ranks
 _LONG_WORD = re.compile(r"\S{1001,}")
 MAX_MESSAGE_CHARS = 4000
 
@@ -98,6 +99,16 @@ def quote_names(names: Sequence[object]) -> str:
     """Quote the first few names for a message."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + more if names else "none"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks for a message, as in ``ranks 0-3, 8``."""
+    known = set(ranks)
+    firsts = sorted(rank for rank in known if rank - 1 not in known)
+    lasts = sorted(rank for rank in known if rank + 1 not in known)
+    runs = [str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
+    shown = ", ".join(runs[:_MAX_RUNS]) + (", …" if len(runs) > _MAX_RUNS else "")
+    return f"rank{'s' if len(known) > 1 else ''} {shown}"
 
 
 def limit_text(text: str) -> str:

@@ -41,12 +41,12 @@ from cloudckpt.errors import (
     RankLostError,
     SaveCancelledError,
     limit_text,
+    name_ranks,
 )
 from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.tensors.tensor_bytes import training_mode
 
 _T = TypeVar("_T")
-_MAX_RUNS = 16  # of neighbouring ranks, named in a message
 
 RanksContext: TypeAlias = AbstractContextManager[DistWrapper]
 """Gives the ranks for one call's collectives, and ends the call on all of them where one leaves it."""
@@ -406,11 +406,11 @@ class SaveOrLoadError(CheckpointException):
                 text += "\n" + "".join(trace.format()).rstrip()  # not one of ours: where it came from matters
             ranks_by_text.setdefault(text, []).append(rank)
         causes = causes_of(self)
-        how = "failed" if self.is_alone else f"failed on {_ranks_text(sorted(self.failures))}"
+        how = "failed" if self.is_alone else f"failed on {name_ranks(self.failures)}"
         if all(isinstance(cause, SaveOrLoadError) for cause in causes):
             how = "did not begin, because an earlier save failed"
         if len(ranks_by_text) > 1:
-            lines = (f"[{_ranks_text(ranks)}] {text}" for text, ranks in ranks_by_text.items())
+            lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
             return "\n".join([f"{self.what} {how}:", *lines])
         (text,) = ranks_by_text
         place = self.what.partition(" ")[2]
@@ -500,12 +500,3 @@ def _nearest_common(classes: Sequence[type[CloudckptError]]) -> type[CloudckptEr
 @functools.cache
 def _class_for(cause: type[CloudckptError]) -> type[SaveOrLoadError]:
     return type(cause.__name__, (SaveOrLoadError, cause), {"__module__": cause.__module__})
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    known = set(ranks)
-    firsts = [rank for rank in ranks if rank - 1 not in known]
-    lasts = [rank for rank in ranks if rank + 1 not in known]
-    runs = [str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
-    shown = ", ".join(runs[:_MAX_RUNS]) + (", …" if len(runs) > _MAX_RUNS else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

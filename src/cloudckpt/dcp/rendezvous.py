@@ -9,13 +9,13 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
-from cloudckpt.errors import RankLostError, limit_text
+from cloudckpt.errors import RankLostError, limit_text, name_ranks
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,6 @@ _MIN_POLL_S = 0.0005
 _MAX_POLL_S = 0.05
 _MAX_FAREWELL_S = 2.0
 _STORE_FAREWELL_S = 20 * _MAX_POLL_S
-_MAX_NAMED_RANKS = 16
 _STATE_KEY = "state"
 c10d: Any = dist  # with names that torch's stubs leave out
 
@@ -363,10 +362,10 @@ class Rendezvous:
         apart = [rank for rank, one in watched if one.call == mine.call and one.task != mine.task]
         if apart and self.rank == 0:  # the others hear it from rank 0
             why = "came to do something else than rank 0: all ranks must make the same calls, and save to the same URI"
-            return Failure(tuple(apart), f"{_named(apart)} {why}")
+            return Failure(tuple(apart), f"{name_ranks(apart)} {why}")
         gone = [rank for rank, one in watched if one.call > mine.call or (one.call == mine.call and one.has_ended)]
         if gone:
-            return Failure(tuple(gone), f"{_named(gone)} left before the end")
+            return Failure(tuple(gone), f"{name_ranks(gone)} left before the end")
         since_s = time.monotonic() - self.timeout_s
         silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
         if silent:
@@ -374,15 +373,9 @@ class Rendezvous:
             if not all(rank in self._others and self._others[rank].call == mine.call for rank in silent):
                 hint = f"all ranks must make this call, and none under 'if rank == 0' alone; {hint}"
             why = f"gave no sign of life for {self.timeout_s:.3g} s ({hint})"
-            return Failure(tuple(silent), f"{_named(silent)} {why}", is_final=True)
+            return Failure(tuple(silent), f"{name_ranks(silent)} {why}", is_final=True)
         return None
 
 
 def _encode(state: GroupState) -> str:
     return msgspec.json.encode(state).decode()
-
-
-def _named(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    shown = ", ".join(map(str, ranks[:_MAX_NAMED_RANKS])) + (", …" if len(ranks) > _MAX_NAMED_RANKS else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._this_process import is_first_warning
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
-from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
+from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name_ranks
 from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, answers_planners
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import crc32c_of
@@ -52,7 +52,6 @@ _FACTORS = np.frombuffer(
     hashlib.shake_128(b"replicas").digest(_MIN_WINDOWS * _LINE_BYTES), dtype=np.uint64
 ) | np.uint64(1)
 _EXTRA_STATE = "_extra_state"  # of torch's modules, such as the scales that a rank's own data gave
-_MAX_RANKS = 8
 
 _log = logging.getLogger("cloudckpt")
 
@@ -398,7 +397,7 @@ def _differ(copies: Sequence[ItemCopy]) -> bool:
 def _describe(copies: Sequence[ItemCopy]) -> str:
     first = next(copy for copy in copies if copy.fingerprint)
     others = [copy.rank for copy in copies if copy.fingerprint not in {0, first.fingerprint}]
-    return f"{first.item.index.fqn!r} of {ranks_text(others)} differs from that of rank {first.rank}"
+    return f"{first.item.index.fqn!r} of {name_ranks(others)} differs from that of rank {first.rank}"
 
 
 def _warn_once(description: str, number: int, uri: str) -> None:
@@ -412,9 +411,3 @@ def _warn_once(description: str, number: int, uri: str) -> None:
         uri,
         more,
     )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return a text that names the ranks, or the first of them."""
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"

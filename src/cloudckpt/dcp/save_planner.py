@@ -35,11 +35,10 @@ from cloudckpt.dcp.replicas import (
     check_replicas,
     copies_of_items,
     key_of,
-    ranks_text,
     take_fingerprints,
 )
 from cloudckpt.dcp.write_items import PlannerWithSources, describe_shards, find_aliases
-from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
+from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name_ranks
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path
 from cloudckpt.format.wrappers import describe_difference
@@ -310,7 +309,7 @@ def _describe_name(fqn: str, plans: Sequence[SavePlan]) -> str:
         item = next((item for item in plan.items if item.index.fqn == fqn), None)
         if item is not None:
             ranks_of.setdefault(_describe_item(item), []).append(rank)
-    return f"{fqn!r} is " + ", ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in ranks_of.items())
+    return f"{fqn!r} is " + ", ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in ranks_of.items())
 
 
 def _describe_item(item: WriteItem) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
+from cloudckpt.telemetry.progress import showing_progress
 from cloudckpt.uri import parse_location, redacted
 
 __all__ = ["async_save", "entries_of", "load", "save"]
@@ -115,7 +117,8 @@ def save(
     if storage_writer is not None:
         await_turn()  # the save in flight may use the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
-    with raising_own_interrupt(rank_in(process_group, no_dist=no_dist)), earlier_failure() as earlier:
+    own_rank = rank_in(process_group, no_dist=no_dist)
+    with raising_own_interrupt(own_rank), earlier_failure() as earlier, _showing_progress("save", writer):
         return run_save(
             state_dict,
             writer,
@@ -214,13 +217,14 @@ def load(
     doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
     if rename is not None:
         doing += f" (renamed by {dict(rename) if isinstance(rename, Mapping) else 'a function'})"
-    return run_load(
-        state_dict,
-        reader,
-        planner=planner,
-        new_ranks_context=functools.partial(_guard, reader, process_group, doing=doing, no_dist=no_dist),
-        rank=rank_in(process_group, no_dist=no_dist),
-    )
+    with _showing_progress("load", reader):
+        return run_load(
+            state_dict,
+            reader,
+            planner=planner,
+            new_ranks_context=functools.partial(_guard, reader, process_group, doing=doing, no_dist=no_dist),
+            rank=rank_in(process_group, no_dist=no_dist),
+        )
 
 
 def async_save(
@@ -400,6 +404,14 @@ def _guard(
     return guarded_collectives(
         process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.options.timeout_s, no_dist=no_dist
     )
+
+
+def _showing_progress(
+    verb: Literal["save", "load"], storage: ObjectStoreWriter | ObjectStoreReader
+) -> AbstractContextManager[None]:
+    """Return the context of a bar, which the job's rank 0 shows, also if each rank saves alone."""
+    is_first = rank_in(None, no_dist=False) == 0 and os.environ.get("RANK", "0") == "0"
+    return showing_progress(verb, storage.checkpoint_id, is_wanted=storage.options.progress and is_first)
 
 
 def _location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None) -> PathOrURI:

@@ -20,6 +20,7 @@ EventName = Literal[
     "save.begun",
     "save.staged",
     "save.set_up",
+    "save.planned",
     "save.part_uploaded",
     "save.completing",
     "save.object_uploaded",

@@ -159,6 +159,9 @@ class Options:
     on_event: Callable[[Event], None] | None = None
     """Called with each event, in the thread that made the step or in one that waits for it. It must return quickly.
     Saves by torch's process pickle it, and call it in that process."""
+    progress: bool = False
+    """If True, rank 0 shows a bar of each save and load that the caller waits for, in a terminal or a notebook. In a
+    log, it shows nothing. It needs the packages of the extra ``cli``, and ``ipywidgets`` in a notebook."""
     advanced: AdvancedOptions = field(default_factory=AdvancedOptions)
     """Sizes of parts, objects and reads, and others that few users change."""
     trace: str | os.PathLike[str] | None = None
@@ -230,7 +233,10 @@ _TYPES: tuple[_Rule, ...] = (
     ("timeout_s", _is_a(numbers.Real), "a number of seconds"),
     *((name, _is_a(numbers.Integral), "a whole number") for name in ("retries", "staging_bytes", "read_bytes")),
     ("connections", lambda value: value is None or _is_a(numbers.Integral)(value), "a whole number or None"),
-    *((name, _is_a(bool), "True or False") for name in ("verify", "allow_lossy_casts", "async_overlap", "resume")),
+    *(
+        (name, _is_a(bool), "True or False")
+        for name in ("verify", "allow_lossy_casts", "async_overlap", "resume", "progress")
+    ),
     ("metadata", _is_a(Mapping), "a mapping"),
     ("extensions", _are_extensions, "a list of StreamTransformExtension objects"),
     ("on_event", _is_callable_or_none, "callable or None"),

@@ -39,6 +39,7 @@ from cloudckpt.errors import (
     UnsupportedValueError,
     escape_control_characters,
 )
+from cloudckpt.telemetry.progress import new_bar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -154,19 +155,7 @@ class Console:
         if self.quiet or not sys.stderr.isatty():
             yield lambda _done_bytes, _total_bytes: None
             return
-        from rich import console, progress
-
-        columns = (
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
-            progress.DownloadColumn(),  # in MB, as the speed
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-        )
-        with (
-            _without_status(),
-            progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar,
-        ):
+        with _without_status(), new_bar(transient=True) as bar:
             task = bar.add_task(plain_line(what), total=None)
             yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
 

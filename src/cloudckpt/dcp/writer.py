@@ -236,7 +236,9 @@ class ObjectStoreWriter(StorageWriter):
                     if isinstance(message, AttemptMessage) and message.nonce == draft.attempt and message.attempt:
                         draft.attempt = message.attempt
                     items = prepare_items(plan.items, planner, self._transforms, uri=uri, pending=pending)
-                    self._cancellation.enter("uploading", total_bytes=sum(items.sizes_bytes))
+                    total_bytes = sum(items.sizes_bytes)
+                    self._cancellation.enter("uploading", total_bytes=total_bytes)
+                    context.emit("save.planned", num_bytes=total_bytes)
                     context.on_sent = self._cancellation.count_uploaded
                     objects = draft.write(bodies_of(context, items, arena, pending, make_receipts))
                 if pending is not None:

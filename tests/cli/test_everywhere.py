@@ -32,6 +32,8 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
         "latest": ([place.root], _still_there, f"{two}\n"),
         "watch": ([place.root, "--until-step", "2"], _still_there, "step-1  committed"),
         "du": ([place.root], _still_there, "(all)"),
+        "plot": ([place.root, "--name", "size"], _still_there, "size ("),
+        "report": ([place.root, "-o", str(folder.with_suffix(".html"))], _still_there, "exported.html"),
         "cat": ([one, "model.w"], _still_there, "mean     1.0"),
         "show": ([one, "--values"], _still_there, "bfloat16"),
         "diff": ([one, one], _still_there, "0 differences"),
@@ -53,8 +55,12 @@ def _without(part: str) -> Callable[[Place], bool]:
     return lambda place: not any(part in key for key in place.contents())
 
 
+COMMANDS = [one.name for one in app.registered_commands if one.name not in ("timeline", "dev-server")]
+"""The commands that go to a store."""
+
+
 @pytest.mark.every_store
-@pytest.mark.parametrize("name", [one.name for one in app.registered_commands if one.name != "dev-server"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_it_works_there(place: Place, name: str, run: Run, tmp_path: Path) -> None:
     """If this fails, a command is unusable on this kind of store; or a new one is tried out on none (a KeyError)."""
     for number in (1, 2):
@@ -74,7 +80,7 @@ def test_it_works_there(place: Place, name: str, run: Run, tmp_path: Path) -> No
     assert state["model"]["w"][0, 0] == 1.0
 
 
-@pytest.mark.parametrize("name", [one.name for one in app.registered_commands if one.name != "dev-server"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_timeout_is_that_of_the_command_line(
     local: Place, name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import convert, ls, maintenance, show
+from cloudckpt.cli import convert, ls, maintenance, plot, report, show
 from cloudckpt.cli._console import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
@@ -121,6 +121,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "latest": ls.latest,
     "watch": ls.watch,
     "du": ls.du,
+    "plot": plot.plot,
+    "report": report.report,
     "show": show.show,
     "cat": show.cat,
     "diff": show.diff,
@@ -134,4 +136,5 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(expand_options(_command))
-app.command("dev-server")(maintenance.dev_server)  # it takes no options of a store
+app.command("timeline")(plot.timeline)  # these take no options of a store
+app.command("dev-server")(maintenance.dev_server)

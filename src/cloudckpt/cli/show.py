@@ -321,7 +321,7 @@ def _print_differences(console: Console, found: Comparison) -> None:
     if found.differences:
         console.table(
             ["NAME", "CHANGE", "A", "B", "ELEMENTS", "LARGEST", "RELATIVE"],
-            [_row_of_difference(one) for one in found.differences],
+            [row_of_difference(one) for one in found.differences],
             right=("ELEMENTS", "LARGEST", "RELATIVE"),
         )
         console.line()
@@ -333,7 +333,7 @@ def _print_differences(console: Console, found: Comparison) -> None:
     )
 
 
-def _row_of_difference(one: Difference) -> list[str]:
+def row_of_difference(one: Difference) -> list[str]:
     figures = ["", "", ""]
     if one.num_different:
         largest = [f"{one.max_absolute:.4g}", f"{one.max_relative:.4g}"]

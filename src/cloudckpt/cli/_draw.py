@@ -1,0 +1,383 @@
+"""Figures: numbers to shapes, and shapes to an SVG, a PNG or the lines of a terminal.
+
+An SVG is styled by classes, one for each colour, so that a page or the file itself brings a light and a dark palette.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
+
+from cloudckpt._display import seconds
+from cloudckpt.cli._console import plain_line
+from cloudckpt.errors import MissingDependencyError, install_advice
+
+Color: TypeAlias = Literal[
+    "surface", "ink", "muted", "grid", "series", "best", "plan", "write", "commit", "transfer", "stage", "wait", "error"
+]
+_PALETTE: dict[Color, tuple[str, str]] = {
+    "surface": ("#ffffff", "#17181b"),
+    "ink": ("#1c1d20", "#eceef1"),
+    "muted": ("#63666d", "#a2a6ae"),
+    "grid": ("#e3e5e8", "#34373d"),
+    "series": ("#2a6fd0", "#6ea8f5"),
+    "best": ("#c65a00", "#f5a04d"),
+    "plan": ("#8a63d2", "#ab8ceb"),
+    "write": ("#b9d3f3", "#26446b"),
+    "commit": ("#2b935a", "#55c486"),
+    "transfer": ("#3f86dd", "#5b9bee"),
+    "stage": ("#d99a1c", "#d9a83f"),
+    "wait": ("#c9ccd1", "#4d525b"),
+    "error": ("#d03b3b", "#f26d6d"),
+}
+"""The hexadecimal colours in the light and the dark palette."""
+PANEL_WIDTH, _PANEL_HEIGHT, _ROW_HEIGHT = 360, 190, 30
+_GAP = 16
+_CHARACTER = 0.56
+"""The width of a character of average text, as a share of the size of its font."""
+_TIMELINE_WIDTH, _LABEL_WIDTH = 960, 76
+_MAX_LANES = 400
+_MIN_SPAN = 0.7
+_MIN_RANGE = 1e-300  # narrower ones have no round values within
+
+
+class Rect(NamedTuple):
+    """A filled rectangle. Browsers show the `title` of what the mouse points at."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: Color
+    title: str = ""
+
+
+class Line(NamedTuple):
+    """A line through points."""
+
+    points: Sequence[tuple[float, float]]
+    color: Color
+    width: float = 1.0
+
+
+class Dot(NamedTuple):
+    """A filled circle."""
+
+    x: float
+    y: float
+    radius: float
+    color: Color
+    title: str = ""
+
+
+class Text(NamedTuple):
+    """One line of text, whose `x` is its start or end."""
+
+    x: float
+    y: float
+    text: str
+    color: Color = "muted"
+    size: float = 12
+    anchor: Literal["start", "end"] = "start"
+    is_bold: bool = False
+
+
+Shape: TypeAlias = Rect | Line | Dot | Text
+
+
+class Figure(NamedTuple):
+    """Shapes on a surface, in pixels from its upper left corner."""
+
+    title: str
+    width: float
+    height: float
+    shapes: Sequence[Shape]
+
+
+class Series(NamedTuple):
+    """One quantity over the steps of a run."""
+
+    name: str
+    unit: str
+    points: Sequence[tuple[int, float]]
+    best: tuple[int, float] | None = None
+    """The point to mark."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest value to draw. Quantities with a unit are drawn from 0."""
+        values = [value for _, value in self.points]
+        low, high = min([*values, 0.0] if self.unit else values), max(values)
+        return (low, high) if high - low > _MIN_RANGE else (low - (abs(low) / 10 or 1), high + (abs(high) / 10 or 1))
+
+
+def draw_series(series: Series) -> Figure:
+    """Draw a line with a dot for each step."""
+    left, right, top, bottom = 56, PANEL_WIDTH - 14, 40, _PANEL_HEIGHT - 26
+    first, last = series.points[0][0], series.points[-1][0]
+    low, high = series.bounds
+    ticks = _ticks(low, high)
+    low, high = min(low, ticks[0]), max(high, ticks[-1])
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        along = (point[0] - first) / (last - first) if last > first else 0.5
+        return left + along * (right - left), bottom - (point[1] - low) / (high - low) * (bottom - top)
+
+    shapes: list[Shape] = [Text(0, 14, _fit(series.title, 200, 13), "ink", 13, is_bold=True)]
+    for tick in ticks:
+        y = place((first, tick))[1]
+        shapes += [Line([(left, y), (right, y)], "grid"), Text(left - 8, y + 4, f"{tick:.4g}", size=11, anchor="end")]
+    shapes.append(Text(left, _PANEL_HEIGHT - 8, f"step {first:,}", size=11))
+    if last > first:
+        shapes.append(Text(right, _PANEL_HEIGHT - 8, f"{last:,}", size=11, anchor="end"))
+    shapes.append(Line([place(point) for point in series.points], "series", 2))
+    radius = 3.0 if len(series.points) <= 60 else 1.5  # noqa: PLR2004  # more dots would touch each other
+    for point in series.points:
+        shapes.append(Dot(*place(point), radius, "series", f"step {point[0]:,}: {point[1]:.6g} {series.unit}".rstrip()))
+    told = f"last {series.points[-1][1]:.4g}"
+    if series.best is not None:
+        told = f"best {series.best[1]:.4g} at step {series.best[0]:,}"
+        shapes.append(Dot(*place(series.best), 5, "best", told))
+    shapes.append(Text(right, 14, told, "muted" if series.best is None else "best", 12, "end"))
+    return Figure(series.title, PANEL_WIDTH, _PANEL_HEIGHT, shapes)
+
+
+def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
+    """Draw a bar for each row of a label, a value and its text. Labels stand above the bars, so they may be long."""
+    most = max((value for _, value, _ in rows), default=0) or 1
+    shapes: list[Shape] = [Text(0, 14, title, "ink", 13, is_bold=True)]
+    for number, (label, value, text) in enumerate(rows):
+        y = 24 + number * _ROW_HEIGHT
+        room = PANEL_WIDTH - len(text) * 12 * _CHARACTER - _GAP
+        shapes += [
+            Text(0, y + 12, _fit(label, room, 12), "ink"),
+            Text(PANEL_WIDTH, y + 12, text, anchor="end"),
+            Rect(0, y + 17, PANEL_WIDTH, 6, "grid"),
+            Rect(0, y + 17, max(PANEL_WIDTH * value / most, 1), 6, "series", f"{label}: {text}"),
+        ]
+    return Figure(title, PANEL_WIDTH, 24 + len(rows) * _ROW_HEIGHT, shapes)
+
+
+_STEPS: Mapping[str, Color] = {"plan": "plan", "write": "write", "read": "write", "commit": "commit"}
+_KINDS: Mapping[str, Color] = {
+    "set_up": "plan",
+    "manifest": "plan",
+    "meeting": "wait",
+    "backoff": "error",
+    "stage": "stage",
+    "checksum": "stage",
+    "place": "stage",
+}
+_LEGEND: Sequence[tuple[Color, str]] = (
+    ("plan", "plan"),
+    ("write", "write or read"),
+    ("commit", "commit"),
+    ("transfer", "call to the store"),
+    ("stage", "copy, checksum"),
+    ("wait", "wait for ranks"),
+    ("error", "error, retry"),
+)
+
+
+def draw_timeline(title: str, events: Iterable[Mapping[str, Any]]) -> Figure:
+    """Draw the spans of timelines: for each rank its steps, and below them a lane for each of its threads."""
+    spans = sorted((one for one in events if one.get("ph") == "X"), key=lambda one: (one["ts"], -one["dur"]))
+    if not spans:
+        raise ValueError("no span")
+    begin_us, end_us = spans[0]["ts"], max(one["ts"] + one["dur"] for one in spans)
+    scale = (_TIMELINE_WIDTH - _LABEL_WIDTH) / max(end_us - begin_us, 1)
+    lanes: dict[tuple[str, int], dict[int, list[Mapping[str, Any]]]] = {}
+    for one in spans:
+        lane = -1 if one["name"] in _STEPS else one["tid"]
+        lanes.setdefault((str(one.get("cat", "")), one["pid"]), {}).setdefault(lane, []).append(one)
+    shapes: list[Shape] = []
+    x = 0.0
+    for color, text in _LEGEND:
+        shapes += [Rect(x, 2, 12, 12, color), Text(x + 17, 12, text)]
+        x += 17 + len(text) * 12 * _CHARACTER + 18
+    top = y = 40.0
+    num_lanes = sum(map(len, lanes.values()))
+    for (verb, rank), threads in sorted(lanes.items()):
+        shapes.append(
+            Text(0, y + 12, f"{verb} {rank}" if len({each[0] for each in lanes}) > 1 else f"rank {rank}", "ink")
+        )
+        for lane, found in sorted(threads.items()):
+            if lane >= 0 and num_lanes > _MAX_LANES:
+                continue
+            height = 16 if lane < 0 else 7
+            shapes += _draw_lane(found, y, height, lambda us: _LABEL_WIDTH + (us - begin_us) * scale)
+            y += height + 2
+        y += 8
+    for tick in _ticks(0, (end_us - begin_us) / 1e6):
+        if (x := _LABEL_WIDTH + tick * 1e6 * scale) <= _TIMELINE_WIDTH - 8:
+            shapes.insert(0, Line([(x, top - 4), (x, y)], "grid"))
+            shapes.append(Text(x, top - 8, f"{tick:g} s", size=11))
+    if num_lanes > _MAX_LANES:
+        shapes.append(
+            Text(0, y + 12, f"The lanes of {num_lanes:,} threads are left out. Draw fewer ranks to see them.")
+        )
+        y += 18
+    return Figure(title, _TIMELINE_WIDTH, y, shapes)
+
+
+def _draw_lane(
+    spans: Sequence[Mapping[str, Any]], y: float, height: float, place: Callable[[float], float]
+) -> Iterable[Shape]:
+    """Draw the spans of one lane, in the order of their begin, so that nested ones lie above. Tiny ones are joined."""
+    ends: dict[Color, float] = {}
+    for one in spans:
+        color = _STEPS.get(one["name"]) or _KINDS.get(one["name"], "transfer")
+        details = one.get("args", {})
+        if details.get("error"):
+            color = "error"
+        begin, end = place(one["ts"]), place(one["ts"] + one["dur"])
+        if end - begin < _MIN_SPAN and begin < ends.get(color, -1.0) + _MIN_SPAN:
+            continue
+        ends[color] = max(end, begin + _MIN_SPAN)
+        told = "".join(f", {name} {value}" for name, value in details.items())
+        yield Rect(
+            begin, y, max(end - begin, _MIN_SPAN), height, color, f"{one['name']}: {seconds(one['dur'] / 1e6)}{told}"
+        )
+
+
+def arrange(title: str, figures: Sequence[Figure], num_columns: int = 2) -> Figure:
+    """Put figures of one size side by side, and below one another."""
+    shapes: list[Shape] = []
+    width, height = (max(sizes) for sizes in zip(*((one.width, one.height) for one in figures), strict=True))
+    num_columns = min(num_columns, len(figures))
+    for number, figure in enumerate(figures):
+        right = _GAP + number % num_columns * (width + 2 * _GAP)
+        down = 2.5 * _GAP + number // num_columns * (height + 2 * _GAP)
+        for shape in figure.shapes:
+            if isinstance(shape, Line):
+                shapes.append(shape._replace(points=[(x + right, y + down) for x, y in shape.points]))
+            else:
+                shapes.append(shape._replace(x=shape.x + right, y=shape.y + down))
+    num_rows = math.ceil(len(figures) / num_columns)
+    full_width = num_columns * (width + 2 * _GAP)
+    shapes.append(Text(_GAP, 22, _fit(title, full_width - 2 * _GAP, 12)))
+    return Figure(title, full_width, 2 * _GAP + num_rows * (height + 2 * _GAP), shapes)
+
+
+def style() -> str:
+    """Return the CSS of all colours, light and dark."""
+    rules = [
+        "".join(
+            f".{name}{{fill:{colors[i]}}}.{name}-line{{stroke:{colors[i]};fill:none}}"
+            for name, colors in _PALETTE.items()
+        )
+        for i in (0, 1)
+    ]
+    return f"{rules[0]}@media(prefers-color-scheme:dark){{{rules[1]}}}"
+
+
+def to_svg(figure: Figure, *, is_file: bool = True) -> str:
+    """Return the figure as an SVG. Without `is_file`, the page around it brings `style` and the surface."""
+    full = f'width="{figure.width:g}" height="{figure.height:g}"'
+    font = "font-family=\"system-ui,'Segoe UI',Helvetica,Arial,sans-serif\""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {figure.width:g} {figure.height:g}" role="img" {font}'
+    parts = [f"{head}{f' {full}' if is_file else ''}>", f"<title>{_escape(figure.title)}</title>"]
+    if is_file:
+        parts.append(f'<style>{style()}</style><rect class="surface" {full}/>')
+    for shape in figure.shapes:
+        match shape:
+            case Rect(x, y, width, height, color, told):
+                place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}"'
+                parts.append(f'<rect class="{color}" {place}>{_tooltip(told)}</rect>')
+            case Line(points, color, width):
+                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+                parts.append(f'<polyline class="{color}-line" stroke-width="{width:g}" points="{path}"/>')
+            case Dot(x, y, radius, color, told):
+                parts.append(
+                    f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{_tooltip(told)}</circle>'
+                )
+            case Text(x, y, text, color, font_size, anchor, is_bold):
+                look = f'font-size="{font_size:g}" text-anchor="{anchor}"' + (' font-weight="600"' if is_bold else "")
+                parts.append(f'<text class="{color}" x="{x:.1f}" y="{y:.1f}" {look}>{_escape(text)}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def write_png(figure: Figure, file: IO[bytes]) -> None:
+    """Write the figure as a PNG, in the light palette. Raises `MissingDependencyError` without matplotlib."""
+    try:
+        from matplotlib import figure as plot
+        from matplotlib import lines, patches
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"A PNG needs matplotlib: {install_advice('plot')}. An .svg needs nothing"
+        ) from error
+    canvas = plot.Figure(figsize=(figure.width / 100, figure.height / 100), dpi=200)
+    axes = canvas.add_axes((0, 0, 1, 1), xlim=(0, figure.width), ylim=(figure.height, 0))
+    axes.axis("off")
+    for order, shape in enumerate(figure.shapes):
+        look: dict[str, Any] = {"color": _PALETTE[shape.color][0], "zorder": order}
+        match shape:
+            case Rect(x, y, width, height):
+                axes.add_patch(patches.Rectangle((x, y), width, height, linewidth=0, **look))
+            case Line(points, _, width):
+                axes.add_line(lines.Line2D(*zip(*points, strict=True), linewidth=width * 0.72, **look))
+            case Dot(x, y, radius):
+                axes.add_patch(patches.Circle((x, y), radius, linewidth=0, **look))
+            case Text(x, y, text, _, size, anchor, is_bold):
+                look |= {"ha": {"start": "left", "end": "right"}[anchor], "weight": "bold" if is_bold else "normal"}
+                axes.text(x, y, plain_line(text), size=size * 0.66, parse_math=False, **look)
+    canvas.savefig(file, format="png")
+
+
+def to_lines(series: Series, width: int = 60, height: int = 8) -> list[str]:
+    """Draw a series with characters, for a terminal."""
+    first, last = series.points[0][0], series.points[-1][0]
+    low, high = series.bounds
+    rows = [[" "] * width for _ in range(height)]
+
+    def place(point: tuple[float, float]) -> tuple[int, int]:
+        along = (point[0] - first) / (last - first) if last > first else 0.5
+        return round(along * (width - 1)), round((high - point[1]) / (high - low) * (height - 1))
+
+    placed = [place(point) for point in series.points]
+    for (x, y), (next_x, next_y) in itertools.pairwise(placed):
+        for between in range(x + 1, next_x):
+            rows[round(y + (next_y - y) * (between - x) / (next_x - x))][between] = "·"
+    for x, y in placed:
+        rows[y][x] = "•"
+    told = ""
+    if series.best is not None:
+        x, y = place(series.best)
+        rows[y][x] = "*"
+        told = f"   * best: {series.best[1]:.4g} at step {series.best[0]:,}"
+    labels = [f"{high:.4g}", *[""] * (height - 2), f"{low:.4g}"]
+    margin = max(map(len, labels))
+    lines = [f"{label:>{margin}} │{''.join(row).rstrip()}" for label, row in zip(labels, rows, strict=True)]
+    ends = f"{first:,}" + (f"{last:>{width - len(f'{first:,}')},}" if last > first else "")
+    return [series.title + told, *lines, f"{'':>{margin}} └{'─' * width}", f"{'':>{margin}}  {ends}"]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return three to six round values from about `low` to about `high`."""
+    raw = (high - low) / 4 or 1.0
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = unit * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
+    begin, end = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(begin, end + 1)]
+
+
+def _fit(text: str, room: float, size: float) -> str:
+    """Cut the middle out of a text that is wider than `room` pixels: names differ at both ends."""
+    most = max(int(room / (size * _CHARACTER)), 8)
+    text = plain_line(text)
+    return text if len(text) <= most else f"{text[: most // 3]}…{text[len(text) - (most - most // 3 - 1) :]}"
+
+
+def _tooltip(text: str) -> str:
+    return f"<title>{_escape(text)}</title>" if text else ""
+
+
+def _escape(text: str) -> str:
+    return html.escape(plain_line(text))

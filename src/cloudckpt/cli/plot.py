@@ -1,0 +1,174 @@
+"""``cloudckpt plot`` and ``timeline``: pictures of a run and of a save."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cloudckpt.cli._console import DENIED
+from cloudckpt.cli._draw import Figure, Series, arrange, draw_series, draw_timeline, to_lines, to_svg, write_png
+from cloudckpt.cli._metrics import BEST, choose_modes, find_best, find_metrics, step_of
+from cloudckpt.cli._options import CommonOptions
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
+
+if TYPE_CHECKING:
+    from cloudckpt.inspect.catalog import CheckpointInfo
+
+_MAX_VALUE = 1e300  # a span of two such values is finite
+_BYTES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions(CommonOptions):
+    """The options of a command that writes a file, whose ``-o`` names it."""
+
+    storage_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="As for other commands, which call it -o, too.", show_default=False),
+    ] = None
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write; one there is replaced.")
+    ] = None
+
+
+def plot(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    *,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="Only what is named like this: 'val_*', 'size', 'duration'. Several: any."
+        ),
+    ] = None,
+    best: BEST = None,
+    common: OutputOptions,
+) -> None:
+    """Plot metrics, sizes and durations of saves over the steps in ROOT: in the terminal, or to an .svg or a .png.
+
+    Example: cloudckpt plot s3://bucket/run -o run.svg
+    """
+    from cloudckpt.inspect.description import matches
+
+    write = None if common.output is None else writer_of(common.output)
+    found = find_checkpoints(root, common)
+    all_series = series_of(found, best)
+    series = [one for one in all_series if matches(one.name, name or ["*"])]
+    if not series:
+        have = ", ".join(one.name for one in all_series)
+        raise CheckpointNotFoundError(f"nothing is named like {' or '.join(name or ())}. There are: {have}", uri=root)
+    if write is not None:
+        write(arrange(root, [draw_series(one) for one in series]))
+    if common.as_json:
+        common.console.document({"root": root, "series": [one._asdict() for one in series]})
+    elif write is None:
+        for one in series:
+            for line in [*to_lines(one), ""]:
+                common.console.line(line)
+    if any(one.state == "denied" for one in found):
+        raise typer.Exit(DENIED)
+
+
+def timeline(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Files of Options(trace=…), one for each rank.")
+    ],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The .svg or .png to write.")],
+) -> None:
+    """Draw the timeline of a save or a load by rank: its steps, and the calls to the store in each thread.
+
+    Example: cloudckpt timeline trace-save-*.json -o save.svg
+    """
+    write, drawn = writer_of(output), timeline_of(files)
+    write(arrange(drawn.title, [drawn]))
+
+
+def writer_of(output: Path) -> Callable[[Figure], None]:
+    """Return a function that writes a figure in the format of the file's name. Raises `InvalidOptionError`."""
+    suffix = output.suffix.lower()
+    if suffix not in (".svg", ".png"):
+        raise InvalidOptionError(
+            f"--output must end in .svg or .png, not {output.name!r}. -o is short for --output here"
+        )
+
+    def write(figure: Figure) -> None:
+        png = io.BytesIO()
+        if suffix == ".png":
+            write_png(figure, png)
+        write_file(output, png.getvalue() or to_svg(figure).encode())
+
+    return write
+
+
+def write_file(output: Path, data: bytes) -> None:
+    """Write a file. Raises `InvalidOptionError` if its folder does not allow that."""
+    try:
+        output.write_bytes(data)
+    except OSError as error:
+        raise InvalidOptionError(f"--output: {output} cannot be written ({error.strerror})") from error
+
+
+def find_checkpoints(root: str, common: CommonOptions) -> list[CheckpointInfo]:
+    """List what lies at `root`, and warn of damage. Raises `CheckpointNotFoundError` if nothing is committed."""
+    from cloudckpt.inspect.catalog import list_checkpoints
+
+    found = list_checkpoints(root, all=True, options=common.options())
+    for one in found:
+        if one.problem:
+            common.console.warn(f"{one.name}: {one.problem}")
+    if not any(one.state == "committed" for one in found):
+        raise CheckpointNotFoundError(
+            f"no checkpoint is committed at {root}. `cloudckpt ls` shows what is there", uri=root
+        )
+    return found
+
+
+def series_of(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> list[Series]:
+    """Return each metric, the size and the duration over the steps of the committed checkpoints.
+
+    Unless each of them has a step, they are numbered by time.
+    """
+    by_step = [(step_of(one), one) for one in found if one.state == "committed"]
+    if any(step is None for step, _ in by_step):
+        by_step = [(number, one) for number, (_, one) in enumerate(by_step, start=1)]
+    newest = sorted({step or 0: one for step, one in by_step}.items())  # a step that was saved again counts once
+    infos = [one for _, one in newest]
+    best_of = find_best([one for _, one in by_step], choose_modes(found, best))
+    units = [unit for unit, num_bytes in _BYTES.items() if any((one.num_bytes or 0) >= num_bytes for one in infos)]
+    size_unit = units[-1] if units else "B"
+    values: dict[tuple[str, str], list[float | None]] = {
+        **{(name, ""): [one.metrics.get(name) for one in infos] for name in find_metrics(infos)},
+        ("size", size_unit): [None if one.num_bytes is None else one.num_bytes / _BYTES[size_unit] for one in infos],
+        ("duration", "s"): [one.save_s for one in infos],
+    }
+    all_series = []
+    for (name, unit), of_one in values.items():
+        known = [(step, value) for (step, _), value in zip(newest, of_one, strict=True) if value is not None]
+        points = [(step, value) for step, value in known if abs(value) < _MAX_VALUE]
+        marked = [(step, one.metrics[name]) for step, one in newest if not unit and one is best_of.get(name)]
+        if points:
+            all_series.append(Series(name, unit, points, marked[0] if marked else None))
+    return all_series
+
+
+def timeline_of(files: Sequence[Path]) -> Figure:
+    """Draw the timelines in `files`. Raises `InvalidOptionError` for a file that is none."""
+    events: list[dict[str, Any]] = []
+    titles = []
+    file = None
+    try:
+        for file in files:
+            document = json.loads(file.read_bytes())
+            events += document["traceEvents"]
+            about = document.get("otherData", {})
+            titles.append(f"{about.get('verb', '')} {about.get('uri', '')}".strip())
+        return draw_timeline(", ".join(dict.fromkeys(filter(None, titles))) or "timeline", events)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it has no timeline that Options(trace=…) wrote"
+        raise InvalidOptionError(f"{file} cannot be drawn: {why}") from error

@@ -1,0 +1,217 @@
+"""``cloudckpt report``: a run on one HTML page, without scripts and without anything from a network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloudckpt._display import count, date, seconds, size
+from cloudckpt._version import __version__
+from cloudckpt.cli._console import DENIED, plain_line
+from cloudckpt.cli._draw import Figure, draw_bars, draw_series, style, to_svg
+from cloudckpt.cli._metrics import BEST, choose_modes, describe_modes, find_best, find_metrics, mark_best
+from cloudckpt.cli.plot import OutputOptions, find_checkpoints, series_of, timeline_of, write_file
+from cloudckpt.cli.show import row_of_difference
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
+
+if TYPE_CHECKING:
+    from cloudckpt.inspect.catalog import CheckpointInfo
+    from cloudckpt.inspect.description import CheckpointDescription, TensorDescription, ValueDescription
+
+_MAX_BARS, _MAX_DIFFERENCES = 14, 200
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+:root{{--paper:#f4f5f7;--surface:#fff;--ink:#1c1d20;--muted:#63666d;--line:#e3e5e8}}
+@media(prefers-color-scheme:dark){{
+:root{{--paper:#0f1012;--surface:#17181b;--ink:#eceef1;--muted:#a2a6ae;--line:#34373d}}}}
+body{{margin:0 auto;padding:1rem;max-width:76rem;background:var(--paper);color:var(--ink);
+font:15px/1.5 system-ui,"Segoe UI",Helvetica,Arial,sans-serif}}
+h1{{font-size:1.3rem;margin:.5rem 0;overflow-wrap:anywhere}}
+h2{{font-size:1.05rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}}
+p{{color:var(--muted);margin:.3rem 0;overflow-wrap:anywhere}}
+.grid{{margin-top:1rem;display:grid;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,20rem),1fr))}}
+figure,.scroll{{margin:0;padding:1rem;background:var(--surface);border:1px solid var(--line);border-radius:8px}}
+.scroll{{overflow:auto;max-height:32rem}}svg{{display:block;width:100%;height:auto}}.scroll svg{{min-width:50rem}}
+table{{border-collapse:collapse;font-variant-numeric:tabular-nums}}
+th,td{{text-align:left;padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line);white-space:nowrap}}
+th{{color:var(--muted);font-weight:600}}.number{{text-align:right}}.marked{{font-weight:700}}
+{style}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def report(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    *,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="The names of two checkpoints to compare. The last two without it."),
+    ] = None,
+    values: Annotated[
+        bool, typer.Option("--values", help="Compare their values, too, which reads both of them wholly.")
+    ] = False,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Also draw this timeline that Options(trace=…) wrote; one for each rank."),
+    ] = None,
+    best: BEST = None,
+    common: OutputOptions,
+) -> None:
+    """Write a page about the checkpoints in ROOT that can be sent to others: one HTML file, by default report.html.
+
+    Example: cloudckpt report s3://bucket/run -o report.html
+    """
+    from cloudckpt.inspect.description import describe
+    from cloudckpt.uri import parse_location
+
+    output = common.output or Path("report.html")
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise InvalidOptionError(f"--output must end in .html, not {output.name!r}. -o is short for --output here")
+    options = common.options()
+    drawn = timeline_of(trace) if trace else None
+    found = find_checkpoints(root, common)
+    committed = {one.name: one for one in found if one.state == "committed"}
+    for name in set(compare or ()) - committed.keys():
+        raise CheckpointNotFoundError(f"no checkpoint {name!r} is committed directly under {root}", uri=root)
+    root = parse_location(root).uri
+    newest = describe(list(committed.values())[-1].uri, options=options)
+    parts = [_head(root, found, newest), _figures(map(draw_series, series_of(found, best)))]
+    parts += ["<h2>Checkpoints</h2>", _checkpoints(found, best)]
+    parts += [f"<h2>Contents of {_text(newest.uri.rpartition('/')[2])}</h2>", _figures(_contents(newest))]
+    pair = [committed[name] for name in compare or list(committed)[-2:]]
+    if len(pair) > 1:
+        before, after = (describe(one.uri, options=options) for one in pair)
+        parts.append(_differences(before, after, common, has_values=values))
+    if drawn is not None:
+        parts += [f"<h2>{_text(drawn.title)}</h2>", f'<div class="scroll">{to_svg(drawn, is_file=False)}</div>']
+    page = _PAGE.format(title=_text(root), style=style(), body="\n".join(parts))
+    write_file(output, page.encode())
+    if common.as_json:
+        common.console.document({"root": root, "output": str(output), "num_checkpoints": len(committed)})
+    else:
+        common.console.line(str(output))
+    if any(one.state == "denied" for one in found):
+        raise typer.Exit(DENIED)
+
+
+def _head(root: str, found: Sequence[CheckpointInfo], newest: CheckpointDescription) -> str:
+    num_committed = sum(one.state == "committed" for one in found)
+    facts = (
+        f"{count(num_committed, 'checkpoint')}, {size(sum(one.num_bytes or 0 for one in found))}, garbage included",
+        f"newest {newest.uri.rpartition('/')[2]}: {count(len(newest.tensors), 'tensor')} with "
+        f"{count(newest.num_elements, 'element')}, saved by {count(newest.world_size, 'rank')} with "
+        + ", ".join(f"{name} {version}" for name, version in newest.software.items()),
+        f"read {date(datetime.now(timezone.utc))} by cloudckpt {__version__}",
+    )
+    return f"<h1>{_text(root)}</h1>" + "".join(f"<p>{_text(fact)}</p>" for fact in facts)
+
+
+def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> str:
+    modes = choose_modes(found, best)
+    best_of = find_best(found, modes)
+    names = find_metrics(found)
+    titles = ["name", *names, "size", "duration", "ranks", "committed", "state"]
+    rows = [
+        [
+            one.name,
+            *(mark_best(one, name, best_of) for name in names),
+            "" if one.num_bytes is None else size(one.num_bytes),
+            "" if one.save_s is None else seconds(one.save_s),
+            "" if one.world_size is None else f"{one.world_size:,}",
+            date(one.committed_at),
+            one.state,
+        ]
+        for one in reversed(found)
+    ]
+    told = f"<p>* marks the best: {_text(describe_modes(modes))}.</p>" if modes else ""
+    return _table(titles, rows, numbers=range(1, len(titles) - 2)) + told
+
+
+def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
+    from cloudckpt.inspect.description import group_by_module
+
+    entries: list[TensorDescription | ValueDescription] = [*newest.tensors, *newest.values]
+    groups = [group_by_module(entries, depth) for depth in (1, 2, 3)]
+    few = [each for each in groups if len(each) <= _MAX_BARS]
+    modules = sorted((few or groups)[-1 if few else 0], key=lambda one: -one.num_bytes)
+    rows = [(one.name, one.num_bytes, size(one.num_bytes)) for one in modules[:_MAX_BARS]]
+    if rest := sum(one.num_bytes for one in modules[_MAX_BARS:]):
+        rows.append((f"{len(modules) - _MAX_BARS:,} others", rest, size(rest)))
+    yield draw_bars("size by module", rows)
+    largest = sorted(newest.tensors, key=lambda one: -one.num_bytes)[:_MAX_BARS]
+    texts = [f"{one.dtype} {[*one.shape]}  {size(one.num_bytes)}" for one in largest]
+    yield draw_bars(
+        "largest tensors", [(one.name, one.num_bytes, text) for one, text in zip(largest, texts, strict=True)]
+    )
+
+
+def _differences(
+    before: CheckpointDescription, after: CheckpointDescription, common: OutputOptions, *, has_values: bool
+) -> str:
+    from cloudckpt.inspect.comparison import Difference, compare
+
+    if has_values:
+        with common.console.progress("comparing") as on_progress:
+            found = compare(before.uri, after.uri, options=common.options(), on_progress=on_progress)
+        differences, told = list(found.differences), f"{count(found.num_same, 'entry')} the same."
+    else:
+        olds, news = (
+            {one.name: f"{one.dtype} {[*one.shape]}" for one in each.tensors}
+            | {one.name: "value" for one in each.values}
+            for each in (before, after)
+        )
+        differences = [
+            Difference(
+                name=name,
+                kind="added" if name not in olds else "removed" if name not in news else "type",
+                before=olds.get(name, ""),
+                after=news.get(name, ""),
+            )
+            for name in {**olds, **news}
+            if olds.get(name) != news.get(name)
+        ]
+        told = "Compared by name, dtype and shape; --values compares the values, too."
+    title = f"<h2>{_text(before.uri.rpartition('/')[2])} to {_text(after.uri.rpartition('/')[2])}</h2>"
+    told = f"{count(len(differences), 'difference')}. {told}"
+    if len(differences) > _MAX_DIFFERENCES:
+        told += f" The first {_MAX_DIFFERENCES} are shown."
+    titles = ["name", "change", "before", "after", "elements", "largest", "relative"][: 7 if has_values else 4]
+    rows = [row_of_difference(one)[: len(titles)] for one in differences[:_MAX_DIFFERENCES]]
+    return f"{title}<p>{_text(told)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "")
+
+
+def _figures(figures: Iterable[Figure]) -> str:
+    drawn = "".join(f"<figure>{to_svg(figure, is_file=False)}</figure>" for figure in figures)
+    return f'<div class="grid">{drawn}</div>'
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: range) -> str:
+    def cells(row: Sequence[str], tag: str) -> str:
+        kinds = [" number" * (at in numbers) + " marked" * text.startswith("* ") for at, text in enumerate(row)]
+        return "".join(f'<{tag} class="{kind}">{_text(text)}</{tag}>' for kind, text in zip(kinds, row, strict=True))
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells(titles, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _text(text: str) -> str:
+    return html.escape(plain_line(text))

@@ -1,0 +1,210 @@
+"""``cloudckpt plot``, ``timeline`` and ``report``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save
+from tests.kit.places import LocalPlace
+
+import cloudckpt
+from cloudckpt.cli._draw import Dot, Line, Series, draw_bars, draw_series, draw_timeline, to_lines, to_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+EVIL = "</title></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\"&\x1b[31m"
+
+
+def _save_run(place: LocalPlace, metric: str = "loss") -> None:
+    for step, value in ((1, 0.5), (2, None), (10, 0.25), (20, 0.75)):
+        metadata = {"step": step, "metrics": {metric: value, "kl": step}}
+        save(place.uri(f"step-{step}"), options=cloudckpt.Options(metadata=metadata))
+
+
+def _parse(svg: str) -> ET.Element:
+    return ET.fromstring(svg)  # noqa: S314  # the tests have drawn it
+
+
+def test_a_run_is_plotted_over_its_steps(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+    """If this fails, a plot shows other values than the checkpoints have, or at other steps, or another best one."""
+    _save_run(local)
+    leave_unfinished(local, "step-20", attempt=OLD_ATTEMPT)
+    output = tmp_path / "run.svg"
+    document = run("plot", local.root, "--json", "-o", str(output)).document
+    series = {one["name"]: one for one in document["series"]}
+    assert list(series) == ["loss", "kl", "size", "duration"]
+    assert series["loss"]["points"] == [[1, 0.5], [10, 0.25], [20, 0.75]]
+    assert (series["loss"]["best"], series["kl"]["best"]) == ([10, 0.25], None)
+    assert series["size"]["points"][0][1] == pytest.approx(len(local.read(local.data_keys()[0])) / 1024, rel=0.01)
+    dots = _parse(output.read_text()).iter(f"{SVG}circle")
+    assert [dot.findtext(f"{SVG}title", "") for dot in dots][:4] == [
+        "step 1: 0.5",
+        "step 10: 0.25",
+        "step 20: 0.75",
+        "best 0.25 at step 10",
+    ]
+    shown = run("plot", local.root, "--name", "l*")
+    assert (shown.code, "loss   * best: 0.25 at step 10" in shown.out, "size" in shown.out) == (0, True, False)
+    missing = run("plot", local.root, "--name", "acc")
+    assert (missing.code, "loss, kl, size, duration" in missing.err) == (3, True)
+
+
+def test_a_format_that_cannot_be_written_is_refused_before_anything_is_read(
+    local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a plot ends in a traceback, or a file has another format than its name says."""
+    for command, said in (
+        (["plot", "-o", "x.jpg"], ".svg or .png"),
+        (["report", "-o", "x.pdf"], ".html"),
+        (["plot", "-o", "region=x"], "-o is short for --output here"),
+    ):
+        ended = run(command[0], local.root, *command[1:])
+        assert (ended.code, said in ended.err) == (2, True), ended.err
+    assert run("plot", local.root).code == run("report", local.root, "-o", "x.html").code == 3
+    _save_run(local)
+    assert run("plot", local.root, "-o", local.root + "/nowhere/x.svg").code == 2
+    assert run("plot", local.root, "-o", local.root + "/x.png").code == 0
+    assert local.read("x.png").startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = run("plot", local.root, "-o", local.root + "/y.png")
+    assert (ended.code, "'.[plot]'" in ended.err, "y.png" in local.contents()) == (2, True, False)
+
+
+class _Page(HTMLParser):
+    """The tags, the attributes and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_report_is_one_file_whose_names_are_text(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+    """If this fails, a tensor's name runs code at the colleague who opens the report, or the page needs a network."""
+    for step in (1, 2):
+        state = {"model": {EVIL: torch.ones(4), "w": torch.ones(step, 2)}, f"value{EVIL}": step}
+        save(local.uri(f"step-{step}"), state, options=cloudckpt.Options(metadata={"metrics": {f"loss {EVIL}": step}}))
+    trace = {"otherData": {"uri": EVIL}, "traceEvents": [_span(EVIL, 0, 5, {EVIL: EVIL})]}
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    output = tmp_path / "report.html"
+    command = ["report", local.root, "-o", str(output), "--trace", str(tmp_path / "trace.json")]
+    for more in ([], ["--values", "--compare", "step-1", "step-2"]):
+        ended = run(*command, *more)
+        assert ended.code == 0, ended.err
+        page = output.read_text()
+        parsed = _Page(page)
+        drawn = {"svg", "title", "rect", "polyline", "circle", "text"}
+        frame = {"html", "head", "meta", "style", "body", "h1", "h2", "p", "div", "figure"}
+        assert parsed.tags == drawn | frame | {"table", "thead", "tbody", "tr", "th", "td"}
+        assert not any(name.startswith("on") or name in ("src", "href") for name in parsed.attributes)
+        assert "\x1b" not in page
+        assert page.count("http") - page.count("http://www.w3.org/2000/svg") == 1  # http-equiv
+        assert f"model.{EVIL}".replace("\x1b", "\\x1b") in parsed.text
+    for svg in page.split("<svg")[1:]:
+        _parse("<svg" + svg.partition("</svg>")[0] + "</svg>")
+
+
+def test_a_report_tells_what_takes_the_space_and_what_changed(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+    """If this fails, the report names another largest tensor than there is, or misses a change between two steps."""
+    _save_run(local)
+    save(local.uri("step-30"), {"model": {"w": torch.ones(600, 10), "new": torch.ones(2)}, "optim": {"step": 18}})
+    output = str(tmp_path / "report.html")
+    assert run("report", local.root, "-o", output).out == f"{output}\n"
+    words = " ".join(_Page(Path(output).read_text()).text.split())
+    assert "step-20 to step-30" in words
+    assert "largest tensors model.w float32 [600, 10] 23.4 KiB" in words
+    for name, kind in (("model.w", "type"), ("model.new", "added"), ("model.b", "removed"), ("optim.lr", "removed")):
+        assert f"{name}{kind}" in words, name
+    assert "optim.stepvalues" not in words
+    assert "* 0.25" in words
+    run("report", local.root, "-o", output, "--values", "--compare", "step-20", "step-30")
+    assert "optim.stepvalues1718" in " ".join(_Page(Path(output).read_text()).text.split())
+    unknown = run("report", local.root, "-o", output, "--compare", "step-20", "step-31")
+    assert (unknown.code, "'step-31'" in unknown.err) == (3, True)
+
+
+def _span(
+    name: str, begin_us: int, dur_us: int, args: dict[str, Any], *, rank: int = 0, lane: int = 0
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": "save",
+        "name": name,
+        "ts": begin_us,
+        "dur": dur_us,
+        "pid": rank,
+        "tid": lane,
+        "args": args,
+    }
+
+
+def test_a_timeline_has_its_spans_at_their_times(run: Run, tmp_path: Path) -> None:
+    """If this fails, the picture of a save shows a wait where a rank worked, or the times of another rank."""
+    spans = [
+        _span("plan", 1000, 1000, {}),
+        _span("write", 2000, 2000, {}),
+        _span("upload_part", 2000, 500, {"key": "a"}, lane=1),
+        _span("upload_part", 2500, 500, {"error": "TimeoutError"}, lane=1),
+        _span("meeting", 1000, 4000, {}, rank=1),
+    ]
+    drawn = [one for one in _parse(to_svg(draw_timeline("t", spans))).iter(f"{SVG}rect") if len(one)]
+    times = [(one.get("class"), float(one.get("x", "")), float(one.get("width", ""))) for one in drawn]
+    (kinds, xs, widths) = zip(*times, strict=True)
+    assert kinds == ("plan", "write", "transfer", "error", "wait")
+    assert [round(width / widths[0], 2) for width in widths] == [1, 2, 0.5, 0.5, 4]
+    assert [round((x - xs[0]) / widths[0], 2) for x in xs] == [0, 1, 1, 1.5, 0]
+    traces = [str(tmp_path / f"{rank}.json") for rank in (0, 1)]
+    for trace, uri in zip(traces, ("one", "two"), strict=True):
+        save(str(tmp_path / uri), options=cloudckpt.Options(trace=trace))
+    output = tmp_path / "t.svg"
+    assert run("timeline", *traces, "-o", str(output)).code == 0
+    titles = [one.text or "" for one in _parse(output.read_text()).iter(f"{SVG}title")]
+    assert all(any(title.startswith(name) for title in titles) for name in ("plan: ", "write: ", "commit: ", "put: "))
+    for name, content in (("none.json", None), ("list.json", "[1]"), ("empty.json", '{"traceEvents": []}')):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        ended = run(
+            "timeline", traces[0] if content == "[1]" else str(tmp_path / name), str(tmp_path / name), "-o", "x.svg"
+        )
+        assert (ended.code, name in ended.err) == (2, True), ended.err
+
+
+def test_a_timeline_of_many_spans_is_a_file_that_opens() -> None:
+    """If this fails, the timeline of a large save has a hundred thousand shapes, or a thousand lanes."""
+    spans = [_span("put", begin, 1, {}, lane=1) for begin in range(0, 200_000, 2)]
+    assert len(draw_timeline("t", spans).shapes) < 1500
+    spans = [_span("write", 0, 9, {}, rank=rank) for rank in range(64)]
+    spans += [_span("put", 0, 9, {}, rank=rank, lane=lane) for rank in range(64) for lane in range(16)]
+    assert draw_timeline("t", spans).height < 2000
+
+
+@given(st.lists(st.floats(min_value=-1e300, max_value=1e300), min_size=1, max_size=20), st.sampled_from(["", "s"]))
+def test_every_value_is_drawn_inside_the_figure(values: list[float], unit: str) -> None:
+    """If this fails, a metric that explodes, or that never changes, ends the plot of the run."""
+    points = [(number * 10, value) for number, value in enumerate(values)]
+    series = Series("loss", unit, points, points[0])
+    figure = draw_series(series)
+    places = [point for shape in figure.shapes if isinstance(shape, Line) for point in shape.points]
+    places += [(shape.x, shape.y) for shape in figure.shapes if isinstance(shape, Dot)]
+    assert all(0 <= x <= figure.width and 0 <= y <= figure.height for x, y in places)
+    assert sum(isinstance(shape, Dot) for shape in figure.shapes) == len(values) + 1
+    assert max(map(len, to_lines(series))) < 80
+    bars = draw_bars("sizes", [("name", abs(value), "text") for value in values])
+    _parse(to_svg(bars))

@@ -201,7 +201,7 @@ class CloudckptError(Exception):
     hint: Hint | None = None
 
     def __init__(self, message: str, *, hint: Hint | None = None) -> None:
-        super().__init__(limit_text(message))
+        super().__init__(limit_text(message).removesuffix("."))  # messages are quoted in others
         if hint is not None:
             self.hint = hint
 
@@ -225,7 +225,7 @@ class CloudckptError(Exception):
             The text.
 
         """
-        return f"{self.message.rstrip('.')}. {advice}"
+        return f"{self.message}. {advice}".removesuffix(".")
 
     def __str__(self) -> str:
         return self.message if self.hint is None else self.with_advice(self.hint.as_python())

@@ -47,7 +47,7 @@ _GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
 # S3 and GCS take keys of 1024 bytes; what is left is for the longest key inside a checkpoint.
 _MAX_PREFIX_BYTES = 900
 
-_MANGLED_ADVICE = "lacks a slash after its scheme, as a URI does that went through pathlib.Path; pass the URI itself"
+_MANGLED_ADVICE = "has one slash after its scheme, because pathlib.Path has removed the other. Pass the URI as a str"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

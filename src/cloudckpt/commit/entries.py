@@ -253,7 +253,7 @@ def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditiona
 def _unknown(client: StoreClient, number: int, error: StoreError) -> CommitUnknownError:
     return CommitUnknownError(
         f"{client.url(manifest_key(number))} was sent, but whether it arrived could not be found out: "
-        f"{str(error).rstrip('.')}. No data was removed there. Try again when the store answers",
+        f"{error}. No data was removed there. Try again when the store answers",
         uri=client.uri,
     )
 

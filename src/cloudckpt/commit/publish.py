@@ -179,8 +179,8 @@ def _lost(client: StoreClient, key: str) -> CheckpointExistsError:
 def _fenced(client: StoreClient, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"this save can no longer be committed: gc or a deletion came between, and has put {client.url(key)} where the "
-        "commit was to be. Nothing of this save is visible. Save again; if gc came between, let it spare what is "
-        "younger than a save takes",
+        "commit was to be. Nothing of this save is visible. Save again, and give gc an older_than that is longer than "
+        "a save takes",
         uri=client.uri,
     )
 
@@ -203,8 +203,7 @@ def _overtaken(client: StoreClient, log: Log, number: int) -> OvertakenError:
 def _unknown(client: StoreClient, key: str, why: object) -> CommitUnknownError:
     return CommitUnknownError(
         f"the commit of {client.url(key)} was sent, but whether it arrived could not be found out: "
-        f"{str(why).rstrip('.')}. Its data was kept. When the store answers, look (cloudckpt ls) before you "
-        "save there again",
+        f"{why}. Its data was kept. When the store answers, look (cloudckpt ls) before you save there again",
         uri=client.uri,
     )
 
@@ -233,7 +232,7 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise IncompleteSaveError(
             f"nothing was committed at {client.uri}: {'; '.join(problems[:_MAX_SHOWN])}{more}. Something removed or "
-            "replaced what this save wrote (a gc that spares too little, a lifecycle rule?): save again",
+            "replaced what this save wrote (a gc with a short older_than, a lifecycle rule?): save again",
             uri=client.uri,
         )
     return max((info.modified_at for info in found.values()), default=None)

@@ -322,10 +322,10 @@ class RandomStateEntry(OptionalEntry):
         if self._key not in known:
             if all(f"rank-{rank}" in known for rank in range(self._rank)):  # one rank says it for all
                 _log.warning(
-                    "%s has the %s of %d ranks: the random generators of the other ranks stay as they are",
+                    "%s has the %s of %s: the other random generators of this job stay as they are",
                     source.uri,
                     where,
-                    len(known),
+                    f"{len(known)} rank{'s' if len(known) > 1 else ''}" if known else "no rank",
                 )
             return {}
         return {self._key: None}

@@ -415,7 +415,8 @@ class SaveOrLoadError(CheckpointException):
         (text,) = ranks_by_text
         place = self.what.partition(" ")[2]
         names_it = self.is_alone and isinstance(causes[0], CheckpointError) and place in text
-        return text if names_it else f"{self.what} {how}: {text}"
+        # The loss of a rank is told as that of the whole save or load.
+        return text if names_it or text.startswith(f"{self.what} failed: ") else f"{self.what} {how}: {text}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.what, self.step, dict(self.failures), self.is_alone)

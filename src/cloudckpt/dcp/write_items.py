@@ -251,8 +251,8 @@ def _stage_tensor(
     tensor = plain_tensor(data, fqn, uri=uri)
     if tensor.shape != planned.chunk.sizes:
         raise UnsupportedValueError(
-            f"{fqn!r} was planned with shape {tuple(planned.chunk.sizes)} for {uri}, but is {tuple(tensor.shape)} now. "
-            "A cached plan does not fit a state dict whose shapes changed",
+            f"{fqn!r} has the shape {tuple(tensor.shape)}, and {tuple(planned.chunk.sizes)} in the plan of the save of "
+            f"{uri}. Do not cache plans (of torch's planner) if shapes change",
             uri=uri,
         )
     dtype, lengths = dtype_name(tensor.dtype), tuple(tensor.shape)

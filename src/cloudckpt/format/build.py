@@ -83,7 +83,7 @@ def build_manifest(
     problems = find_problems(manifest)
     if problems:
         raise IncompleteSaveError(
-            f"what was planned for {uri} is no whole checkpoint: {'; '.join(problems[:_MAX_SHOWN])}. Nothing was "
+            f"the ranks hold no whole checkpoint for {uri}: {'; '.join(problems[:_MAX_SHOWN])}. Nothing was "
             "committed. Sharded tensors have to be saved by all of their ranks together (no_dist=False)",
             uri=uri,
         )

@@ -94,9 +94,9 @@ def gc(
     if report.failed:
         first, num_more = report.failed[0], len(report.failed) - 1
         raise GarbageLeftError(
-            f"gc could not do all of its work under {location.uri}: {first.uri}: {first.reason}"
-            + (f" (and {num_more} more, see the error's report)" if num_more else "")
-            + ". The rest was done; run it again when that is mended",
+            f"gc could not look at, or remove, all that is under {location.uri}: {first.reason.removesuffix('.')}"
+            + (f" (and {num_more} more failures, see the error's report)" if num_more else "")
+            + ". The rest was done. Run gc again when the cause is removed",
             uri=location.uri,
             report=report,
         )

@@ -202,7 +202,7 @@ class Verification:
 
         def look() -> None:
             if self._crc32c_of(request) != expected:
-                raise _DamagedUnitError("the tile has another checksum than was saved")
+                raise _DamagedUnitError("its bytes have another checksum than was saved")
 
         try:
             self._client.observe(look, doubted=_DamagedUnitError)

@@ -326,7 +326,7 @@ def _logged(what: str, *, uri: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        _log.warning("could not %s: %s. %s", what, str(error).rstrip("."), gc_advice(uri))
+        _log.warning("could not %s: %s. %s", what, error, gc_advice(uri))
 
 
 @contextlib.contextmanager

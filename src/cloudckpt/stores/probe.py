@@ -92,7 +92,7 @@ def _try_out(store: Store, *, place: str, condition: str) -> Capabilities:
     finally:
         for failure_to_remove in scratch.clean_up():
             # The bucket may be one that objects are only ever added to.
-            _log.warning("could not remove %s, which nothing needs", failure_to_remove)
+            _log.warning("an object of a few bytes that tried out the store stays: %s", failure_to_remove)
     _log.info(
         "%s: create-if-absent (%s) %s; bytes that do not match their CRC32C are %s",
         place,
@@ -177,10 +177,9 @@ class Scratch:
         self._keys.pop(key, None)
 
     def clean_up(self) -> list[str]:
-        """Remove everything that is left. Returns, for each failure, the address and the error."""
+        """Remove everything that is left. Returns the text of each failure, which names the object."""
         failures = {
-            f"{self.store.url(key)} (an unfinished upload)": error_of(self.store.abort_multipart, key, upload_id)
-            for key, upload_id in self._uploads
+            (key, upload_id): error_of(self.store.abort_multipart, key, upload_id) for key, upload_id in self._uploads
         }
         keys = list(self._keys)
         # Together if the store can, so that an end by Ctrl-C is quick.
@@ -188,10 +187,10 @@ class Scratch:
             keys = []
         for key in keys:
             for _ in range(_NUM_REMOVALS):
-                failures[self.store.url(key)] = error = error_of(self.store.delete, [key])
+                failures[key, ""] = error = error_of(self.store.delete, [key])
                 if not isinstance(error, TransientStoreError):
                     break
-        return [f"{address}: {error}" for address, error in failures.items() if error is not None]
+        return [str(error) for error in failures.values() if error is not None]
 
 
 def error_of(removal: Callable[..., None], *arguments: object) -> StoreError | None:

@@ -68,9 +68,10 @@ def check_value(value: object, name: str, *, uri: str) -> bytes | None:
         return None
     path, part = _find_cause(value, name, _parts, is_cause=_is_refused)
     classes = f" or torch.serialization.add_safe_globals([{', '.join(sorted(refused))}])" if refused else ""
+    instead = "its state_dict()" if hasattr(part, "state_dict") and not isinstance(part, type) else _INSTEAD
     warnings.warn(
         f"{path!r} is {_describe(part)}: unpickling it could run any code, so a load refuses it without "
-        f"allow_pickle=True{classes}. Save {_INSTEAD} to load it without",
+        f"allow_pickle=True{classes}. Save {instead} to load it without",
         UserWarning,
         stacklevel=2,
     )

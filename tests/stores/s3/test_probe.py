@@ -164,8 +164,8 @@ def test_credentials_that_may_only_put_go_by_the_answers(scripted: Any, caplog: 
     (left,) = bucket.objects
     assert left.startswith(PREFIX)
     (record,) = caplog.records
-    said = f"stays: s3:/{left}: DeleteObject failed: AccessDenied (403): Because. Grant s3:DeleteObject to these credentials"
-    assert record.getMessage().endswith(said)
+    assert record.getMessage().partition(" stays: ")[2].startswith(f"s3:/{left}: DeleteObject failed: AccessDenied")
+    assert record.getMessage().endswith("Because. Grant s3:DeleteObject to these credentials")
 
 
 @pytest.mark.parametrize("lost", range(5))

@@ -108,7 +108,7 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
 
 def test_the_recipe_is_the_example_that_is_tested() -> None:
     """If this fails, a reader copies another script than the one that a test interrupts."""
-    (recipe,) = snippets_of(ROOT / "docs" / "recipes.md")
+    recipe, *_ = snippets_of(ROOT / "docs" / "recipes.md")
     assert recipe.text == read("examples/single_gpu.py")
 
 

@@ -35,6 +35,7 @@ EventName = Literal[
     "save.tolerated",
     "load.begun",
     "load.planned",
+    "load.reading",
     "load.range_read",
     "load.done",
     "load.failed",

@@ -408,8 +408,9 @@ class ObjectStoreReader(StorageReader):
                 f"{self.checkpoint_id}, which has them in parts. Load with cloudckpt.load, or without a planner",
                 uri=self.checkpoint_id,
             )
+        context.emit("load.planned")
         wants = None if self._manifest is None else self._find_wants(context, plan, planner, self._manifest)
-        context.emit("load.planned", num_bytes=0 if wants is None else wants.num_bytes)
+        context.emit("load.reading", num_bytes=0 if wants is None else wants.num_bytes)
         planned_s = time.monotonic()
         self._recorder.span("plan", int(self._started_s * 1e9))
         if self._torch_reader is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cloudckpt")
 
+_PLANNED = ("save.planned", "load.reading")
 _MOVED = ("save.part_uploaded", "load.range_read")
 
 
@@ -59,7 +60,7 @@ def _update(bar: Progress, task: Any, verb: str, uri: str, event: Event) -> None
         return
     if event.name in _MOVED:
         bar.advance(task, event.num_bytes)
-    elif event.name.endswith(".planned"):
+    elif event.name in _PLANNED:
         bar.update(task, completed=0, total=event.num_bytes or None)
     elif event.name.endswith(".done"):
         # Tiles and headers have made it a little more than was planned. Another total would reset the speed.

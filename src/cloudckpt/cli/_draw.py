@@ -165,8 +165,12 @@ def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
     return Figure(title, PANEL_WIDTH, 24 + len(rows) * _ROW_HEIGHT, shapes)
 
 
-_STEPS: Mapping[str, Color] = {"plan": "plan", "write": "write", "read": "write", "commit": "commit"}
-_KINDS: Mapping[str, Color] = {
+_STEPS = ("plan", "write", "read", "commit")
+_COLORS: Mapping[str, Color] = {
+    "plan": "plan",
+    "write": "write",
+    "read": "write",
+    "commit": "commit",
     "set_up": "plan",
     "manifest": "plan",
     "meeting": "wait",
@@ -233,7 +237,7 @@ def _draw_lane(
     """Draw the spans of one lane, in the order of their begin, so that nested ones lie above. Tiny ones are joined."""
     ends: dict[Color, float] = {}
     for one in spans:
-        color = _STEPS.get(one["name"]) or _KINDS.get(one["name"], "transfer")
+        color = _COLORS.get(one["name"], "transfer")
         details = one.get("args", {})
         if details.get("error"):
             color = "error"
@@ -283,7 +287,7 @@ def to_svg(figure: Figure, *, is_file: bool = True) -> str:
     full = f'width="{figure.width:g}" height="{figure.height:g}"'
     font = "font-family=\"system-ui,'Segoe UI',Helvetica,Arial,sans-serif\""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {figure.width:g} {figure.height:g}" role="img" {font}'
-    parts = [f"{head}{f' {full}' if is_file else ''}>", f"<title>{_escape(figure.title)}</title>"]
+    parts = [f"{head}{f' {full}' if is_file else ''}>", f"<title>{escape(figure.title)}</title>"]
     if is_file:
         parts.append(f'<style>{style()}</style><rect class="surface" {full}/>')
     for shape in figure.shapes:
@@ -300,7 +304,7 @@ def to_svg(figure: Figure, *, is_file: bool = True) -> str:
                 )
             case Text(x, y, text, color, font_size, anchor, is_bold):
                 look = f'font-size="{font_size:g}" text-anchor="{anchor}"' + (' font-weight="600"' if is_bold else "")
-                parts.append(f'<text class="{color}" x="{x:.1f}" y="{y:.1f}" {look}>{_escape(text)}</text>')
+                parts.append(f'<text class="{color}" x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -376,8 +380,9 @@ def _fit(text: str, room: float, size: float) -> str:
 
 
 def _tooltip(text: str) -> str:
-    return f"<title>{_escape(text)}</title>" if text else ""
+    return f"<title>{escape(text)}</title>" if text else ""
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """Return `text` as one line of HTML or XML, without markup and control characters."""
     return html.escape(plain_line(text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,8 +11,8 @@ import typer
 
 from cloudckpt._display import count, date, seconds, size
 from cloudckpt._version import __version__
-from cloudckpt.cli._console import DENIED, plain_line
-from cloudckpt.cli._draw import Figure, draw_bars, draw_series, style, to_svg
+from cloudckpt.cli._console import DENIED
+from cloudckpt.cli._draw import Figure, draw_bars, draw_series, escape, style, to_svg
 from cloudckpt.cli._metrics import BEST, choose_modes, describe_modes, find_best, find_metrics, mark_best
 from cloudckpt.cli.plot import OutputOptions, find_checkpoints, series_of, timeline_of, write_file
 from cloudckpt.cli.show import row_of_difference
@@ -94,14 +93,14 @@ def report(
     newest = describe(list(committed.values())[-1].uri, options=options)
     parts = [_head(root, found, newest), _figures(map(draw_series, series_of(found, best)))]
     parts += ["<h2>Checkpoints</h2>", _checkpoints(found, best)]
-    parts += [f"<h2>Contents of {_text(newest.uri.rpartition('/')[2])}</h2>", _figures(_contents(newest))]
+    parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _figures(_contents(newest))]
     pair = [committed[name] for name in compare or list(committed)[-2:]]
     if len(pair) > 1:
         before, after = (describe(one.uri, options=options) for one in pair)
         parts.append(_differences(before, after, common, has_values=values))
     if drawn is not None:
-        parts += [f"<h2>{_text(drawn.title)}</h2>", f'<div class="scroll">{to_svg(drawn, is_file=False)}</div>']
-    page = _PAGE.format(title=_text(root), style=style(), body="\n".join(parts))
+        parts += [f"<h2>{escape(drawn.title)}</h2>", f'<div class="scroll">{to_svg(drawn, is_file=False)}</div>']
+    page = _PAGE.format(title=escape(root), style=style(), body="\n".join(parts))
     write_file(output, page.encode())
     if common.as_json:
         common.console.document({"root": root, "output": str(output), "num_checkpoints": len(committed)})
@@ -120,7 +119,7 @@ def _head(root: str, found: Sequence[CheckpointInfo], newest: CheckpointDescript
         + ", ".join(f"{name} {version}" for name, version in newest.software.items()),
         f"read {date(datetime.now(timezone.utc))} by cloudckpt {__version__}",
     )
-    return f"<h1>{_text(root)}</h1>" + "".join(f"<p>{_text(fact)}</p>" for fact in facts)
+    return f"<h1>{escape(root)}</h1>" + "".join(f"<p>{escape(fact)}</p>" for fact in facts)
 
 
 def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> str:
@@ -140,7 +139,7 @@ def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
         ]
         for one in reversed(found)
     ]
-    told = f"<p>* marks the best: {_text(describe_modes(modes))}.</p>" if modes else ""
+    told = f"<p>* marks the best: {escape(describe_modes(modes))}.</p>" if modes else ""
     return _table(titles, rows, numbers=range(1, len(titles) - 2)) + told
 
 
@@ -188,13 +187,13 @@ def _differences(
             if olds.get(name) != news.get(name)
         ]
         told = "Compared by name, dtype and shape; --values compares the values, too."
-    title = f"<h2>{_text(before.uri.rpartition('/')[2])} to {_text(after.uri.rpartition('/')[2])}</h2>"
+    title = f"<h2>{escape(before.uri.rpartition('/')[2])} to {escape(after.uri.rpartition('/')[2])}</h2>"
     told = f"{count(len(differences), 'difference')}. {told}"
     if len(differences) > _MAX_DIFFERENCES:
         told += f" The first {_MAX_DIFFERENCES} are shown."
     titles = ["name", "change", "before", "after", "elements", "largest", "relative"][: 7 if has_values else 4]
     rows = [row_of_difference(one)[: len(titles)] for one in differences[:_MAX_DIFFERENCES]]
-    return f"{title}<p>{_text(told)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "")
+    return f"{title}<p>{escape(told)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "")
 
 
 def _figures(figures: Iterable[Figure]) -> str:
@@ -205,13 +204,9 @@ def _figures(figures: Iterable[Figure]) -> str:
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: range) -> str:
     def cells(row: Sequence[str], tag: str) -> str:
         kinds = [" number" * (at in numbers) + " marked" * text.startswith("* ") for at, text in enumerate(row)]
-        return "".join(f'<{tag} class="{kind}">{_text(text)}</{tag}>' for kind, text in zip(kinds, row, strict=True))
+        return "".join(f'<{tag} class="{kind}">{escape(text)}</{tag}>' for kind, text in zip(kinds, row, strict=True))
 
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     return (
         f'<div class="scroll"><table><thead><tr>{cells(titles, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def _text(text: str) -> str:
-    return html.escape(plain_line(text))

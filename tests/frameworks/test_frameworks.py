@@ -38,6 +38,19 @@ def test_lightning_on_ddp(every_place: str, jobs: Jobs) -> None:
     assert {"callbacks", "loops", "lr_schedulers", "optimizer_states", "state_dict"} <= set(found["keys"])
 
 
+def test_lightning_resumes_within_an_epoch(place: str, jobs: Jobs) -> None:
+    """A run with two callbacks would resume from `last.ckpt` with other batches on a rank, or would not be told that it
+    does with Lightning's sampler.
+    """
+    found = jobs.at(place, "lightning_ddp")["within"]
+    assert found["resumed"] == found["whole"][6:]
+    assert len(found["resumed"]) == 6
+    assert sorted(found["names"]["steps"]) == ["last.ckpt", "step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
+    assert found["names"]["best"]
+    num_warned = [sum("use_distributed_sampler=False" in text for text in texts) for texts in found["warned"]]
+    assert num_warned == [0, 1], found["warned"]
+
+
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_lightning_on_shards(kind: str, every_place: str, jobs: Jobs) -> None:
     """FSDP's shards under Lightning would not be saved to a URI, or not go on from there on two ranks; a save before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from cloudckpt.api import load, save
@@ -112,6 +114,7 @@ class CloudCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None) -> None:
         """Save `checkpoint` from rank 0, and return once it is committed."""
         _refuse_storage_options(storage_options)
+        _warn_of_lost_order(checkpoint)
         state = to_state_dict(checkpoint, uri=parse_location(path).uri)
         save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
         self._removals.note_save(path, checkpoint.get("callbacks"))
@@ -218,6 +221,7 @@ class _CloudShards(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any = None) -> None:
         """Save from all ranks, and return once the checkpoint is committed."""
         _refuse_storage_options(storage_options)
+        _warn_of_lost_order(checkpoint)
         state = {"state_dict": checkpoint.pop("state_dict")}
         for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer_state
@@ -301,3 +305,23 @@ def _refuse_storage_options(storage_options: Any) -> None:
         raise InvalidOptionError(
             "storage_options are not accepted here. Give cloudckpt.Options(storage_options=…) to the constructor"
         )
+
+
+def _warn_of_lost_order(checkpoint: Mapping[str, Any]) -> None:
+    """Warn of a stateful data loader that Lightning 2.6 resumes in the order of the first epoch, on several ranks.
+
+    It applies the position in front of `set_epoch`, and the sampler that it adds has no state.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    for state in loops.get("combined_loader", []) if dist.is_initialized() and dist.get_world_size() > 1 else []:
+        of_batches = (state.get("_snapshot") or {}).get("_main_snapshot", state).get("_sampler_iter_state")
+        if of_batches and "sampler_state" not in of_batches and not state.get("_iterator_finished"):
+            _log_lost_order()
+
+
+@functools.cache
+def _log_lost_order() -> None:
+    _log.warning(
+        "Lightning resumes this data loader with other batches, because the sampler that it adds has no state. Give "
+        "the loader torchdata's StatefulDistributedSampler, and the Trainer use_distributed_sampler=False"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +11,8 @@ import torch
 from common import Noisy, data, end, places, tell
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import cloudckpt
 from cloudckpt.integrations.lightning import CloudCheckpointIO, load_from_checkpoint
@@ -58,6 +62,55 @@ def fit(
     return module.losses, keep
 
 
+def fit_within(root: str, *, until: int, resume: str | None = None, is_stateful: bool = True) -> list[list[float]]:
+    """Train until a step, with two callbacks that save to places of their own: the first number of each sample."""
+    seen: list[list[float]] = []
+
+    class Recorder(Module):
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            seen.append(batch[:, 0].tolist())
+            return super().training_step(batch, index)
+
+    pl.seed_everything(1, verbose=False)
+    sampler = StatefulDistributedSampler(data(), num_replicas=2, rank=int(os.environ["RANK"])) if is_stateful else None
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=until,
+        callbacks=[
+            ModelCheckpoint(f"{root}/steps", every_n_train_steps=3, save_top_k=-1, save_last=True, filename="{step}"),
+            ModelCheckpoint(f"{root}/best", monitor="loss", filename="{epoch}"),
+        ],
+        plugins=[CloudCheckpointIO()],
+        use_distributed_sampler=not is_stateful,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Recorder(), StatefulDataLoader(data(), batch_size=8, sampler=sampler), ckpt_path=resume)
+    trainer.strategy.barrier()
+    return seen
+
+
+def within(root: str) -> dict[str, Any]:
+    """Resume in the middle of the second epoch of four steps."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cloudckpt").addHandler(handler)
+    whole = fit_within(f"{root}/whole", until=12)
+    fit_within(f"{root}/part", until=6)
+    num_warned = len(warned)
+    last = f"{root}/part/steps/last.ckpt"
+    resumed = fit_within(f"{root}/part", until=12, resume=last)
+    fit_within(f"{root}/lost", until=3, is_stateful=False)
+    names = {
+        name: [info.name for info in cloudckpt.list_checkpoints(f"{root}/part/{name}")] for name in ("steps", "best")
+    }
+    return {"whole": whole, "resumed": resumed, "names": names, "warned": [warned[:num_warned], warned[num_warned:]]}
+
+
 whole, _ = fit(None, num_epochs=4)
 for place, root in places():
     part, _ = fit(root, num_epochs=2, is_async=True)
@@ -71,6 +124,7 @@ for place, root in places():
     tell(
         place,
         {
+            "within": within(f"{root}/within") if place != "gcs" else None,
             "whole": whole,
             "part": part,
             "resumed": resumed,

@@ -24,6 +24,7 @@ import torch
 from cloudckpt._torch_compat import ShardedTensor, flatten_sharded_tensors
 from cloudckpt.errors import UnsupportedValueError, quote_names
 from cloudckpt.format.model import StoredWrapper
+from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.format.wrappers import Parts, take_apart
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -414,7 +415,7 @@ def check_names(names: Iterable[str], *, uri: str) -> None:
     try:
         "".join(names).encode()
     except UnicodeEncodeError:
-        bad = next(name for name in names if not _is_text(name))
+        bad = next(name for name in names if not is_unicode(name))
         raise UnsupportedValueError(
             f"{bad!a:.200} holds a surrogate, which UTF-8 cannot store. Rename that entry of the state dict", uri=uri
         ) from None
@@ -452,7 +453,7 @@ def _plain_key(key: Any, path: Path, uri: str) -> Any:
         return tuple(_plain_key(one, path, uri) for one in key)
     if key is None or isinstance(key, bool):
         return key
-    if isinstance(key, str) and _is_text(key):
+    if isinstance(key, str) and is_unicode(key):
         return str.__str__(key)
     if isinstance(key, numbers.Integral) and -_MAX_INTEGER_KEY - 1 <= int(key) <= _MAX_INTEGER_KEY:
         return int(key)
@@ -464,14 +465,6 @@ def _plain_key(key: Any, path: Path, uri: str) -> Any:
         "bool, None, or a tuple of these",
         uri=uri,
     )
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _get(container: Any, key: Any) -> Any:

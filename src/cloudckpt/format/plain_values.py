@@ -166,7 +166,8 @@ def _decode(part: Any) -> Any:
     return _DECODERS[tag](content)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return False for a string with lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -199,7 +200,7 @@ def _encode_type(kind: type) -> Any:
 
 def _encode_timezone(zone: dt.timezone) -> Any:
     offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]  # typeshed lacks it
-    if name and not _is_unicode(name[0]):
+    if name and not is_unicode(name[0]):
         raise _NotPlainError
     return [_encode_timedelta(offset), *name]
 
@@ -210,7 +211,7 @@ def _encode_timedelta(span: dt.timedelta) -> list[int]:
 
 def _encode_text(value: object) -> str:
     text = str(value)
-    if not _is_unicode(text):
+    if not is_unicode(text):
         raise _NotPlainError
     return text
 
@@ -244,7 +245,7 @@ def _encode_float(_: _Encoder, value: float) -> Any:
 
 
 def _encode_str(_: _Encoder, text: str) -> Any:
-    return text if text.isascii() or _is_unicode(text) else {"str": text.encode("utf-8", "surrogatepass").hex()}
+    return text if text.isascii() or is_unicode(text) else {"str": text.encode("utf-8", "surrogatepass").hex()}
 
 
 def _encode_scalar(_: _Encoder, value: Any) -> Any:

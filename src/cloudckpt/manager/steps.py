@@ -21,6 +21,7 @@ from cloudckpt.errors import (
     CloudckptError,
     InvalidOptionError,
 )
+from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metrics
 from cloudckpt.io.client import MOST_LOOKS, StoreClient, open_client
 from cloudckpt.manager.policies import StepInfo, sort_newest_first
@@ -69,18 +70,14 @@ def check_metrics(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, floa
         try:
             # float() of a tensor that requires gradients makes torch warn.
             plain = value.detach() if hasattr(value, "detach") else value
-            number = None if isinstance(value, (str, bytes)) or not _is_json_text(name) else float(plain)
+            is_named = isinstance(name, str) and is_unicode(name)
+            number = float(plain) if is_named and not isinstance(value, (str, bytes)) else None
         except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last for a non-scalar tensor
             number = None
         if number is None:
             raise InvalidOptionError(f"metrics must be numbers by name, not {name!r}: {value!r:.80}")
         numbers[name] = number if math.isfinite(number) else None
     return numbers
-
-
-def _is_json_text(name: object) -> bool:
-    """Return True for a string without lone surrogates, which UTF-8 cannot encode."""
-    return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def build_metadata(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:

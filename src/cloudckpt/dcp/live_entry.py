@@ -46,19 +46,20 @@ class _PartsOfRanks(TensorStorageMetadata):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class LoadSource:
     """The checkpoint by which live entries plan their load."""
 
     uri: str
-    names: Collection[str] = ()
-    """The names of all entries, as the load sees them."""
+    entries: Mapping[str, Any]
+    """torch's metadata of all entries, by the names that the load sees."""
     old_names: Mapping[str, str] | None = None
     """Their names in the checkpoint, if the load renames them."""
 
     @property
-    def saved_names(self) -> Collection[str]:
-        """The names of all entries in the checkpoint."""
-        return self.names if self.old_names is None else self.old_names.values()
+    def saved_entries(self) -> Mapping[str, Any]:
+        """The same, by the names in the checkpoint."""
+        old_names = self.old_names
+        return self.entries if old_names is None else {old_names[name]: one for name, one in self.entries.items()}
 
     is_strict: bool = True
     """False if an object keeps what it has where the checkpoint has nothing."""
@@ -91,7 +92,7 @@ class LiveEntry:
         """Return the names below `where` that may differ between ranks, of an entry that `is_synchronized`."""
         return []
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
         """Return what a load fills, for the entry that is stored at the path `where` of the checkpoint.
 
         `saved` is nested as the entry was saved, with torch's metadata in the place of tensors and values. Raises
@@ -107,7 +108,7 @@ class LiveEntry:
         """Return the paths in the checkpoint that the object has no use for, such as moments of frozen parameters."""
         return []
 
-    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
+    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
         """Return a `rename` with which a checkpoint that has no `where` may have it."""
         return {}
 
@@ -116,7 +117,7 @@ class OptionalEntry(LiveEntry):
     """An entry that may be absent from a checkpoint."""
 
 
-def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, source: Source, num_ranks: int) -> list[str]:
+def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, source: LoadSource, num_ranks: int) -> list[str]:
     """Replace each `LiveEntry` in `entries` by what the load of a checkpoint with this `metadata` fills.
 
     Those that keep what they have are removed. Returns the paths that the objects have no use for.
@@ -150,7 +151,7 @@ def nest_metadata(metadata: Metadata, *, num_ranks: int) -> dict[Any, Any]:
 
 
 def _plan_all(
-    entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: Source
+    entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: LoadSource
 ) -> dict[str, Any]:
     """Return the plan of each entry that the checkpoint has. Raises `StateDictMismatchError` if it lacks others."""
     found = {}
@@ -174,7 +175,7 @@ def _plan_all(
 
 
 def _lacking(
-    missing: list[str], entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: Source
+    missing: list[str], entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: LoadSource
 ) -> StateDictMismatchError:
     rename: dict[str, str] = {}
     for name in missing:
@@ -214,11 +215,11 @@ class EntryGroup(LiveEntry):
     def state_at(self, where: str) -> dict[str, Any]:
         return {key: entry.state_at(f"{where}.{key}") for key, entry in self._entries.items()}
 
-    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
+    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
         suggested = [entry.suggest_rename(f"{where}.{key}", source) for key, entry in self._entries.items()]
         return {old: new for one in suggested for old, new in one.items()}
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         return _plan_all(self._entries, known, where=f"{where}.", source=source)
 

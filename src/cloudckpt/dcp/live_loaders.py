@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from cloudckpt.dcp.live_entry import LiveEntry, Source
+from cloudckpt.dcp.live_entry import LiveEntry, LoadSource
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 
 _log = logging.getLogger("cloudckpt")
@@ -59,7 +59,7 @@ class LoaderEntry(LiveEntry):
         state = self._entry.state_dict()
         return {**state, _MADE_WITH: describe_loader(self._loader)} if isinstance(state, dict) else state
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
         self._uri = source.uri
         return self._entry.plan_load(saved, where=where, source=source)
 
@@ -106,7 +106,7 @@ class RankEntry(LiveEntry):
     def state_at(self, where: str) -> dict[str, Any]:
         return {self._key: self._entry.state_at(where)}
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         if self._key not in known or len(known) not in {1, self._num_ranks}:  # 1: this rank saved by itself
             raise StateDictMismatchError(

@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,8 +22,8 @@ from cloudckpt.dcp.live_entry import (
     NO_PLACE,
     EntryGroup,
     LiveEntry,
+    LoadSource,
     OptionalEntry,
-    Source,
     ask_state,
     get_model_state,
     has_parts_of_ranks,
@@ -70,7 +70,7 @@ class ModelEntry(LiveEntry):
                     names += [f"{where}.{prefix}{buffer}" for buffer in buffers]
         return names
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         wanted = self.state_dict()
         tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
         meta = [name for name, value in tensors.items() if not isinstance(value, ShardedTensor) and value.is_meta]
@@ -100,11 +100,11 @@ class ModelEntry(LiveEntry):
         }
         return {name: value for name, value in planned.items() if value is not NO_PLACE}
 
-    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
+    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
         return self._suggest_rename(self.state_dict(), where, source)
 
-    def _suggest_rename(self, wanted: Iterable[str], where: str, source: Source) -> dict[str, str]:
-        return suggest_rename(source.saved_names, [f"{where}.{name}" for name in wanted])
+    def _suggest_rename(self, wanted: Mapping[str, Any], where: str, source: LoadSource) -> dict[str, str]:
+        return suggest_rename(source.saved_entries, {f"{where}.{name}": value for name, value in wanted.items()})
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:
@@ -143,7 +143,7 @@ class StatefulEntry(LiveEntry):
         refuse_class(self._value, where=where)
         return super().state_at(where)
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
         refuse_class(self._value, where=where)
         if isinstance(saved, Mapping):
             self._refuse_group(saved, where=where, source=source)
@@ -159,7 +159,7 @@ class StatefulEntry(LiveEntry):
             state = _with_types_of(self._value.state_dict(), state)
         load_object(self._value, state, where=where)
 
-    def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, source: Source) -> None:
+    def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, source: LoadSource) -> None:
         """Raise `StateDictMismatchError` if `saved` are the states of several objects.
 
         Schedulers, and many others, keep any names that they are given, and go on with their own state. Any other
@@ -209,7 +209,7 @@ class ValuesEntry(LiveEntry):
     def state_at(self, where: str) -> dict[Any, Any]:
         return {**self._values, **{key: entry.state_at(f"{where}.{key}") for key, entry in self._live.items()}}
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
         known = saved if isinstance(saved, Mapping) else {}
         live = {**self._live, **{key: value for key, value in self._values.items() if isinstance(value, torch.Tensor)}}
         missing = [key for key, entry in live.items() if key not in known and not isinstance(entry, ValuesEntry)]
@@ -231,7 +231,7 @@ class ValuesEntry(LiveEntry):
             else:
                 self._values[key] = value
 
-    def _plan_value(self, key: Any, saved: Any, *, where: str, source: Source) -> Any:
+    def _plan_value(self, key: Any, saved: Any, *, where: str, source: LoadSource) -> Any:
         live, value = self._live.get(key), self._values.get(key)
         if live is not None and (isinstance(saved, Mapping) or not isinstance(live, ValuesEntry)):
             return live.plan_load(saved, where=f"{where}.{key}", source=source)
@@ -258,7 +258,7 @@ class RefusedEntry(OptionalEntry):
     def state_dict(self) -> Any:
         raise self._reason
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> Any:  # nothing fits
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:  # nothing fits
         raise self._reason
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
@@ -317,7 +317,7 @@ class RandomStateEntry(OptionalEntry):
     def state_dict(self) -> dict[str, Any]:
         return {self._key: tuple(RandomState.capture())}
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         if self._key not in known:
             if all(f"rank-{rank}" in known for rank in range(self._rank)):  # one rank says it for all

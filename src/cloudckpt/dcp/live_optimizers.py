@@ -24,7 +24,7 @@ from cloudckpt._torch_compat import fqns_of
 from cloudckpt.dcp.live_entry import (
     EntryGroup,
     LiveEntry,
-    Source,
+    LoadSource,
     get_model_state,
     kind_of,
     load_object,
@@ -102,7 +102,7 @@ class OptimizerEntry(LiveEntry):
         num_groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers)
         return [f"{where}.{_GROUPS}.{number}.{_PARAMS}" for number in range(num_groups)]  # of stages of a pipeline
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         if not isinstance(saved, Mapping) or not isinstance(saved.get(_GROUPS), list):
             raise StateDictMismatchError(
                 f"{where!r} of {source.uri} is no optimizer's state dict. Load it as a state dict, and convert it",
@@ -138,8 +138,8 @@ class OptimizerEntry(LiveEntry):
                 ) from None
         return {**make_empty(_others_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
-    def suggest_rename(self, where: str, source: Source) -> dict[str, str]:
-        prefixes = {name[: name.index(f".{_GROUPS}.")] for name in source.saved_names if f".{_GROUPS}." in name}
+    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
+        prefixes = {name[: name.index(f".{_GROUPS}.")] for name in source.saved_entries if f".{_GROUPS}." in name}
         return dict.fromkeys(prefixes, where) if len(prefixes) == 1 else {}
 
     def find_unused(self, where: str) -> list[str]:

@@ -144,7 +144,11 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             if self._has_live_objects:
                 subject, remedy = "the objects do", "strict=False"
             leave_out = f", or pass {remedy} to leave out what is missing" if missing else ""
-            if missing and (rename := suggest_rename(unasked or self._saved, missing)):
+            if missing and (
+                rename := suggest_rename(
+                    {name: self._saved[name] for name in unasked}, {name: self.state_dict[name] for name in missing}
+                )
+            ):
                 leave_out += f". To load under other names, pass {rename=}"
             raise StateDictMismatchError(
                 f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}. Ask only for what was "

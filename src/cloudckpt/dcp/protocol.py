@@ -27,7 +27,7 @@ from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.collectives import guarded_collectives
 from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
-from cloudckpt.dcp.live_entry import LiveEntry, Source, ask_state, find_synchronized, load_object, plan_live_entries
+from cloudckpt.dcp.live_entry import LiveEntry, LoadSource, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
@@ -297,9 +297,9 @@ def _load(
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
-        source = Source(
+        source = LoadSource(
             uri=reader.checkpoint_id,
-            names=metadata.state_dict_metadata.keys(),
+            entries=metadata.state_dict_metadata,
             old_names=reader.old_names,
             is_strict=reader.is_strict,
             is_logged=ranks.rank == 0,

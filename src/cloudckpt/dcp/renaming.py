@@ -17,6 +17,7 @@ from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_js
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 _T = TypeVar("_T")
 _MAX_COMPARED, _MAX_SAMPLE = 5000, 50
+_ABSENT: Any = object()
 _FUNCTION = "<function>"
 _ADVICE = "rename maps names in the checkpoint to those of what is loaded"
 
@@ -161,15 +162,27 @@ def count_same_ends(one: Sequence[str], other: Sequence[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def suggest_rename(saved: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
-    """Return the prefixes by which more than half of the names `wanted` are found in a checkpoint, if there are any."""
-    known = {name: name.split(".") for name in itertools.islice(saved, _MAX_COMPARED)}
-    sample = [name.split(".") for name in sorted(wanted)[:_MAX_SAMPLE]]
-    best: tuple[int, int, list[str], list[str]] = (len(sample) // 2, 0, [], [])
-    for parts in known.values():
-        num_same = count_same_ends(parts, sample[0]) if sample else 0
-        old, new = parts[: len(parts) - num_same], sample[0][: len(sample[0]) - num_same] if sample else []
+def suggest_rename(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, str]:
+    """Return the prefixes by which more than half of what is wanted is found in a checkpoint, in its shape; {} if none.
+
+    `saved` has torch's metadata by name, and `wanted` tensors and values.
+    """
+    sizes = {name: _size_of(saved[name]) for name in itertools.islice(saved, _MAX_COMPARED)}
+    sample = {tuple(name.split(".")): _size_of(wanted[name]) for name in sorted(wanted)[:_MAX_SAMPLE]}
+    first = next(iter(sample), ())
+    best: tuple[int, int, Sequence[str], Sequence[str]] = (len(sample) // 2, 0, (), ())
+    for parts in [tuple(name.split(".")) for name in sizes]:
+        num_same = count_same_ends(parts, first)
+        old, new = parts[: len(parts) - num_same], first[: len(first) - num_same]
         if num_same and num_same >= best[1] and old != new:
-            fits = (one[: len(new)] == new and ".".join([*old, *one[len(new) :]]) in known for one in sample)
+            fits = (
+                one[: len(new)] == new and sizes.get(".".join((*old, *one[len(new) :])), _ABSENT) in (size, None)
+                for one, size in sample.items()
+            )
             best = max(best, (sum(fits), num_same, old, new))
     return {".".join(best[2]): ".".join(best[3])} if best[1] else {}
+
+
+def _size_of(held: Any) -> tuple[int, ...] | None:
+    size = getattr(held, "size", None)
+    return None if size is None else tuple(size() if callable(size) else size)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, Source, make_empty
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, LoadSource, make_empty
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
@@ -86,7 +86,7 @@ class AcceleratorState(LiveEntry):
             "ranks": gather_object([self._serialize_rank()]),
         }
 
-    def plan_load(self, saved: Any, *, where: str, source: Source) -> dict[str, Any]:
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         """Return what a load fills. A fresh optimizer stays fresh until then."""
         groups, self._uri = self._groups(), source.uri
         # Without members, there is nothing to load.

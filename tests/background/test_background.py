@@ -25,6 +25,7 @@ from cloudckpt import Options
 from cloudckpt.background import in_flight
 from cloudckpt.background.process import _Staged
 from cloudckpt.background.runner import ExternalStaging
+from cloudckpt.dcp.live_objects import find_parameters
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors import snapshot_plan
 from cloudckpt.tensors.copying import Staging
@@ -410,6 +411,15 @@ def test_an_overlapped_save_returns_when_all_but_parameters_is_copied(
     for name, buffer in before.items():
         (value,) = [value for path, value in stored.items() if path.endswith(name)]
         assert value.equal(buffer), name
+
+
+def test_buffers_of_modules_are_no_parameters() -> None:
+    """If this fails, the statistics of a batch norm are copied while the next forward pass changes them."""
+    trained = Trained()
+    for given in (trained, {"model": trained.model, "optimizers": [trained.optimizer]}):
+        found = [*map(id, find_parameters(given))]
+        assert {*map(id, trained.model.parameters())} < {*found}
+        assert not {*found} & {*map(id, trained.model.buffers())}
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, Any]:

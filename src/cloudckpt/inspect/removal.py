@@ -93,9 +93,11 @@ def gc(
         print(report)  # noqa: T201  # what a dry run is for
     if report.failed:
         first, num_more = report.failed[0], len(report.failed) - 1
+        why = first.reason.removesuffix(".")
         raise GarbageLeftError(
-            f"gc could not look at, or remove, all that is under {location.uri}: {first.reason.removesuffix('.')}"
-            + (f" (and {num_more} more failures, see the error's report)" if num_more else "")
+            f"gc could not look at, or remove, all that is under {location.uri}: "
+            + (why if first.uri in why else f"{first.uri}: {why}")
+            + (f" (and {num_more} more, see the error's report)" if num_more else "")
             + ". The rest was done. Run gc again when the cause is removed",
             uri=location.uri,
             report=report,

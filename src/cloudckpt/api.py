@@ -168,7 +168,7 @@ def load(
         strict: None: a live object is loaded whole, and a state dict that asks for the ``param_groups`` of an optimizer
             asks for all of its ``state``. True: all that was saved is asked for. False: live objects take what fits. A
             warning names the rest.
-        rename: Names in the checkpoint by those of what is loaded: a dict of prefixes, as in ``{"ema": "model"}``,
+        rename: From names in the checkpoint to those of what is loaded: a dict of prefixes, as in ``{"ema": "model"}``,
             ``{"model.encoder": "model"}`` or ``{"optim": "optimizer"}``, in which ``""`` is the prefix of all names; or
             a function that takes a name in the checkpoint and returns the other, or None to leave the entry out.
             Entries that a dict does not rename hide where others are renamed to.
@@ -390,7 +390,8 @@ def _require_state_dict(state_dict: object, *, doing: str) -> None:
         hint = " Pass model=…, or a dict of its state" if hasattr(state_dict, "state_dict") else ""
         if state_dict is None or isinstance(state_dict, (str, os.PathLike)):
             hint = " Pass one before the URI, or live objects: model=…, optimizer=…"
-        raise TypeError(f"{doing} takes a state dict, which is a dict, and not a {type(state_dict).__name__}.{hint}")
+        given = "None" if state_dict is None else f"a {type(state_dict).__name__}"
+        raise TypeError(f"{doing} takes a state dict, which is a dict, and not {given}.{hint}")
 
 
 def _guard(

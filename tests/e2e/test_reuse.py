@@ -132,5 +132,5 @@ def test_a_step_that_was_deleted_and_saved_again_is_looked_at_anew(memory: Memor
     assert best is not None
     assert latest is not None
     assert (best.step, best.metrics) == (2, {"loss": 2.0})
-    assert (latest.step, latest.metrics) == (1, {})
+    assert (latest.step, latest.metrics) == (1, {"loss": 9.0})
     manager.close()

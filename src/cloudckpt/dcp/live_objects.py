@@ -321,12 +321,13 @@ class RandomStateEntry(OptionalEntry):
         known = saved if isinstance(saved, Mapping) else {}
         if self._key not in known:
             if all(f"rank-{rank}" in known for rank in range(self._rank)):  # one rank says it for all
-                _log.warning(
-                    "%s has the %s of %s: the other random generators of this job stay as they are",
-                    source.uri,
-                    where,
-                    f"{len(known)} rank{'s' if len(known) > 1 else ''}" if known else "no rank",
-                )
+                has, whose = f"no {where}", ""
+                if known:
+                    has, whose = (
+                        f"the {where} of {len(known)} rank{'s' * (len(known) > 1)} alone",
+                        " of all other ranks",
+                    )
+                _log.warning("%s has %s: the random generators%s stay as they are", source.uri, has, whose)
             return {}
         return {self._key: None}
 

@@ -125,7 +125,7 @@ def test_results_of_a_run_are_shown(tmp_path: Path) -> None:
     """If this fails, a result of a real call cannot be shown, or shows other numbers than it has."""
     model = torch.nn.Linear(8, 8)
     manager = cloudckpt.CheckpointManager(tmp_path / "run", save_every=5, keep_last=1, keep_best=("loss", "min", 1))
-    assert repr(manager) == f"<CheckpointManager of {tmp_path}/run: no save yet>"
+    assert repr(manager) == f"<CheckpointManager of {tmp_path}/run: no save by this process yet>"
     with manager:
         for step in (0, 5):
             manager.save(step, model=model, metrics={"loss": step})

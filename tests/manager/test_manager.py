@@ -348,7 +348,7 @@ def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
     assert first.metrics == {"loss": 0.5, "accuracy": 0.25, "n": 3.0}
     assert math.isnan(second.metrics["loss"])
     assert third.metrics == {}
-    best = [other.best("loss"), other.best("accuracy", "max"), other.best("accuracy")]
+    best = [other.best("loss"), other.best("accuracy"), other.best("accuracy", "min")]
     assert [info.step if info else None for info in best] == [1, 2, 1]
 
 
@@ -374,12 +374,31 @@ def test_the_latest_step_has_its_metrics_after_one_manifest(memory: Memory) -> N
     assert (newest.step, newest.metrics) == (2, {}), "it was removed meanwhile, and the look came before"
 
 
+def test_best_metric_has_the_direction_of_its_name(memory: Memory) -> None:
+    """If this fails, `best("acc")` returns the worst step, or guesses where the name tells nothing."""
+    manager = CheckpointManager(memory.root)
+    names = {"val/Top1.ACC": 2, "train_loss": 1, "reward-mean": 2, "kl": None, "neg_mse": None, "map_size": None}
+    names |= {"acc_loss": None, "lossless": None, "terror": None}
+    for step in (1, 2):
+        save_all(manager, step, metrics=dict.fromkeys(names, step))
+    for name, step in names.items():
+        if step is None:
+            with pytest.raises(cloudckpt.errors.InvalidOptionError, match="pass mode='min' or mode='max'"):
+                manager.best(name)
+        else:
+            found = manager.best(name)
+            assert (name, found and found.step) == (name, step)
+    highest = manager.best("kl", mode="max")
+    assert highest is not None
+    assert highest.step == 2
+
+
 def test_unknown_metric_is_refused_by_name(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a mistyped metric reads as "no best step", and `keep_best` removes the best ones in silence."""
     manager = CheckpointManager(memory.root, keep_last=1, keep_best=("val_los", "min", 3))
-    assert manager.best("val_los") is None, "there is no step"
+    assert manager.best("val_los", "min") is None, "there is no step"
     save_all(manager, 1)
-    assert manager.best("val_los") is None, "no step has metrics"
+    assert manager.best("val_los", "min") is None, "no step has metrics"
     assert "val_los" not in caplog.text
     save_all(manager, 2, metrics={"val_loss": math.nan, "loss": 0.5})
     save_all(manager, 3, metrics={"val_loss": math.nan, "loss": 0.5})

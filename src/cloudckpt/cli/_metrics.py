@@ -6,16 +6,15 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from cloudckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from cloudckpt.inspect.catalog import CheckpointInfo
+    from cloudckpt.inspect.catalog import CheckpointInfo, Mode
 
-Mode: TypeAlias = Literal["min", "max"]
 BEST: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -24,9 +23,6 @@ BEST: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
-_LOWER = re.compile("loss|error|err|perplexity|ppl|nll|mse|mae|rmse|wer|cer|fid|bpb")
-_HIGHER = re.compile("accuracy|acc|f1|auc|auroc|bleu|rouge|iou|miou|map|precision|recall|r2|psnr|ssim|reward")
-"""Words in the names of metrics that tell which value is the best."""
 _STEP = re.compile(r"step[-_=]?([0-9]+)|([0-9]+)$")
 
 
@@ -49,8 +45,10 @@ def choose_modes(found: Sequence[CheckpointInfo], given: Sequence[str] | None) -
 
     Raises `CheckpointNotFoundError` for a metric that no checkpoint has, and Typer's error without a direction.
     """
+    from cloudckpt.inspect.catalog import mode_of_name
+
     names = find_metrics(found)
-    modes: dict[str, Mode] = {name: mode for name in names if (mode := _known_mode(name)) is not None}
+    modes: dict[str, Mode] = {name: mode for name in names if (mode := mode_of_name(name)) is not None}
     for text in given or ():
         prefix, _, rest = text.partition(":")
         name = rest if prefix in ("min", "max") else text
@@ -65,12 +63,6 @@ def choose_modes(found: Sequence[CheckpointInfo], given: Sequence[str] | None) -
         if name != text:
             modes[name] = "min" if prefix == "min" else "max"
     return modes
-
-
-def _known_mode(name: str) -> Mode | None:
-    words = re.split("[^a-z0-9]+", name.lower())
-    is_lower, is_higher = (any(map(words_of.fullmatch, words)) for words_of in (_LOWER, _HIGHER))
-    return "min" if is_lower else "max" if is_higher else None
 
 
 def find_best(found: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dict[str, CheckpointInfo]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from cloudckpt._display import Listing, shown
 from cloudckpt._workers import each_done
@@ -103,6 +104,20 @@ class CheckpointInfo:
         except ValueError:  # the attempt tells no time
             return None
         return seconds if self.state == "committed" and seconds >= 0 else None
+
+
+Mode: TypeAlias = Literal["min", "max"]
+_MODE_WORDS: Mapping[Mode, re.Pattern[str]] = {
+    "min": re.compile("loss|error|err|perplexity|ppl|nll|mse|mae|rmse|wer|cer|fid|bpb"),
+    "max": re.compile("accuracy|acc|f1|auc|auroc|bleu|rouge|iou|miou|precision|recall|r2|psnr|ssim|reward"),
+}
+
+
+def mode_of_name(metric: str) -> Mode | None:
+    """Return the direction that the words of a metric's name tell, or None. ``neg`` turns it, so it tells nothing."""
+    words = re.split(r"[\W_]+", metric.lower())
+    told = [mode for mode, known in _MODE_WORDS.items() if any(map(known.fullmatch, words))]
+    return told[0] if len(told) == 1 and "neg" not in words else None
 
 
 def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:

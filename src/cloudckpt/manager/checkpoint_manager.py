@@ -36,15 +36,14 @@ from cloudckpt.errors import (
     SaveInFlightError,
 )
 from cloudckpt.events import Event
-from cloudckpt.inspect.catalog import METRICS_KEY
+from cloudckpt.inspect.catalog import METRICS_KEY, Mode
 from cloudckpt.manager.policies import (
     Failures,
-    Mode,
     OnFailure,
     RetentionPolicy,
     SaveFailure,
     StepInfo,
-    check_mode,
+    choose_mode,
     explain_missing_metric,
     is_positive,
     keep_newest_of_each_step,
@@ -190,7 +189,7 @@ class CheckpointManager(OfThisProcess):
         """Number and URI of the step that was committed last, or restored since."""
 
     def __repr__(self) -> str:
-        last = "no save yet" if self._last is None else f"last save step {self._last.step}"
+        last = "no save by this process yet" if self._last is None else f"last save step {self._last.step}"
         return f"<CheckpointManager of {self.root}: {last}>"
 
     def _repr_html_(self) -> str:
@@ -449,26 +448,27 @@ class CheckpointManager(OfThisProcess):
         """
         return self._steps.find_latest()
 
-    def best(self, metric: str, mode: Mode = "min") -> StepInfo | None:
+    def best(self, metric: str, mode: Mode | None = None) -> StepInfo | None:
         """Return the step with the best value of a metric. The newest wins if values are equal.
 
         Args:
             metric: Name of the metric.
-            mode: ``"min"`` if low values are good, ``"max"`` if high ones are.
+            mode: ``"min"`` if low values are good, ``"max"`` if high ones are. None: as a word of the name tells, such
+                as ``loss`` or ``acc``; the same words as for ``cloudckpt ls --metrics``.
 
         Returns:
             The step. None if its value is finite in no step, or if no step has metrics at all.
 
         Raises:
-            InvalidOptionError: `mode` is another word; or the steps have metrics, and none has this one.
+            InvalidOptionError: `mode` is another word, or None, and the name does not tell it; or the steps have
+                metrics, and none has this one.
             StoreError: A request failed.
 
         """
-        check_mode(mode)
         committed = keep_newest_of_each_step(self._steps.find_committed(with_metrics=True))
         if (missing := explain_missing_metric(committed, metric)) is not None:
             raise InvalidOptionError(f"best under {self.root}: {missing}")
-        return next(iter(sort_best_first(committed, metric, mode)), None)
+        return next(iter(sort_best_first(committed, metric, choose_mode(metric, mode))), None)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the save in flight is committed and the checkpoints that it supersedes are removed.

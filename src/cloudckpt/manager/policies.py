@@ -22,8 +22,8 @@ from cloudckpt.errors import (
     StoreError,
     quote_names,
 )
+from cloudckpt.inspect.catalog import Mode, mode_of_name
 
-Mode: TypeAlias = Literal["min", "max"]
 _MODES = ("min", "max")
 _NUM_FIELDS_OF_KEEP_BEST = 3
 OnFailure: TypeAlias = Literal["raise", "warn"]
@@ -89,10 +89,16 @@ def _is_keep_best(value: object) -> bool:
     )
 
 
-def check_mode(mode: str) -> None:
-    """Raise `InvalidOptionError` unless `mode` is ``"min"`` or ``"max"``."""
-    if mode not in _MODES:
+def choose_mode(metric: str, mode: Mode | None) -> Mode:
+    """Return `mode`, or without one what the metric's name tells. Raises `InvalidOptionError` if that is nothing."""
+    chosen = mode_of_name(metric) if mode is None else mode
+    if chosen is None:
+        raise InvalidOptionError(
+            f"the name {metric!r} does not tell which value is the best: pass mode='min' or mode='max'"
+        )
+    if chosen not in _MODES:
         raise InvalidOptionError(f"mode must be 'min' or 'max', not {mode!r}")
+    return chosen
 
 
 def sort_newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:

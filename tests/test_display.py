@@ -80,11 +80,22 @@ def test_steps_are_rows_with_a_column_for_each_metric() -> None:
         "committed_at": "2026-01-31 12:00:00Z",
         "state": "committed",
         "num_bytes": "1.5 MiB",
-        "num_uploads": "0",
         "world_size": "1,000",
-        "num_overwrites": "0",
     }
     assert Listing([])._repr_html_() == "none"
+
+
+def test_numbers_that_do_not_apply_are_blank() -> None:
+    """If this fails, a changed plain value reads as a tensor of which 0 of 0 elements differ, or a title is blank."""
+    plain = Difference(name="lr", kind="values", before="1", after="2")
+    tensor = Difference(name="w", kind="values", before="f", after="f", num_elements=4, num_different=1, max_absolute=2)
+    assert [row[3:] for row in rows_of(Listing([plain, tensor]))][1:] == [
+        ["2", "", "", ""],
+        ["f", "4", "1", "2"],
+    ]
+    assert rows_of(Listing([plain]))[0] == ["name", "kind", "before", "after"]
+    unnamed = StepInfo(step=0, uri="u", committed_at=MOMENT, metrics={"": 1.0})
+    assert rows_of(Listing([unnamed]))[0][-1] == "''"
 
 
 def test_names_from_a_store_are_escaped() -> None:

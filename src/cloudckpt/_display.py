@@ -48,6 +48,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
 
 
+def title_of(name: str) -> str:
+    """Return a name, in quotes if it is blank."""
+    return name if name.strip() else repr(name)
+
+
 def date(moment: datetime) -> str:
     """``2026-01-31 12:00:00Z``."""
     return f"{moment.astimezone(timezone.utc):%Y-%m-%d %H:%M:%SZ}"
@@ -136,9 +141,9 @@ def _columns(item: Any) -> Iterable[tuple[str, str]]:
     for field in dataclasses.fields(item):
         value = getattr(item, field.name)
         if isinstance(value, Mapping) and all(isinstance(each, (int, float)) for each in value.values()):
-            yield from ((str(name), _text(str(name), each)) for name, each in value.items())  # metrics
-        elif field.repr:
-            yield field.name, _text(field.name, value)
+            yield from ((title_of(str(name)), _text(str(name), each)) for name, each in value.items())  # metrics
+        elif field.repr:  # a number that counts nothing does not apply
+            yield field.name, "" if field.default == 0 == value else _text(field.name, value)
 
 
 def _text(name: str, value: object) -> str:

@@ -149,6 +149,7 @@ def test_flags_of_all_commands_count_before_and_after_the_name(run: Run, folder:
     for command in (["-q", "verify", "step-1"], ["verify", "step-1", "-q"]):
         assert (run(*command).code, run(*command).err) == (0, "")
     assert "Read in" in run("verify", "step-1").err
+    assert "may stand before it" in run("--help").out
     early = run("-q", "--timeout", "8", "-o", "no=such", "--json", "ls", "step-1")
     assert (early.code, early.err) == (2, run("ls", "step-1", "-o", "no=such").err)
     for command in (["--timeout=8", "--json", "ls", "."], ["--sort", "name", "-v", "ls", ".", "--json"]):

@@ -57,6 +57,30 @@ def test_a_run_is_plotted_over_its_steps(local: LocalPlace, run: Run, tmp_path: 
     assert (missing.code, "loss, kl, size, duration" in missing.err) == (3, True)
 
 
+def test_values_that_cannot_be_drawn_are_named(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+    """If this fails, a metric that became NaN is missing from the plot unseen, or its line goes on."""
+    for step, acc in enumerate((0.25, 0.5, None, 0.75, 1e305), start=1):
+        metrics = {"loss": None, "huge": 1e300, "acc": acc, "": step}
+        save(local.uri(f"step-{step}"), options=cloudckpt.Options(metadata={"step": step, "metrics": metrics}))
+    told = "every value is NaN or beyond ±1e+300: loss, huge\n"
+    drawn = run("plot", local.root, "--json", "-o", str(tmp_path / "run.svg"))
+    series = {one["name"]: one for one in drawn.document["series"]}
+    assert (series["loss"]["points"], series["loss"]["gaps"]) == ([], [1, 2, 3, 4, 5])
+    assert (series["acc"]["points"], series["acc"]["best"]) == ([[1, 0.25], [2, 0.5], [4, 0.75]], None)
+    lines = _parse((tmp_path / "run.svg").read_text()).iter(f"{SVG}polyline")
+    assert [len((one.get("points") or "").split()) for one in lines if one.get("stroke-width") == "2"][:2] == [2, 1]
+    assert drawn.err.endswith(told)
+    shown = run("plot", local.root)
+    assert (shown.out.splitlines()[0], "''" in shown.out) == ("acc", True)
+    texts = ["".join(to_lines(Series("acc", "", [(1, 0.0), (9, 0.0)], None, gaps))) for gaps in ([], [5])]
+    assert ["·" in text for text in texts] == [True, False]
+    nothing = run("plot", local.root, "--name", "loss")
+    assert (nothing.code, "loss" in nothing.err, "is named like" in nothing.err) == (3, True, False)
+    assert told in run("report", local.root, "-o", str(tmp_path / "r.html")).err
+    listed = run("ls", local.root, "--metrics")
+    assert ("highest acc" in listed.err, "lowest" in listed.err, "''" in listed.out) == (True, False, True)
+
+
 def test_a_format_that_cannot_be_written_is_refused_before_anything_is_read(
     local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

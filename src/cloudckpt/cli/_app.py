@@ -90,6 +90,7 @@ app = typer.Typer(
     cls=_Commands,
     name="cloudckpt",
     help="Look at, check, compare, copy and clean up PyTorch checkpoints on object stores.",
+    epilog="Options of a command may stand before it: cloudckpt --timeout 8 ls ROOT.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

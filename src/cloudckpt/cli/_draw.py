@@ -5,13 +5,14 @@ An SVG is styled by classes, one for each colour, so that a page or the file its
 
 from __future__ import annotations
 
+import bisect
 import html
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
-from cloudckpt._display import seconds
+from cloudckpt._display import seconds, title_of
 from cloudckpt.cli._console import plain_line
 from cloudckpt.errors import MissingDependencyError, install_advice
 
@@ -105,10 +106,18 @@ class Series(NamedTuple):
     points: Sequence[tuple[int, float]]
     best: tuple[int, float] | None = None
     """The point to mark."""
+    gaps: Sequence[int] = ()
+    """The steps whose value cannot be drawn, in order. No line goes across them."""
 
     @property
     def title(self) -> str:
-        return f"{self.name} ({self.unit})" if self.unit else self.name
+        return f"{self.name} ({self.unit})" if self.unit else title_of(self.name)
+
+    @property
+    def parts(self) -> list[list[tuple[int, float]]]:
+        """The points between the gaps."""
+        groups = itertools.groupby(self.points, lambda point: bisect.bisect(self.gaps, point[0]))
+        return [list(points) for _, points in groups]
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -137,7 +146,7 @@ def draw_series(series: Series) -> Figure:
     shapes.append(Text(left, _PANEL_HEIGHT - 8, f"step {first:,}", size=11))
     if last > first:
         shapes.append(Text(right, _PANEL_HEIGHT - 8, f"{last:,}", size=11, anchor="end"))
-    shapes.append(Line([place(point) for point in series.points], "series", 2))
+    shapes += [Line([place(point) for point in part], "series", 2) for part in series.parts]
     radius = 3.0 if len(series.points) <= 60 else 1.5  # noqa: PLR2004  # more dots would touch each other
     for point in series.points:
         shapes.append(Dot(*place(point), radius, "series", f"step {point[0]:,}: {point[1]:.6g} {series.unit}".rstrip()))
@@ -345,11 +354,11 @@ def to_lines(series: Series, width: int = 60, height: int = 8) -> list[str]:
         along = (point[0] - first) / (last - first) if last > first else 0.5
         return round(along * (width - 1)), round((high - point[1]) / (high - low) * (height - 1))
 
-    placed = [place(point) for point in series.points]
-    for (x, y), (next_x, next_y) in itertools.pairwise(placed):
+    pairs = itertools.chain.from_iterable(itertools.pairwise(map(place, part)) for part in series.parts)
+    for (x, y), (next_x, next_y) in pairs:
         for between in range(x + 1, next_x):
             rows[round(y + (next_y - y) * (between - x) / (next_x - x))][between] = "·"
-    for x, y in placed:
+    for x, y in map(place, series.points):
         rows[y][x] = "•"
     told = ""
     if series.best is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from cloudckpt._display import title_of
 from cloudckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def choose_modes(found: Sequence[CheckpointInfo], given: Sequence[str] | None) -
         name = rest if prefix in ("min", "max") else text
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names) or 'none'}."
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(map(title_of, names)) or 'none'}."
             raise CheckpointNotFoundError(f"no checkpoint has the metric {name!r}. {hint}", uri="")
         if name == text and name not in modes:
             raise typer.BadParameter(
@@ -79,9 +80,9 @@ def find_best(found: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dic
     return best
 
 
-def describe_modes(modes: Mapping[str, Mode]) -> str:
-    """``lowest val_loss, highest accuracy``."""
-    return ", ".join(f"{'lowest' if mode == 'min' else 'highest'} {name}" for name, mode in modes.items())
+def describe_modes(modes: Mapping[str, Mode], best_of: Mapping[str, CheckpointInfo]) -> str:
+    """``lowest val_loss, highest accuracy``, of the metrics with a best value."""
+    return ", ".join(f"{'lowest' if modes[name] == 'min' else 'highest'} {title_of(name)}" for name in best_of)
 
 
 def mark_best(one: CheckpointInfo, name: str, best_of: Mapping[str, CheckpointInfo]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt._display import count, date, seconds, size
+from cloudckpt._display import count, date, seconds, size, title_of
 from cloudckpt.cli._console import DENIED, Console, age
 from cloudckpt.cli._metrics import BEST, choose_modes, describe_modes, find_best, find_metrics, mark_best, step_of
 from cloudckpt.cli._options import CommonOptions, parse_duration
@@ -110,8 +110,8 @@ def ls(
     elif sort is _Order.size:
         found.sort(key=lambda one: one.num_bytes or 0)
     _tell(console, root, found[::-1] if reverse else found, names, long=long, best_of=best_of)
-    if modes and not common.as_json:
-        console.say(f"* marks the best: {describe_modes(modes)}. For others: --best min:METRIC or max:METRIC.")
+    if modes and best_of and not common.as_json:
+        console.say(f"* marks the best: {describe_modes(modes, best_of)}. For others: --best min:METRIC or max:METRIC.")
     elif modes is not None and found and not find_metrics(found):
         console.say("No checkpoint here has metrics. A manager saves them: save(step, state, metrics={…}).")
     if any(one.state == "denied" for one in found):
@@ -205,11 +205,12 @@ def _tell(
     if not found:
         return
     metrics = find_metrics(found) if best_of is not None else []
+    titles = [*map(title_of, metrics)]
     rows = [
         [*(_COLUMNS[name](one) for name in columns), *(mark_best(one, name, best_of or {}) for name in metrics)]
         for one in found
     ]
-    console.table([*(name.upper() for name in columns), *metrics], rows, right=[*_RIGHT, *metrics])
+    console.table([*(name.upper() for name in columns), *titles], rows, right=[*_RIGHT, *titles])
     if long:
         for one in found:
             if one.metadata:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cloudckpt._display import title_of
 from cloudckpt.cli._console import DENIED
 from cloudckpt.cli._draw import Figure, Series, arrange, draw_series, draw_timeline, to_lines, to_svg, write_png
 from cloudckpt.cli._metrics import BEST, choose_modes, find_best, find_metrics, step_of
@@ -58,14 +59,17 @@ def plot(
     write = None if common.output is None else writer_of(common.output)
     found = find_checkpoints(root, common)
     all_series = series_of(found, best)
-    series = [one for one in all_series if matches(one.name, name or ["*"])]
-    if not series:
-        have = ", ".join(one.name for one in all_series)
+    named = [one for one in all_series if matches(one.name, name or ["*"])]
+    if not named:
+        have = ", ".join(title_of(one.name) for one in all_series)
         raise CheckpointNotFoundError(f"nothing is named like {' or '.join(name or ())}. There are: {have}", uri=root)
+    series = keep_drawable(named, common)
+    if not series:
+        raise CheckpointNotFoundError("nothing is left to draw. `cloudckpt ls --metrics` shows the values", uri=root)
     if write is not None:
         write(arrange(root, [draw_series(one) for one in series]))
     if common.as_json:
-        common.console.document({"root": root, "series": [one._asdict() for one in series]})
+        common.console.document({"root": root, "series": [one._asdict() for one in named]})
     elif write is None:
         for one in series:
             for line in [*to_lines(one), ""]:
@@ -151,10 +155,18 @@ def series_of(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> li
     for (name, unit), of_one in values.items():
         known = [(step, value) for (step, _), value in zip(newest, of_one, strict=True) if value is not None]
         points = [(step, value) for step, value in known if abs(value) < _MAX_VALUE]
+        gaps = [step for step, value in known if not abs(value) < _MAX_VALUE]
         marked = [(step, one.metrics[name]) for step, one in newest if not unit and one is best_of.get(name)]
-        if points:
-            all_series.append(Series(name, unit, points, marked[0] if marked else None))
+        if known:
+            all_series.append(Series(name, unit, points, marked[0] if marked and marked[0] in points else None, gaps))
     return all_series
+
+
+def keep_drawable(all_series: Sequence[Series], common: CommonOptions) -> list[Series]:
+    """Return what has a value that can be drawn, and warn of the others."""
+    if empty := [title_of(one.name) for one in all_series if not one.points]:
+        common.console.warn(f"not drawn, since every value is NaN or beyond ±{_MAX_VALUE:g}: {', '.join(empty)}")
+    return [one for one in all_series if one.points]
 
 
 def timeline_of(files: Sequence[Path]) -> Figure:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloudckpt._display import count, date, seconds, size
+from cloudckpt._display import count, date, seconds, size, title_of
 from cloudckpt._version import __version__
 from cloudckpt.cli._console import DENIED
 from cloudckpt.cli._draw import Figure, draw_bars, draw_series, escape, style, to_svg
 from cloudckpt.cli._metrics import BEST, choose_modes, describe_modes, find_best, find_metrics, mark_best
-from cloudckpt.cli.plot import OutputOptions, find_checkpoints, series_of, timeline_of, write_file
+from cloudckpt.cli.plot import OutputOptions, find_checkpoints, keep_drawable, series_of, timeline_of, write_file
 from cloudckpt.cli.show import row_of_difference
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 
@@ -91,7 +91,7 @@ def report(
         raise CheckpointNotFoundError(f"no checkpoint {name!r} is committed directly under {root}", uri=root)
     root = parse_location(root).uri
     newest = describe(list(committed.values())[-1].uri, options=options)
-    parts = [_head(root, found, newest), _figures(map(draw_series, series_of(found, best)))]
+    parts = [_head(root, found, newest), _figures(map(draw_series, keep_drawable(series_of(found, best), common)))]
     parts += ["<h2>Checkpoints</h2>", _checkpoints(found, best)]
     parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _figures(_contents(newest))]
     pair = [committed[name] for name in compare or list(committed)[-2:]]
@@ -126,7 +126,7 @@ def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
     modes = choose_modes(found, best)
     best_of = find_best(found, modes)
     names = find_metrics(found)
-    titles = ["name", *names, "size", "duration", "ranks", "committed", "state"]
+    titles = ["name", *map(title_of, names), "size", "duration", "ranks", "committed", "state"]
     rows = [
         [
             one.name,
@@ -139,7 +139,7 @@ def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
         ]
         for one in reversed(found)
     ]
-    told = f"<p>* marks the best: {escape(describe_modes(modes))}.</p>" if modes else ""
+    told = f"<p>* marks the best: {escape(describe_modes(modes, best_of))}.</p>" if best_of else ""
     return _table(titles, rows, numbers=range(1, len(titles) - 2)) + told
 
 

@@ -54,6 +54,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def make_both() -> nn.Module:
+    return nn.ModuleDict({"net": Net(), "ema": Net()})
+
+
 def train(model: nn.Module, lr: float = 0.03) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     step(model, optimizer)
@@ -262,30 +266,80 @@ def test_an_optimizer_goes_on_under_other_names(name: str, tmp_path: Path) -> No
     assert optimizer.param_groups[0]["lr"] == 0.03
 
 
-def test_an_optimizer_that_fits_in_two_ways_is_refused(tmp_path: Path) -> None:
-    """If this fails, a parameter is given the moments of another one whose name ends alike."""
+@pytest.mark.parametrize("strict", [None, True])
+def test_a_function_that_renames_parameters_keeps_their_state(
+    strict: bool | None,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    """If this fails, a function that renames a part of the parameters leaves their moments behind in silence."""
+    cloudckpt.save(tmp_path / "a", model=NET, optimizer=OPTIMIZER, random_state=False, no_dist=True)
+    functions: list[Callable[[str], str]] = [
+        lambda name: name.replace("encoder.", "body."),
+        lambda name: re.sub(r"^model\.encoder\b", "model.body", name),
+    ]
+    for rename in functions:
+        model = Net("body")
+        optimizer = torch.optim.AdamW(model.parameters())
+        cloudckpt.load(tmp_path / "a", model=model, optimizer=optimizer, rename=rename, strict=strict, no_dist=True)
+        assert_same(optimizer.state_dict(), OPTIMIZER.state_dict())
+    with pytest.raises(StateDictMismatchError, match=r"calls the state of 'head\.\w+' that of 'end\."):
+        cloudckpt.load(
+            tmp_path / "a",
+            model=NET,
+            optimizer=OPTIMIZER,
+            rename=lambda name: name.replace("state.head.", "state.end."),
+            no_dist=True,
+        )
+
+
+def test_an_optimizer_whose_parameters_are_in_doubt_is_refused(tmp_path: Path) -> None:
+    """If this fails, a parameter is given the moments of another one of the same shape, or none, and nobody is told."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "part": nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})})
     model["part"]["a"].requires_grad_(requires_grad=False)  # it has no state, and another "a" has
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
     (model["a"](torch.ones(4)) + model["part"]["b"](torch.ones(4))).sum().backward()
     optimizer.step()
     cloudckpt.save(tmp_path / "a", model=model, optimizer=optimizer, no_dist=True)
     part = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    with pytest.raises(StateDictMismatchError, match="fit the renamed model in 2 ways"):
-        cloudckpt.load(
-            tmp_path / "a",
-            model=part,
-            optimizer=torch.optim.AdamW(part.parameters()),
-            rename={"model.part": "model"},
-            no_dist=True,
-        )
+    live = torch.optim.AdamW(part.parameters())
+    cloudckpt.load(tmp_path / "a", model=part, optimizer=live, rename={"model.part": "model"}, no_dist=True)
+    assert part["a"].weight not in live.state
+    assert_same(live.state[part["b"].weight], optimizer.state[model["part"]["b"].weight])
+
+    cloudckpt.save(
+        tmp_path / "frozen",
+        model=nn.ModuleDict({"a": model["a"], "part": nn.ModuleDict({"a": model["part"]["a"]})}),
+        optimizer=train(model["a"]),
+        no_dist=True,
+    )
+    cloudckpt.save(tmp_path / "ema", model={"net": NET, "ema": EMA}, optimizer=OPTIMIZER, no_dist=True)
+    named = get_optimizer_state_dict(NET, OPTIMIZER)
+    cloudckpt.save({"net": NET.state_dict(), "ema": EMA.state_dict(), "optim": named}, tmp_path / "two", no_dist=True)
+    cloudckpt.save(STATES["dict"], tmp_path / "numbers", no_dist=True)
+    refused: list[tuple[str, Any, Callable[[], nn.Module], str]] = [
+        ("frozen", {"model.part": "model"}, lambda: nn.ModuleDict({"a": nn.Linear(4, 4)}), "none of the parameters"),
+        ("ema", {"model.ema": "model"}, Net, "none of the parameters"),
+        ("two", {"ema": "model.ema", "net": "model.net", "optim": "optimizer"}, make_both, "in 2 ways"),
+        ("numbers", {"net.head": "model", "optim": "optimizer"}, lambda: nn.Linear(4, 2), r"leaves out 'net\.encoder"),
+    ]
+    for saved, rename, make, pattern in refused:
+        other = make()
+        for strict in (None, True, False):
+            with pytest.raises(StateDictMismatchError, match=pattern):
+                cloudckpt.load(
+                    tmp_path / saved,
+                    model=other,
+                    optimizer=torch.optim.AdamW(other.parameters()),
+                    rename=rename,
+                    strict=strict,
+                    no_dist=True,
+                )
 
 
 def test_a_wrapped_tensor_is_not_taken_apart(tmp_path: Path) -> None:
     """If this fails, a half of a quantized tensor is loaded as if it were all of it."""
     cloudckpt.save({"w": TwoTensor(torch.ones(2), torch.ones(2))}, tmp_path / "a", no_dist=True)
-    with pytest.raises(StateDictMismatchError, match=r"takes 'w' .*apart.* leaves out or renames its 'b'"):
+    with pytest.raises(StateDictMismatchError, match=r"takes 'w' .*apart.* leaves out or renames a part"):
         cloudckpt.load({"x": torch.zeros(2)}, tmp_path / "a", rename={"w.b": "x"}, no_dist=True)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from cloudckpt.dcp.renaming import Renaming
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -52,15 +53,8 @@ class LoadSource:
     uri: str
     entries: Mapping[str, Any]
     """torch's metadata of all entries, by the names that the load sees."""
-    old_names: Mapping[str, str] | None = None
-    """Their names in the checkpoint, if the load renames them."""
-
-    @property
-    def saved_entries(self) -> Mapping[str, Any]:
-        """The same, by the names in the checkpoint."""
-        old_names = self.old_names
-        return self.entries if old_names is None else {old_names[name]: one for name, one in self.entries.items()}
-
+    renaming: Renaming | None = None
+    """The names in the checkpoint, if the load renames them."""
     is_strict: bool = True
     """False if an object keeps what it has where the checkpoint has nothing."""
     is_logged: bool = False
@@ -178,7 +172,7 @@ def _lacking(
     missing: list[str], entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: LoadSource
 ) -> StateDictMismatchError:
     rename: dict[str, str] = {}
-    for name in missing:
+    for name in missing if source.renaming is None else ():
         rename |= entries[name.removeprefix(where)].suggest_rename(name, source)
     advice = "Leave out of the load what it lacks"
     if source.is_strict:

@@ -104,7 +104,9 @@ class ModelEntry(LiveEntry):
         return self._suggest_rename(self.state_dict(), where, source)
 
     def _suggest_rename(self, wanted: Mapping[str, Any], where: str, source: LoadSource) -> dict[str, str]:
-        return suggest_rename(source.saved_entries, {f"{where}.{name}": value for name, value in wanted.items()})
+        if source.renaming is not None:
+            return {}
+        return suggest_rename(source.entries, {f"{where}.{name}": value for name, value in wanted.items()})
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:

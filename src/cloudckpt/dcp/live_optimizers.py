@@ -31,6 +31,7 @@ from cloudckpt.dcp.live_entry import (
     make_empty,
     part_of,
 )
+from cloudckpt.dcp.renaming import Renaming, count_same_ends
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
@@ -40,6 +41,7 @@ Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer
 _log = logging.getLogger("cloudckpt")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+_MODEL = "model."  # before the names of the model's entries in every load
 _IDENTITY = frozenset({_PARAMS, "param_names"})
 """Keys of a group that say which parameters it has. Those of the live optimizer count, in its own order."""
 _KINDS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
@@ -78,8 +80,7 @@ class OptimizerEntry(LiveEntry):
         self._optimizers = optimizers
         self._modules = modules
         self._rank = rank
-        self._renamed_params: dict[str, str] | None = None
-        """The names of the model's parameters by those in the checkpoint, if the load renames them."""
+        self._renaming: _ParamRenaming | None = None
         self._saved_keys: dict[str, Any] = {}
         self._hidden_keys: list[Any] = []
 
@@ -111,13 +112,19 @@ class OptimizerEntry(LiveEntry):
         self._refuse_other_kind(saved[_GROUPS], uri=source.uri)
         params = self._params_by_name()
         layouts = self._layouts()
-        if source.old_names is not None:
-            model = "model."  # the key of the model in every load
-            names = {old: new for new, old in source.old_names.items() if new.startswith(model)}
-            self._renamed_params = {old: new.removeprefix(model) for old, new in names.items()}
-        by_name = self._by_name(saved.get(_STATE) or {})
+        saved_state = saved.get(_STATE) or {}
+        if source.renaming is not None:
+            self._renaming = _ParamRenaming(source.renaming, source.entries, where=where, uri=source.uri)
+        by_name, self._hidden_keys = self._names_of_state(saved_state), []
+        if self._renaming is not None and not self._are_numbers(saved_state):
+            self._hidden_keys = self._renaming.find_hidden(saved_state)
+            if len(self._hidden_keys) == len(saved_state):
+                raise StateDictMismatchError(
+                    f"rename gives the load none of the parameters whose state {where!r} of {source.uri} has, such as "
+                    f"{str(self._hidden_keys[0])!r}. Leave the optimizer out of the load, or rename its parameters",
+                    uri=source.uri,
+                )
         self._saved_keys = {name: key for key, name in by_name.items()}
-        self._hidden_keys = [key for key in saved.get(_STATE) or {} if key not in by_name]
         of_fsdp1 = [one for one in self._optimizers if self._find_fsdp1(one) is not None]
         state = {}
         for key, name in by_name.items():
@@ -139,7 +146,7 @@ class OptimizerEntry(LiveEntry):
         return {**make_empty(_others_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
     def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
-        prefixes = {name[: name.index(f".{_GROUPS}.")] for name in source.saved_entries if f".{_GROUPS}." in name}
+        prefixes = {name[: name.index(f".{_GROUPS}.")] for name in source.entries if f".{_GROUPS}." in name}
         return dict.fromkeys(prefixes, where) if len(prefixes) == 1 else {}
 
     def find_unused(self, where: str) -> list[str]:
@@ -153,7 +160,7 @@ class OptimizerEntry(LiveEntry):
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         self._refuse_other_numbers(state, where=where)
-        by_name = self._by_name(state[_STATE])
+        by_name = self._names_of_state(state[_STATE])
         loaded = {name: state[_STATE][key] for key, name in by_name.items()}
         position_by_name = {
             name: position for position, group in enumerate(state[_GROUPS]) for name in self._names_in(group[_PARAMS])
@@ -328,31 +335,19 @@ class OptimizerEntry(LiveEntry):
     def _by_name(self, state: Mapping[Any, Any]) -> dict[Any, str]:
         """Return the parameter's name for each key of a saved state, which is a number in a plain state dict."""
         if not self._are_numbers(state):
-            return {key: str(key) for key in state} if self._renamed_params is None else self._find_renamed(state)
+            return {key: str(key) for key in state} if self._renaming is None else self._renaming.names_of(state)
+        if self._renaming is not None and state:
+            self._renaming.refuse_numbers()
         names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
         return {key: names.get(int(key), str(key)) for key in state}
 
-    def _find_renamed(self, keys: Collection[Any]) -> dict[Any, str]:
-        """Return the name in the model of each parameter that an optimizer was saved with, if the load sees it.
-
-        The optimizer has the names without that of the model, such as "a.weight" for "net.a.weight".
-        """
-        by_text = {str(key): key for key in keys}
-        found: dict[Any, str] = {}
-        roots: set[str] = set()
-        for old, new in (self._renamed_params or {}).items():
-            parts = old.split(".")
-            tails = (".".join(parts[at:]) for at in range(len(parts)))
-            if (tail := next((tail for tail in tails if tail in by_text), None)) is not None:
-                roots.add(old.removesuffix(tail))
-                found[by_text[tail]] = new
-        if len(roots) > 1:
-            raise StateDictMismatchError(
-                f"the names of the optimizer's parameters fit the renamed model in {len(roots)} ways, below "
-                f"{quote_names(sorted(roots))}. Load the model alone, or all of what was saved",
-                uri="",
-            )
-        return found
+    def _names_of_state(self, state: Mapping[Any, Any]) -> dict[Any, str]:
+        """Return the parameter's name for each key of a state that a load sees, which a rename may have changed."""
+        if self._renaming is None or self._are_numbers(state):
+            return self._by_name(state)
+        olds = self._renaming.read_keys(state)
+        names = self._by_name(dict.fromkeys(olds.values()))
+        return {key: names[old] for key, old in olds.items() if old in names}
 
     def _are_numbers(self, keys: Collection[Any]) -> bool:
         """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""
@@ -414,6 +409,127 @@ class OptimizerEntry(LiveEntry):
                     _refuse_part_of_unit(unit, optimizer, mine)
                 return prefix, module
         return None
+
+
+class _ParamRenaming:
+    """The names of parameters in a renamed model, by the keys under which an optimizer was saved.
+
+    Such a key lacks a root: "a.weight" stands for "net.a.weight" where the root is "net.". It is found among all names
+    of the checkpoint, also hidden ones, and root and key are renamed as one name. Where that is in doubt, an error says
+    so.
+    """
+
+    def __init__(self, renaming: Renaming, entries: Mapping[str, Any], *, where: str, uri: str) -> None:
+        self._new_names = renaming.new_names
+        self._old_names = renaming.old_names
+        self._entries = entries
+        self._where = where
+        self._uri = uri
+        self._optimizers = tuple(renaming.optimizers)
+        self._before = next((old for old, new in renaming.optimizers.items() if new == f"{where}."), f"{where}.")
+        self._root: str | None = None
+        self._is_apart = False
+        """True if the checkpoint has no parameter of the optimizer, whose keys are then the names in the model."""
+        self._old_keys: dict[Any, str] = {}
+
+    def read_keys(self, state: Mapping[Any, Any]) -> dict[Any, str]:
+        """Return the keys in the checkpoint by those of a state, which a function may have renamed."""
+        for key in state.keys() - self._old_keys.keys():
+            rest = _path_of_first(state[key])
+            old = self._old_names.get(f"{self._where}.{_STATE}.{key}{rest}")
+            begin = f"{self._before}{_STATE}."
+            if rest and (old is None or not old.startswith(begin) or not old.endswith(rest)):
+                raise self._make_error(f"rename changes more of the state of {str(key)!r} than the parameter's name")
+            self._old_keys[key] = str(key) if old is None else old.removeprefix(begin).removesuffix(rest)
+        found = {key: self._old_keys[key] for key in state}
+        names = self.names_of(found.values())
+        for key, old in found.items():
+            if str(key) not in (old, names.get(old, str(key))):
+                raise self._make_error(
+                    f"rename calls the state of {old!r} that of {str(key)!r}, and the parameter {names[old]!r}"
+                )
+        return found
+
+    def names_of(self, keys: Collection[Any]) -> dict[Any, str]:
+        """Return the names in the model of the parameters that the load sees."""
+        root = self._find_root([str(key) for key in keys])
+        if self._is_apart:
+            return {key: str(key) for key in keys}
+        news = {key: self._new_names[f"{root}{key}"] or "" for key in keys}
+        return {key: new.removeprefix(_MODEL) for key, new in news.items() if new.startswith(_MODEL)}
+
+    def find_hidden(self, state: Mapping[Any, Any]) -> list[Any]:
+        """Return the keys of a state whose parameters the rename keeps from the model."""
+        found = self.read_keys(state)
+        names = self.names_of(found.values())
+        return [key for key, old in found.items() if old not in names]
+
+    def refuse_numbers(self) -> None:
+        """Refuse a state by number unless the rename gives the model all that was saved beside its parameters."""
+        roots = set()
+        for old, new in self._new_names.items():
+            if new is not None and new.startswith(_MODEL):
+                parts = old.split(".")
+                roots.add(".".join(parts[: len(parts) - count_same_ends(parts, new.split("."))]))
+        parents = tuple(f"{root.rpartition('.')[0] or root}." for root in roots if root)
+        left = [
+            old
+            for old, new in self._new_names.items()
+            if old.startswith(parents) and not old.startswith(self._optimizers)
+            if new is None or (not new.startswith(_MODEL) and isinstance(self._entries[new], TensorStorageMetadata))
+        ]
+        if left:
+            raise self._make_error(
+                f"it was saved by the numbers of parameters, and rename leaves out {quote_names(left)}, which may be "
+                "among them"
+            )
+
+    def _find_root(self, keys: Sequence[str]) -> str:
+        if self._root is not None or self._is_apart or not keys:
+            if self._root is not None and any(f"{self._root}{key}" not in self._new_names for key in keys):
+                raise self._make_error(f"not all of its parameters are below {self._root!r} in the checkpoint")
+            return self._root or ""
+        names = [name for name in self._new_names if not name.startswith(self._before)]
+        longest = max(keys, key=len)
+        ends = [name.removesuffix(longest) for name in names if f".{name}".endswith(f".{longest}")]
+        roots = [root for root in ends if all(f"{root}{key}" in self._new_names for key in keys)]
+        if _MODEL in roots and self._before.startswith("optimizer."):  # as objects are saved
+            roots = [_MODEL]
+        if len(roots) > 1:  # others, such as an average, are seen under other names
+            roots = [root for root in roots if any(self._is_in_doubt(f"{root}{key}") for key in keys)]
+        if len(roots) == 1:
+            self._root = roots[0]
+            return roots[0]
+        is_known = any(f".{name}".endswith(tuple(f".{key}" for key in keys)) for name in names)
+        if roots or is_known:
+            where = f"in {len(roots)} ways, below {quote_names(sorted(roots))}" if roots else "of no model as a whole"
+            raise self._make_error(f"the names of its parameters fit those in the checkpoint {where}")
+        self._is_apart = True
+        return ""
+
+    def _is_in_doubt(self, old: str) -> bool:
+        new = self._new_names[old]
+        return new is None or new.startswith(_MODEL)
+
+    def _make_error(self, problem: str) -> StateDictMismatchError:
+        return StateDictMismatchError(
+            f"{self._where!r} of {self._uri} cannot be loaded with this rename: {problem}. Load the model alone, or "
+            "all of what was saved",
+            uri=self._uri,
+        )
+
+
+def _path_of_first(saved: Any) -> str:
+    """Return the names from a parameter's state to its first entry, each after a dot; "" if it is empty."""
+    if isinstance(saved, SavedWrapper):
+        saved = saved.parts
+    if isinstance(saved, (Mapping, list, tuple)):
+        pairs = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
+        for key, one in pairs:
+            is_leaf = not isinstance(one, (SavedWrapper, Mapping, list, tuple))
+            if is_leaf or _path_of_first(one):
+                return f".{key}{_path_of_first(one)}"
+    return ""
 
 
 class _Layout:

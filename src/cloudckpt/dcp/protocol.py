@@ -300,7 +300,7 @@ def _load(
         source = LoadSource(
             uri=reader.checkpoint_id,
             entries=metadata.state_dict_metadata,
-            old_names=reader.old_names,
+            renaming=reader.renaming,
             is_strict=reader.is_strict,
             is_logged=ranks.rank == 0,
         )

@@ -152,9 +152,9 @@ class ObjectStoreReader(StorageReader):
         return self._strict is not False
 
     @property
-    def old_names(self) -> Mapping[str, str] | None:
-        """The names in the checkpoint by those that this load sees, once it has begun; None if they are the same."""
-        return None if self._renaming is None else self._renaming.old_names
+    def renaming(self) -> Renaming | None:
+        """The new names of the checkpoint that is loaded, once the load has begun; None if they are the same."""
+        return self._renaming
 
     @property
     def checkpoint_id(self) -> str:

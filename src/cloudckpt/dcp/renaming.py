@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
-from cloudckpt.format.model import Manifest, StoredTuple
+from cloudckpt.format.model import Manifest, StoredTuple, StoredWrapper
 from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_json
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
@@ -36,12 +37,17 @@ class Renaming:
         pairs = [] if callable(rename) else [(old.rstrip("."), new.rstrip(".")) for old, new in rename.items()]
         self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
         self._uri = uri
+        self.new_names: dict[str, str | None] = {}
+        """The new name of each entry of the checkpoint, and of each tensor in parts; None for one that is hidden."""
         self.old_names: dict[str, str] = {}
         """The name in the checkpoint of each entry that a load sees, by its new one."""
         self.given: dict[str, set[str]] = {}
         """The new names that each part of `rename` has given, by its text."""
+        self.optimizers: dict[str, str] = {}
+        """The new text before ``param_groups.`` of each optimizer, by the old one."""
         for old in names:
             new, part = self._find(old)
+            self.new_names[old] = new
             if part:
                 self.given.setdefault(part, set()).update([] if new is None else [new])
             if new is not None and (other := self.old_names.setdefault(new, old)) != old:
@@ -50,6 +56,9 @@ class Renaming:
                     "function return None for it",
                     uri=uri,
                 )
+            before, groups, rest = old.rpartition("param_groups.")
+            if groups and new is not None and new.endswith(groups + rest):
+                self.optimizers[before] = new.removesuffix(groups + rest)
         expected = [_FUNCTION] if self._function is not None else [f"{{{old!r}: {new!r}}}" for old, new in self._pairs]
         if unused := [part for part in expected if part not in self.given]:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
@@ -61,7 +70,10 @@ class Renaming:
     def _find(self, old: str) -> tuple[str | None, str]:
         """Return the new name, and the part of `rename` that gives it; "" for none."""
         if self._function is not None:
-            new = self._function(old)
+            try:
+                new = self._function(old)
+            except Exception as error:
+                raise InvalidOptionError(f"rename raised {type(error).__name__} for {old!r}: {error}") from error
             if new is not None and not isinstance(new, str):
                 raise InvalidOptionError(f"rename must return a str or None, and it returned {new!r} for {old!r}")
             return new, "" if new == old else _FUNCTION
@@ -71,36 +83,53 @@ class Renaming:
                 return ".".join(filter(None, (other, rest))), f"{{{prefix!r}: {other!r}}}"
         return (None if any(is_below(old, other) for _, other in self._pairs) else old), ""
 
-    def new_name(self, old: str) -> str | None:
-        """Return the name under which a load sees an entry; None if it does not."""
-        return self._find(old)[0]
+    @property
+    def checksum(self) -> int:
+        """A number that ranks with other new names do not have."""
+        return zlib.crc32(repr(sorted(self.old_names.items())).encode(errors="surrogatepass"))
+
+    @property
+    def hidden(self) -> list[str]:
+        """The entries that a mapping hides. A function leaves them out on purpose."""
+        return [] if self._function is not None else [old for old, new in self.new_names.items() if new is None]
 
     def by_new_name(self, entries: Mapping[str, _T]) -> dict[str, _T]:
         """Return entries, such as all tensors, by their new names."""
-        return {new: entries[old] for old in entries if (new := self.new_name(old)) is not None}
+        return {new: entries[old] for old in entries if (new := self.new_names.get(old)) is not None}
 
     def apply(self, manifest: Manifest) -> Manifest:
         """Return `manifest` with the new names."""
-        wrappers = self.by_new_name(manifest.wrappers)
-        for new, wrapper in wrappers.items():
-            if missing := [part for part in wrapper.tensors if f"{new}.{part}" not in self.old_names]:
-                raise StateDictMismatchError(
-                    f"rename takes {new!r} of {self._uri} apart, which is a {wrapper.kind}: it leaves out or renames "
-                    f"its {quote_names(missing)}. Rename all of it alike",
-                    uri=self._uri,
-                )
+        wrappers: dict[str, StoredWrapper] = {}
+        for old, wrapper in manifest.wrappers.items():
+            news = [self.new_names.get(f"{old}.{part}") for part in wrapper.tensors]
+            heads = {
+                None if new is None or not new.endswith(f".{part}") else new.removesuffix(f".{part}")
+                for new, part in zip(news, wrapper.tensors, strict=True)
+            }
+            (head, *others) = heads
+            if others or (head is None and any(news)):
+                raise self._taken_apart(old, wrapper.kind)
+            self.new_names[old] = head
+            if head is not None:
+                wrappers[head] = wrapper
         typed = {name: path_from_json(path) for name, path in (manifest.typed_nesting or {}).items()}
-        nesting = None if manifest.nesting is None else self._new_paths(manifest.nesting)
+        nesting = manifest.nesting
+        containers = [*manifest.empty_mappings, *(one.path for one in manifest.tuples)]
+        heads_by_path = self._heads_of({**(nesting or {}), **typed}) if containers else {}
         return msgspec.structs.replace(
             manifest,
             tensors=self.by_new_name(manifest.tensors),
             values=self.by_new_name(manifest.values),
             wrappers=wrappers,
-            nesting=nesting,
+            nesting=None if nesting is None else self._new_paths(nesting),
             typed_nesting={name: path_to_json(path) for name, path in self._new_paths(typed).items()},
-            empty_mappings=[path for one in manifest.empty_mappings for path in self._new_path_of_container(one)],
+            empty_mappings=[
+                path for one in manifest.empty_mappings for path in self._new_path_of_empty(one, heads_by_path)
+            ],
             tuples=[
-                StoredTuple(path, one.kind) for one in manifest.tuples for path in self._new_path_of_container(one.path)
+                StoredTuple(path, one.kind)
+                for one in manifest.tuples
+                for path in self._new_path_of_tuple(one.path, heads_by_path)
             ],
         )
 
@@ -113,17 +142,73 @@ class Renaming:
             storage_data={
                 dataclasses.replace(index, fqn=new): location
                 for index, location in metadata.storage_data.items()
-                if (new := self.new_name(index.fqn)) is not None
+                if (new := self.new_names.get(index.fqn)) is not None
             },
         )
 
     def _new_paths(self, paths: Mapping[str, Any]) -> dict[str, Any]:
-        return {new: new_path(path, new) for old, path in paths.items() if (new := self.new_name(old)) is not None}
+        return {
+            new: self._new_path(old, new, path)
+            for old, path in paths.items()
+            if (new := self.new_names.get(old)) is not None
+        }
 
-    def _new_path_of_container(self, path: Iterable[Any]) -> Iterator[list[Any]]:
+    def _new_path(self, old: str, new: str, path: Sequence[Any]) -> Path:
+        """Return the new path of an entry. The key of a parameter in an optimizer's state stays one step."""
+        for before, new_before in self.optimizers.items():
+            if not (old.startswith(f"{before}state.") and new.startswith(f"{new_before}state.")):
+                continue
+            depth = next((at for at in range(1, len(path) - 1) if name_path((*path[:at],)) == f"{before}state"), None)
+            if depth is not None and new.endswith(rest := f".{name_path((*path[depth + 1 :],))}"):
+                key: Any = new.removeprefix(f"{new_before}state.").removesuffix(rest)
+                key = path[depth] if name_path((path[depth],)) == key else key
+                return (*new_path(path[:depth], f"{new_before}state"), key, *path[depth + 1 :])
+        return new_path(path, new)
+
+    def _heads_of(self, paths: Mapping[str, Sequence[Any]]) -> dict[Path, set[Path | None]]:
+        """Return the new paths of each container, by what is in it; None for what is hidden, or changes below it."""
+        heads: dict[Path, set[Path | None]] = {}
+        for old, one in paths.items():
+            path, new = tuple(one), self.new_names.get(old)
+            changed = () if new is None else self._new_path(old, new, path)
+            for depth in range(len(path)):
+                tail = path[depth:]
+                head = changed[: len(changed) - len(tail)] if changed[-len(tail) :] == tail else None
+                heads.setdefault(path[:depth], set()).add(head)
+        return heads
+
+    def _new_path_of_tuple(self, path: Iterable[Any], heads: Mapping[Path, set[Path | None]]) -> Iterator[list[Any]]:
         typed = path_from_json(path)
-        if new := self.new_name(name_path(typed)):
-            yield path_to_json(new_path(typed, new))
+        if typed not in heads:
+            yield from self._new_path_of_empty(path, heads)
+            return
+        head, *others = heads[typed]
+        below = f"{name_path(typed)}."
+        if others or (head is None and any(new for old, new in self.new_names.items() if old.startswith(below))):
+            raise self._taken_apart(name_path(typed), "tuple")
+        if head is not None:
+            yield path_to_json(head)
+
+    def _new_path_of_empty(self, path: Iterable[Any], heads: Mapping[Path, set[Path | None]]) -> Iterator[list[Any]]:
+        """Give the new path of what holds no entry: a mapping renames it as others, and a function as what is near."""
+        typed = path_from_json(path)
+        new, part = ("", "") if self._function is not None else self._find(name_path(typed))
+        if part or new is None:
+            if new:
+                yield path_to_json(new_path(typed, new))
+            return
+        for depth in range(len(typed) - 1, -1, -1):
+            if found := heads.get(typed[:depth], set()) - {None}:
+                if len(found) == 1:
+                    yield path_to_json((*(found.pop() or ()), *typed[depth:]))
+                return
+
+    def _taken_apart(self, name: str, kind: str) -> StateDictMismatchError:
+        return StateDictMismatchError(
+            f"rename takes {name!r} of {self._uri} apart, which is a {kind}: it leaves out or renames a part of it. "
+            "Rename all of it alike",
+            uri=self._uri,
+        )
 
 
 def check_rename(rename: Rename | None) -> None:

@@ -700,6 +700,82 @@ def test_batches_of_a_stream_keep_their_size() -> None:
         cloudckpt.load(uri, dataloader=PositionedLoader(Stream(), batch_size=4))
 
 
+def fail(*_: Any) -> Any:
+    raise RuntimeError("not known")
+
+
+class OwnSampler(torch.utils.data.Sampler[int]):
+    """A sampler of a user's, which saves the seed that the process draws."""
+
+    data_source = None
+
+    def __init__(self, seed: int, *, at_once: bool = True) -> None:
+        self.seed, self.at_once, self.restored = seed, at_once, seed
+
+    def __iter__(self) -> Iterator[int]:
+        self.seed = self.restored
+        return iter(torch.randperm(8, generator=torch.Generator().manual_seed(self.seed)).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restored = state["drawn"]
+        self.seed = self.restored if self.at_once else self.seed
+
+
+class OwnLoader(PositionedLoader):
+    """A loader of a user's, which restores the seed of its sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.sampler.seed}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.seed = state["drawn"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"),
+    [
+        (OwnSampler, False),
+        (lambda seed: OwnSampler(seed, at_once=False), True),  # restored by the next epoch, which cannot be known
+        (lambda seed: OwnLoader(range(8), sampler=DistributedSampler(range(8), 2, 0, seed=seed)), False),
+    ],
+)
+def test_loader_that_restores_its_own_seed_is_not_refused(
+    make: Callable[[int], Any], caplog: pytest.LogCaptureFixture, *, warns: bool
+) -> None:
+    """If this fails, a sampler whose seed each process draws cannot be resumed."""
+    uri, resumed = new_uri(), make(5)
+    cloudckpt.save(uri, dataloader=make(3))
+    cloudckpt.load(uri, dataloader=resumed)
+    sampler = getattr(resumed, "sampler", resumed)
+    list(sampler)
+    assert sampler.seed == 3
+    assert ("was saved with seed=3, and its sampler now has seed=5" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("name", ["__len__", "epoch", "rank", "data_source", "sampler"])
+def test_sampler_that_cannot_be_described_is_saved(name: str) -> None:
+    """If this fails, a save fails since a class of the user's has no length or no seed to tell."""
+    sampler = type("Odd", (OwnSampler,), {name: fail if name == "__len__" else property(fail, lambda *_: None)})
+    loader = type("Wrapper", (PositionedLoader,), {"__init__": lambda *_: None})()  # without the attributes of torch's
+    uri = new_uri()
+    held = {"sampler": sampler(3), "wrapper": loader}
+    cloudckpt.save(uri, dataloader=held)
+    cloudckpt.load(uri, dataloader=held)
+    cloudckpt.CheckpointManager(new_uri(), async_=False, no_dist=True).save(1, dataloader=held)
+
+
+def test_stream_without_a_known_length_is_saved() -> None:
+    """If this fails, a save fails with a stream that has no length, or a resume if that is the length of the rest."""
+    lengths = iter([8, 5])
+    for length in (fail, lambda _: next(lengths)):
+        stream, uri = type("Odd", (Stream,), {"__len__": length}), new_uri()
+        cloudckpt.save(uri, dataloader=PositionedLoader(stream()))
+        cloudckpt.load(uri, dataloader=PositionedLoader(stream()))
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_epoch_of_a_sampler_comes_back(*, finished: bool) -> None:
     """If this fails, a resume shuffles as in epoch 0, or skips the epoch after one that had ended."""

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,6 +219,7 @@ def test_accelerate_stateful_loader_whose_order_is_not_saved_is_refused(*, num_w
     accelerator.prepare(torch.utils.data.DataLoader(samples(), shuffle=True, num_workers=num_workers))
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="data loader 0 is stateful and shuffles"):
         AcceleratorState(accelerator)
+    AcceleratorState(accelerator, only_models=True)  # neither saves nor loads it
 
 
 class CloudTrainer(CloudCheckpoints, Trainer):
@@ -343,6 +345,17 @@ def fit(dirpath: str, *, until: int, resume: str | None = None, is_async: bool =
             plugins=[AsyncCheckpointIO(cloud) if is_async else cloud],
         )
         trainer.fit(Module(), torch.utils.data.DataLoader(samples(64), batch_size=2), ckpt_path=resume)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fabric_state_of_any_form_is_saved(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a state of the user's whose names are those of Lightning's cannot be saved."""
+    ranks = SimpleNamespace(is_initialized=lambda: num_ranks > 1, get_world_size=lambda: num_ranks)
+    monkeypatch.setattr("cloudckpt.integrations.lightning.dist", ranks)
+    cloud, uri = CloudCheckpointIO(), str(tmp_path / "c")
+    for value in (3, None, {"fit_loop": {"state_dict": {"combined_loader": [3]}}}):
+        cloud.save_checkpoint({"loops": value, "callbacks": {"mine": {"dirpath": 3}}, "weight": torch.ones(2)}, uri)
+        assert cloud.load_checkpoint(uri)["loops"] == value
 
 
 def names_under(root: str) -> list[str]:

@@ -17,34 +17,40 @@ _log = logging.getLogger("cloudckpt")
 
 _MADE_WITH = "_made_with"
 _OF_SAMPLER = ("epoch", "num_replicas", "rank", "seed", "shuffle")
+_PLAIN = (bool, int, str)
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of data or of a loader; None if it has none, which a user's class may say with any error."""
+    with contextlib.suppress(Exception):
+        return len(data)
+    return None
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:
-    """Return the settings without which the position of a data loader or sampler is in front of other batches."""
+    """Return the settings without which the position of a data loader or sampler is in front of other batches.
+
+    It never raises: a save must not fail because a class of the user's cannot be described.
+    """
     order = _sampler_of(loader)
-    data = getattr(loader, "dataset", getattr(loader, "data_source", loader))
-    settings = {"sampler": type(order).__name__, **{name: getattr(order, name, None) for name in _OF_SAMPLER}}
-    with contextlib.suppress(TypeError):  # the data have no length
-        settings["samples"] = len(data)
+    data = next((one for name in ("dataset", "data_source") if (one := _get(loader, name)) is not None), loader)
+    settings = {"sampler": type(order).__name__, **{name: _get(order, name) for name in _OF_SAMPLER}}
+    is_stream = isinstance(data, IterableDataset)
+    if not is_stream:  # the length of a stream may be that of its rest
+        settings["samples"] = length_of(data)
     if isinstance(loader, DataLoader):
-        settings["workers"] = loader.num_workers
+        settings["workers"] = _get(loader, "num_workers")
         # A sampler counts samples, so that batches of another size continue at the same one.
-        if loader.batch_size is None or isinstance(data, IterableDataset):
-            settings["batch_size"] = getattr(loader.batch_sampler, "batch_size", None)
-    return {name: value for name, value in settings.items() if isinstance(value, (int, str))}
+        if is_stream or _get(loader, "batch_size") is None:
+            settings["batch_size"] = _get(_get(loader, "batch_sampler"), "batch_size")
+    return {name: value for name, value in settings.items() if type(value) in _PLAIN}
 
 
-def refuse_other_settings(saved: Mapping[str, Any], held: Mapping[str, Any], *, where: str, uri: str) -> None:
-    """Raise `StateDictMismatchError` if the data loader of a load has other settings than that of the save."""
-    names = [name for name in saved if name != "epoch" and saved.get(name) != held.get(name)]
-    if names:
-        then, now = (", ".join(f"{name}={of.get(name)}" for name in names) for of in (saved, held))
-        raise StateDictMismatchError(
-            f"{where!r} of {uri} was saved with {then}. The loader of this job has {now}, so it would give other "
-            f"batches. Make it as that run did; or leave {where.partition('.')[0]} out, pass strict=False, and set the "
-            "position yourself",
-            uri=uri,
-        )
+def find_differences(saved: Mapping[str, Any], held: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the settings that differ, as they were and as they are; None if all that both have are the same."""
+    names = [name for name in saved if name in held and saved[name] != held[name]]
+    then, now = (", ".join(f"{name}={of[name]}" for name in names) for of in (saved, held))
+    return (then, now) if names else None
 
 
 class LoaderEntry(LiveEntry):
@@ -64,21 +70,60 @@ class LoaderEntry(LiveEntry):
         return self._entry.plan_load(saved, where=where, source=source)
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
-        if isinstance(state, dict) and _MADE_WITH in state:
-            made_with = state.pop(_MADE_WITH)
-            refuse_other_settings(made_with, describe_loader(self._loader), where=where, uri=self._uri)
+        made_with = state.pop(_MADE_WITH, {}) if isinstance(state, dict) else {}
+        if made_with:
             _begin_epoch_whole(state)
             order = _sampler_of(self._loader)
-            if "epoch" in made_with and hasattr(order, "set_epoch"):
+            if "epoch" in made_with and _get(order, "set_epoch") is not None:
                 order.set_epoch(made_with["epoch"])  # torchdata 0.11 does not save it, and the order follows from it
         self._entry.load_state_dict(state, where=where)
+        self._check_settings(made_with, where=where)
+
+    def _check_settings(self, saved: dict[str, Any], *, where: str) -> None:
+        """Raise `StateDictMismatchError` if other settings remain; a class of the user's may have restored its own."""
+        saved.pop("epoch", None)
+        loader, held = self._loader, describe_loader(self._loader)
+        parts = (_sampler_of(loader), _get(loader, "batch_sampler"))
+        # A sampler of the user's restores its order in its own way, perhaps only when an epoch begins.
+        if any(map(_has_own_state, parts)):
+            of_sampler = {name: saved.pop(name) for name in _OF_SAMPLER if name in saved}
+            if differing := find_differences(of_sampler, held):
+                _log.warning(
+                    "%r of %s was saved with %s, and its sampler now has %s: it gives the same batches only if it "
+                    "restores that when an epoch begins",
+                    where,
+                    self._uri,
+                    *differing,
+                )
+        if differing := find_differences(saved, held):
+            then, now = differing
+            raise StateDictMismatchError(
+                f"{where!r} of {self._uri} was saved with {then}. The loader of this job has {now}, so it would give "
+                f"other batches. Make it as that run did; or leave {where.partition('.')[0]} out, pass strict=False, "
+                "and set the position yourself",
+                uri=self._uri,
+            )
+
+
+def _get(held: Any, name: str) -> Any:
+    """Return an attribute; None if it cannot be read."""
+    with contextlib.suppress(Exception):
+        return getattr(held, name)
+    return None
+
+
+def _has_own_state(held: Any) -> bool:
+    """Return if a class of the user's says how the object is restored, rather than torch or torchdata."""
+    module = getattr(_get(held, "load_state_dict"), "__module__", None) or "torch"
+    return module.partition(".")[0] not in {"torch", "torchdata"}
 
 
 def _sampler_of(loader: Any) -> Any:
     """Return what orders the samples; a batch sampler of the user's may do so itself."""
-    batches = getattr(loader, "batch_sampler", None)
+    batches = _get(loader, "batch_sampler")
     held = loader if batches is None else batches
-    return getattr(held, "sampler", held)
+    order = _get(held, "sampler")
+    return held if order is None else order
 
 
 def _begin_epoch_whole(state: dict[str, Any]) -> None:
@@ -139,9 +184,9 @@ def warn_of_shared_generator(dataloader: Any) -> None:
     """
     loaders = list(dataloader.values()) if isinstance(dataloader, Mapping) else dataloader
     for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
-        if not isinstance(loader, DataLoader):
+        if not isinstance(loader, DataLoader) or "generator" not in vars(loader):  # a wrapper has only what it wraps
             continue
-        of_sampler = getattr(loader.sampler, "generator", None)
+        of_sampler = _get(_get(loader, "sampler"), "generator")
         is_drawn_from = of_sampler is loader.generator and loader.num_workers == 0
         if loader.generator is None:
             _log.warning(

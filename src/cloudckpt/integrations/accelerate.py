@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import RandomSampler
 
 from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, LoadSource, make_empty
+from cloudckpt.dcp.live_loaders import length_of
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
@@ -62,7 +63,7 @@ class AcceleratorState(LiveEntry):
                 "models in a format of its own"
             )
         self._accelerator = accelerator
-        for position, loader in enumerate(self._loaders):
+        for position, loader in enumerate([] if only_models else self._loaders):
             _refuse_unsaved_order(loader, position)
         self._restores_random = restores_random
         self._only_models = only_models
@@ -189,7 +190,7 @@ class AcceleratorState(LiveEntry):
 
     def _serialize_rank(self) -> bytes:
         loaders = [loader.state_dict() if _is_stateful(loader) else None for loader in self._loaders]
-        lengths = [_length_of(loader) for loader in self._loaders]
+        lengths = [length_of(loader) for loader in self._loaders]
         seeds = [getattr(_seedable_sampler_of(loader), "initial_seed", None) for loader in self._loaders]
         random = serialize(tuple(RandomState.capture()))
         return serialize({"random": random, "loaders": loaders, "lengths": lengths, "seeds": seeds})
@@ -202,9 +203,9 @@ class AcceleratorState(LiveEntry):
             if _is_stateful(loader) and of_loader is None:
                 _log.warning("the checkpoint has no state of prepared data loader %d, which starts anew", position)
             elif _is_stateful(loader):
-                if isinstance(length, int) and length != _length_of(loader):
+                if None not in (length, length_of(loader)) and length != length_of(loader):
                     raise StateDictMismatchError(
-                        f"prepared data loader {position} has {_length_of(loader)} batches, and had {length} when its "
+                        f"prepared data loader {position} has {length_of(loader)} batches, and had {length} when its "
                         "state was saved, so it would give other batches. Prepare the loaders in the order of the run "
                         "that saved, with the same data; or set use_stateful_dataloader=False and use "
                         "skip_first_batches",
@@ -244,10 +245,3 @@ def _refuse_unsaved_order(loader: Any, position: int) -> None:
 def _seedable_sampler_of(loader: Any) -> Any:
     sampler = get_sampler(loader)
     return sampler if isinstance(sampler, SeedableRandomSampler) else None
-
-
-def _length_of(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # its dataset has no length
-        return None

@@ -65,7 +65,10 @@ class _Removals:
         states = callbacks.values() if isinstance(callbacks, Mapping) else ()
         named = [state.get("dirpath") for state in states if isinstance(state, Mapping)]
         self._saved.add(uri)
-        self._folders |= {uri.rpartition("/")[0], *(parse_location(one).uri for one in named if one)}
+        self._folders.add(uri.rpartition("/")[0])
+        for one in filter(None, named):
+            with contextlib.suppress(Exception):  # Fabric saves values of any form under this name
+                self._folders.add(parse_location(one).uri)
         early, self._early = self._early, []
         for each in early:
             self.remove(each)
@@ -312,11 +315,13 @@ def _warn_of_lost_order(checkpoint: Mapping[str, Any]) -> None:
 
     It applies the position in front of `set_epoch`, and the sampler that it adds has no state.
     """
-    loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    for state in loops.get("combined_loader", []) if dist.is_initialized() and dist.get_world_size() > 1 else []:
-        of_batches = (state.get("_snapshot") or {}).get("_main_snapshot", state).get("_sampler_iter_state")
-        if of_batches and "sampler_state" not in of_batches and not state.get("_iterator_finished"):
-            _log_lost_order()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    with contextlib.suppress(Exception):  # Fabric saves values of any form under these names
+        for state in checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]:
+            of_batches = (state.get("_snapshot") or {}).get("_main_snapshot", state).get("_sampler_iter_state")
+            if of_batches and "sampler_state" not in of_batches and not state.get("_iterator_finished"):
+                _log_lost_order()
 
 
 @functools.cache

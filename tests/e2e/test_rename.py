@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -363,6 +364,41 @@ def test_the_managers_steps_and_torchs_checkpoints_are_renamed(tmp_path: Path) -
             assert extra == {"step": 7}
         with pytest.raises(StateDictMismatchError, match=r"leaves behind.*'step'.*strict=False"):
             manager.restore(model=model, optimizer=optimizer, rename={"net": "model", "optim": "optimizer"})
+
+
+@pytest.mark.parametrize("way", ["dict", "function"])
+def test_a_run_that_was_renamed_is_started_again_by_the_same_script(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """If this fails, a script that took over another run's step works once alone, or a misspelt name passes."""
+    caplog.set_level(logging.INFO, "cloudckpt")
+    cloudckpt.save(STATES["dict"], tmp_path / "step-7", no_dist=True)
+    pairs = {"net": "model", "optim": "optimizer", "step": "extra.step"}
+
+    def function(name: str) -> str:
+        first, _, rest = name.partition(".")
+        return ".".join(filter(None, (pairs.get(first, first), rest)))
+
+    rename: Any = pairs if way == "dict" else function
+    for start in (7, 8, 9):
+        model, extra = Net(), {"step": 0}
+        optimizer = torch.optim.AdamW(model.parameters())
+        with cloudckpt.CheckpointManager(tmp_path, async_=False, no_dist=True) as manager:
+            wanted = None if start < 9 else 8
+            restored = manager.restore(
+                step=wanted, model=model, optimizer=optimizer, extra=extra, rename=rename, random_state=False
+            )
+            assert restored is not None
+            assert (restored.step, extra) == (min(start, 8), {"step": 7})
+            assert_same(dict(model.named_parameters()), oracle(model))
+            assert_same(optimizer.state_dict(), OPTIMIZER.state_dict())
+            if start == 7:
+                manager.save(8, model=model, optimizer=optimizer, extra=extra, random_state=False)
+            for wrong in ({"nett": "modle"}, {"net": "model", "optimm": "optimiser"}):
+                with pytest.raises(StateDictMismatchError, match="changes no name of"):
+                    manager.restore(model=model, optimizer=optimizer, extra=extra, rename=wrong)
+    told = [record.getMessage() for record in caplog.records if "is not needed for" in record.getMessage()]
+    assert way == "function" or f"rename={pairs} is not needed for {tmp_path}/step-8, which has the new names" in told
 
 
 def test_objects_that_a_step_lacks_keep_what_they_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.completeness import check_completeness, check_empty, check_used, find_left_of_objects
 from cloudckpt.dcp.load_items import find_wants
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
-from cloudckpt.dcp.renaming import Rename, Renaming, check_rename
+from cloudckpt.dcp.renaming import Rename, RenameOfRun, Renaming, check_rename
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import (
@@ -376,22 +376,26 @@ class ObjectStoreReader(StorageReader):
                 context.client, self._registry, allow_pickle=self._allow_pickle
             )
             self._context = context
-            if self._rename is not None:
-                self._renaming = Renaming(self._rename, metadata.state_dict_metadata, uri=context.uri)
-                return self._renaming.apply_to_torchs(metadata)
-            return metadata
+            renaming = self._renaming = self._new_renaming(metadata.state_dict_metadata, uri=context.uri)
+            return metadata if renaming is None else renaming.apply_to_torchs(metadata)
         if lookup.document is None:
             raise lookup.error or CloudckptError(f"nobody looked for the manifest of {self.checkpoint_id}")
         return self._use(context, decode(lookup.document, uri=context.uri))
 
     def _use(self, context: Context, manifest: Manifest) -> Metadata:
-        if self._rename is not None:
-            self._renaming = Renaming(self._rename, [*manifest.tensors, *manifest.values], uri=context.uri)
+        self._renaming = self._new_renaming([*manifest.tensors, *manifest.values], uri=context.uri)
+        if self._renaming is not None:
             manifest = self._renaming.apply(manifest)
         self._context, self._manifest = context, manifest
         self._manifest_s = time.monotonic() - self._started_s
         self._recorder.span("manifest", int(self._started_s * 1e9))
         return self._make_metadata(manifest, is_lazy=self._call is not None and self._call.is_lazy)
+
+    def _new_renaming(self, names: Collection[str], *, uri: str) -> Renaming | None:
+        rename = self._rename
+        if isinstance(rename, RenameOfRun):
+            rename = rename.needed_for(names, uri=uri)
+        return None if rename is None else Renaming(rename, names, uri=uri)
 
     def _make_metadata(self, manifest: Manifest, *, is_lazy: bool) -> Metadata:
         return make_metadata(manifest, checkpoint_id=self.checkpoint_id, load_id=self.load_id, is_lazy=is_lazy)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -20,6 +22,7 @@ _T = TypeVar("_T")
 _MAX_COMPARED, _MAX_SAMPLE = 5000, 50
 _ABSENT: Any = object()
 _FUNCTION = "<function>"
+_log = logging.getLogger("cloudckpt")
 _ADVICE = "rename maps names in the checkpoint to those of what is loaded"
 
 
@@ -209,6 +212,35 @@ class Renaming:
             "Rename all of it alike",
             uri=self._uri,
         )
+
+
+class RenameOfRun:
+    """The `rename` of a run that may start again: its own steps have the new names already."""
+
+    def __init__(self, rename: Rename) -> None:
+        check_rename(rename)
+        self._rename = rename
+
+    def __call__(self, name: str) -> str | None:
+        raise NotImplementedError("call needed_for: the new name depends on the other names of the checkpoint")
+
+    def needed_for(self, names: Collection[str], *, uri: str) -> Rename | None:
+        """Return what a checkpoint with these entries needs: not a pair whose new prefix they have, and not its old."""
+        rename = self._rename
+        if callable(rename):
+            with contextlib.suppress(Exception):  # `Renaming` names the entry
+                if all(rename(name) == name for name in names):
+                    return None
+            return rename
+        done = {
+            old: new
+            for old, new in rename.items()
+            if not any(is_below(name, old.rstrip(".")) for name in names)
+            and any(is_below(name, new.rstrip(".")) for name in names)
+        }
+        if done:
+            _log.info("rename=%s is not needed for %s, which has the new names", done, uri)
+        return {old: new for old, new in rename.items() if old not in done} or None
 
 
 def check_rename(rename: Rename | None) -> None:

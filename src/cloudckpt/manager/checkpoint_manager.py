@@ -26,7 +26,7 @@ from cloudckpt.dcp import LoadPlanner, SavePlanner
 from cloudckpt.dcp.live_loaders import warn_of_shared_generator
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import Coordinator, SavedMetadata, SaveOrLoadError, causes_of, rank_in
-from cloudckpt.dcp.renaming import Rename
+from cloudckpt.dcp.renaming import Rename, RenameOfRun
 from cloudckpt.dcp.writer import require_collectives
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -186,6 +186,7 @@ class CheckpointManager(OfThisProcess):
         self._current: _LastSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
         self._last_committed: tuple[int, str] | None = None
+        self._metrics_told: set[str] = set()
         """Number and URI of the step that was committed last, or restored since."""
 
     def __repr__(self) -> str:
@@ -386,7 +387,8 @@ class CheckpointManager(OfThisProcess):
             extra: See `cloudckpt.save`.
             random_state: See `cloudckpt.save`.
             strict: See `cloudckpt.load`. For live objects, None is the same as True.
-            rename: See `cloudckpt.load`, as in ``{"optim": "optimizer"}``.
+            rename: See `cloudckpt.load`, as in ``{"optim": "optimizer"}``. A part whose new names the step has, and not
+                its old ones, is not needed: the run has saved the step after it was renamed.
             planner: See `cloudckpt.load`.
 
         Returns:
@@ -410,6 +412,7 @@ class CheckpointManager(OfThisProcess):
             strict=strict,
         )
         wanted = None if step is None else _check_step(step)
+        rename = None if rename is None else RenameOfRun(rename)
         if (running := self.in_flight) is not None:
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
         with lock_root(self.root):
@@ -457,17 +460,19 @@ class CheckpointManager(OfThisProcess):
                 as ``loss`` or ``acc``; the same words as for ``cloudckpt ls --metrics``.
 
         Returns:
-            The step. None if its value is finite in no step, or if no step has metrics at all.
+            The step. None if its value is finite in no step. If the steps have metrics, and none has this one, a
+            warning names them, once for each metric.
 
         Raises:
-            InvalidOptionError: `mode` is another word, or None, and the name does not tell it; or the steps have
-                metrics, and none has this one.
+            InvalidOptionError: `mode` is another word, or None, and the name does not tell it.
             StoreError: A request failed.
 
         """
         committed = keep_newest_of_each_step(self._steps.find_committed(with_metrics=True))
-        if (missing := explain_missing_metric(committed, metric)) is not None:
-            raise InvalidOptionError(f"best under {self.root}: {missing}")
+        missing = None if metric in self._metrics_told else explain_missing_metric(committed, metric)
+        if missing is not None:  # it may be measured later, or be mistyped
+            self._metrics_told.add(metric)
+            _log.warning("no step is the best under %s: %s", self.root, missing)
         return next(iter(sort_best_first(committed, metric, choose_mode(metric, mode))), None)
 
     def wait(self, timeout: float | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from cloudckpt.dcp.live_loaders import find_differences, length_of
 from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 from cloudckpt.integrations._nested_state import deserialize, serialize
@@ -23,7 +24,6 @@ from cloudckpt.options import Options
 
 with require("transformers"):
     from transformers.trainer_callback import ExportableState, TrainerState
-    from transformers.trainer_utils import has_length
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -154,19 +154,17 @@ class CloudCheckpoints(_Trainer):
 
     def _describe_position(self) -> dict[str, int | None]:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        num_samples = len(self.train_dataset) if has_length(self.train_dataset) else None
         return {
-            "samples": num_samples,
+            "samples": length_of(self.train_dataset),
             "samples_per_step": self.get_total_train_batch_size(self.args),
             "seed": seed,
         }
 
     def _refuse_other_samples(self, saved: dict[str, int | None]) -> None:
         """Raise `StateDictMismatchError` if the steps that are skipped stand for other samples than those seen."""
-        held = self._describe_position()
-        names = [name for name in saved if saved[name] != held.get(name)]
-        if names and not self.args.ignore_data_skip:
-            then, now = (", ".join(f"{name}={of.get(name)}" for name in names) for of in (saved, held))
+        differing = find_differences(saved, self._describe_position())
+        if differing and not self.args.ignore_data_skip:
+            then, now = differing
             uri = self._cloud.uri_of(self._cloud_step or 0)
             raise StateDictMismatchError(
                 f"{uri} was saved with {then}, and this training has {now}: it would skip other samples than "

@@ -163,7 +163,7 @@ def load(
         optimizer: See `model`.
         scheduler: See `model`.
         dataloader: See `model`. The number of ranks must be that of the save.
-        extra: See `model`. It is filled with everything that was saved in it.
+        extra: See `model`. It is filled with everything that was saved in it. A value that was not saved is an error.
         random_state: Set this rank's random generators to the saved state.
         strict: None: a live object is loaded whole, and a state dict that asks for the ``param_groups`` of an optimizer
             asks for all of its ``state``. True: all that was saved is asked for. False: live objects take what fits. A

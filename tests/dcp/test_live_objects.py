@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -296,14 +297,86 @@ def test_groups_of_which_one_has_a_setting_more_are_not_merged() -> None:
 
 @pytest.mark.parametrize(
     ("saved", "held"),
-    [(5, {"a": 1}), ({"a": 1}, 5), ({"a": {"b": 2}}, {"a": 1}), ([1, {"x": 2}], {"y": 1}), ({"y": 1}, [1, {"x": 2}])],
+    [(5, {}), ({"a": 1}, 5), ({"a": {"b": 2}}, {"a": 1}), ([1, {"x": 2}], {"y": {}}), ({"y": 1}, [1, {"x": 2}])],
 )
 def test_values_of_extra_take_the_form_that_was_saved(saved: Any, held: Any) -> None:
     """If this fails, a setting that was a number and is a dict by now cannot be restored, or keeps its fresh value."""
-    uri, extra = new_uri(), {"setting": held, "kept": "as it is"}
-    cloudckpt.save(uri, extra={"setting": saved})
+    uri, extra = new_uri(), {"setting": held}
+    cloudckpt.save(uri, extra={"setting": saved, "more": "of it"})
     cloudckpt.load(uri, extra=extra)
-    assert extra == {"setting": saved, "kept": "as it is"}
+    assert extra == {"setting": saved, "more": "of it"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "held", "after", "named"),
+    [
+        (
+            {"best_acc": 0.9},
+            {"best_accuracy": 0.0},
+            {"best_accuracy": 0.0, "best_acc": 0.9},
+            r"no 'best_accuracy' under 'extra' \(did you mean 'best_acc'\?\)",
+        ),
+        (
+            {"at": {"best_acc": 0.9}},
+            {"at": {"best_accuracy": 0}},
+            {"at": {"best_accuracy": 0, "best_acc": 0.9}},
+            r"'at.best_accuracy'.*mean 'at.best_acc'\?",
+        ),
+        (
+            {"metric": {"a": 1}},
+            {"metrics": {"a": 0}},
+            {"metrics": {"a": 0}, "metric": {"a": 1}},
+            r"no 'metrics' .*mean 'metric'\?",
+        ),
+        ({"epoch": 5}, {"epoch": {"x": 1}}, {"epoch": {"x": 1}}, r"no 'epoch.x' under 'extra'[.:]"),
+        (
+            {"epoch": 5, "q": 3},
+            {"epoch": 0, "q": 0, 7: [], "zz": None},
+            {"epoch": 5, "q": 3, 7: [], "zz": None},
+            r"no '7', 'zz' under 'extra'[.:]",
+        ),
+    ],
+)
+def test_values_of_extra_that_the_checkpoint_lacks_are_named(
+    saved: Any, held: Any, after: Any, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a misspelt name in extra goes on from its first value, and nobody is told."""
+    uri, before = new_uri(), copy.deepcopy(held)
+    cloudckpt.save(uri, extra=saved)
+    for strict in (None, True):
+        with pytest.raises(StateDictMismatchError, match=rf"{named}.*strict=False"):
+            cloudckpt.load(uri, extra=held, strict=strict)
+        assert held == before
+    cloudckpt.load(uri, extra=held, strict=False)
+    assert held == after
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [bool(re.search(named, one)) for one in said].count(True) == 1
+
+
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_extra_with_fewer_names_takes_all_that_was_saved(
+    *, strict: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, an empty dict of extra is refused, or is not filled; or a value of another type is."""
+    saved = {"m": {"a": 1, "b": [1, {}], "c": {}, "d": None, "e": (), "f": [], 3: 4}, "epoch": 5}
+    for held in ({}, {"epoch": None}, {"m": {}, "none": {}}, {"m": {"a": 0, "c": {}, "d": 1, "e": 1, "f": 2, 3: 0}}):
+        uri, expected = new_uri(), {**({"none": {}} if "none" in held else {}), **saved}
+        cloudckpt.save(uri, extra=saved)
+        cloudckpt.load(uri, extra=held, strict=strict)
+        assert held == expected
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_slip_in_a_rename_to_extra_is_an_error() -> None:
+    """If this fails, a value goes on from its first one beside the saved one under a misspelt name."""
+    uri = new_uri()
+    cloudckpt.save(uri, extra={"epoch": 5})
+    for strict in (None, True, False):
+        with pytest.raises(StateDictMismatchError, match=r"no 'epoch'.*mean 'epok'.*rename"):
+            cloudckpt.load(uri, extra={"epoch": 0}, rename={"extra.epoch": "extra.epok"}, strict=strict)
+    extra = {"started": 1}
+    cloudckpt.load(uri, extra=extra, rename={"extra.epoch": "extra.step"}, strict=False)
+    assert extra == {"started": 1, "step": 5}, "no slip: what is lacking has another name altogether"
 
 
 def test_moments_of_parameters_that_are_frozen_now_are_left_out() -> None:

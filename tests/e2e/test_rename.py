@@ -422,6 +422,18 @@ def test_objects_that_a_step_lacks_keep_what_they_have(tmp_path: Path, caplog: p
         said = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert "leaves behind" in said[-1]
         assert not any("pass strict=False" in one for one in said)
+        manager.save(1, model=NET, optimizer=OPTIMIZER, extra={"epoch": 3, "tokens": 5})
+        caplog.clear()
+        assert manager.restore(model=Net(), strict=False) is not None
+        (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert re.search(r"leaves behind a part of .*step-1: optimizer \(\d+ entries\), extra \(2 entries\)$", told)
+        caplog.clear()
+        cloudckpt.load(tmp_path / "run" / "step-1", model=Net(), no_dist=True)  # a part, on purpose
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+        cloudckpt.save({"model": NET, "optim": OPTIMIZER}, tmp_path / "mine", no_dist=True)
+        cloudckpt.load(tmp_path / "mine", model=models["net"], optimizer=optimizer, strict=False, no_dist=True)
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert re.search(r"has no 'optimizer': these .*pass rename={'optim': 'optimizer'}$", said[0])
         for given in ({"model": {"other": Net()}}, {"model": nn.Linear(2, 2)}):
             with pytest.raises(StateDictMismatchError) as caught:
                 manager.restore(**given, random_state=False, strict=False)

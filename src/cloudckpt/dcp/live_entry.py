@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.dcp.renaming import Renaming
+from cloudckpt.dcp.renaming import Renaming, is_below
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -162,18 +162,25 @@ def _plan_all(
         is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in found)
         has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
         if source.is_strict or is_empty or has_no_model:
-            raise _lacking(missing, entries, saved, where=where, source=source)
+            raise _lacking(missing, found, entries, saved, where=where, source=source)
+        # On all ranks, since it asks objects for their states.
+        rename = _suggest_rename(missing, found, entries, where=where, source=source)
         if source.is_logged:
-            _log.warning("%s has no %s: these objects keep what they have", source.uri, quote_names(missing))
+            advice = f". If it was saved under another name, pass {rename=}" if rename else ""
+            _log.warning("%s has no %s: these objects keep what they have%s", source.uri, quote_names(missing), advice)
     return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
 
 
 def _lacking(
-    missing: list[str], entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: LoadSource
+    missing: list[str],
+    found: Collection[str],
+    entries: Mapping[str, LiveEntry],
+    saved: Mapping[Any, Any],
+    *,
+    where: str,
+    source: LoadSource,
 ) -> StateDictMismatchError:
-    rename: dict[str, str] = {}
-    for name in missing if source.renaming is None else ():
-        rename |= entries[name.removeprefix(where)].suggest_rename(name, source)
+    rename = _suggest_rename(missing, found, entries, where=where, source=source)
     advice = "Leave out of the load what it lacks"
     if source.is_strict:
         advice += ", or pass strict=False to leave it as it is"
@@ -181,6 +188,16 @@ def _lacking(
         advice = f"If it was saved under another name, pass {rename=}. {advice}"
     has = quote_names([f"{where}{name}" for name in saved])
     return StateDictMismatchError(f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}", uri=source.uri)
+
+
+def _suggest_rename(
+    missing: list[str], found: Collection[str], entries: Mapping[str, LiveEntry], *, where: str, source: LoadSource
+) -> dict[str, str]:
+    """Return a `rename` that may find the `missing` entries, and leaves those that are `found` where they are."""
+    names = missing if source.renaming is None else ()
+    suggested = [entries[name.removeprefix(where)].suggest_rename(name, source) for name in names]
+    renames = {old: new for one in suggested for old, new in one.items()}
+    return {old: new for old, new in renames.items() if not any(is_below(old, f"{where}{key}") for key in found)}
 
 
 def find_synchronized(state_dict: Mapping[str, Any]) -> SynchronizedNames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import itertools
 import logging
 import random
@@ -35,7 +36,7 @@ from cloudckpt.dcp.live_entry import (
 )
 from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
-from cloudckpt.dcp.renaming import suggest_rename
+from cloudckpt.dcp.renaming import is_below, suggest_rename
 from cloudckpt.dcp.save_planner import is_stateful
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.tensors.tensor_bytes import writable
@@ -197,7 +198,10 @@ class GeneratorEntry(StatefulEntry):
 
 
 class ValuesEntry(LiveEntry):
-    """A dict of values and objects. A load fills it in place, with everything that was saved in it."""
+    """A dict of values and objects. A load fills it in place, with everything that was saved in it.
+
+    A value that the checkpoint lacks is an error: it may be misspelt, and would go on from its first value.
+    """
 
     def __init__(self, values: Any) -> None:
         if not isinstance(values, dict):
@@ -212,17 +216,41 @@ class ValuesEntry(LiveEntry):
         return {**self._values, **{key: entry.state_at(f"{where}.{key}") for key, entry in self._live.items()}}
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
+        if lacking := self.find_lacking(saved, where=""):
+            near = [name for name in lacking.values() if name]
+            meant = f" (did you mean {quote_names(near)}?)" if near else ""
+            problem = f"{source.uri} has no {quote_names([*lacking])} under {where!r}{meant}"
+            old_names = {} if source.renaming is None else source.renaming.old_names
+            renamed = [new for new, old in old_names.items() if new != old]
+            is_slip = any(is_below(new, f"{where}.{name}") for new in renamed for name in near)
+            if is_slip:
+                raise StateDictMismatchError(f"{problem}. Let rename give the names in {where}", uri=source.uri)
+            if source.is_strict:
+                advice = "Load without it, and add it afterwards; or pass strict=False to leave it as it is"
+                raise StateDictMismatchError(f"{problem}. {advice}", uri=source.uri)
+            if source.is_logged:
+                _log.warning("%s: it stays as it is", problem)
+        return self.plan_values(saved, where=where, source=source)
+
+    def find_lacking(self, saved: Any, *, where: str) -> dict[str, str]:
+        """Return the paths below `where` that the checkpoint lacks, each with a near one that is left over, or ""."""
         known = saved if isinstance(saved, Mapping) else {}
-        live = {**self._live, **{key: value for key, value in self._values.items() if isinstance(value, torch.Tensor)}}
-        missing = [key for key, entry in live.items() if key not in known and not isinstance(entry, ValuesEntry)]
-        if missing and source.is_strict:
-            raise StateDictMismatchError(
-                f"{source.uri} has no {quote_names(missing)} under {where!r}. Load without it, and add it afterwards; "
-                "or pass strict=False to leave it as it is",
-                uri=source.uri,
-            )
-        if missing and source.is_logged:
-            _log.warning("%s has no %s under %s: it stays as it is", source.uri, quote_names(missing), where)
+        unasked = {str(key): key for key in known if key not in self._values}
+        lacking: dict[str, str] = {}
+        for key in self._values:
+            entry = self._live.get(key)
+            nested = entry if isinstance(entry, ValuesEntry) else None
+            below = {} if nested is None else nested.find_lacking(known.get(key), where=f"{where}{key}.")
+            if key in known:
+                lacking |= below
+            elif below or nested is None:  # an empty dict has nothing that would be kept
+                near = difflib.get_close_matches(str(key), unasked, n=1)
+                lacking[f"{where}{key}"] = f"{where}{near[0]}" if near else ""
+        return lacking
+
+    def plan_values(self, saved: Any, *, where: str, source: LoadSource) -> dict[Any, Any]:
+        """Return what a load fills, whatever the checkpoint lacks."""
+        known = saved if isinstance(saved, Mapping) else {}
         planned = {key: self._plan_value(key, entry, where=where, source=source) for key, entry in known.items()}
         return {key: value for key, value in planned.items() if value is not NO_PLACE}
 
@@ -235,7 +263,12 @@ class ValuesEntry(LiveEntry):
 
     def _plan_value(self, key: Any, saved: Any, *, where: str, source: LoadSource) -> Any:
         live, value = self._live.get(key), self._values.get(key)
-        if live is not None and (isinstance(saved, Mapping) or not isinstance(live, ValuesEntry)):
+        if isinstance(live, ValuesEntry):
+            if isinstance(saved, Mapping):
+                return live.plan_values(saved, where=f"{where}.{key}", source=source)
+            if live.find_lacking({}, where=""):  # it keeps what the checkpoint lacks
+                return NO_PLACE
+        elif live is not None:
             return live.plan_load(saved, where=f"{where}.{key}", source=source)
         return value if isinstance(value, torch.Tensor) else make_empty(saved, value)
 

@@ -293,7 +293,10 @@ def _load(
 ) -> bool:
     """Fill `entries`, which hold the states of the `stateful` objects. Returns True if any rank has objects to load."""
     live_keys = [key for key, value in entries.items() if isinstance(value, LiveEntry)]
-    reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=live_keys)
+    takes_what_fits = not reader.is_strict and bool(live_keys) and len(live_keys) == len(entries)
+    # Without strictness, a warning names what the live objects leave behind, also whole objects.
+    whole_keys = None if takes_what_fits else live_keys
+    reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=whole_keys)
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()

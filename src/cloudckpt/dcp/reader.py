@@ -67,7 +67,7 @@ class _Call:
     lookup: ManifestLookup
     """The coordinator's."""
     is_lazy: bool
-    whole_keys: Collection[str]
+    whole_keys: Collection[str] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,11 +189,11 @@ class ObjectStoreReader(StorageReader):
         """Return True if `checkpoint_id` has the form of a place that can be read."""
         return is_valid_location(checkpoint_id)
 
-    def begin_call(self, ranks: DistWrapper, *, is_lazy: bool, whole_keys: Collection[str] = ()) -> None:
+    def begin_call(self, ranks: DistWrapper, *, is_lazy: bool, whole_keys: Collection[str] | None = ()) -> None:
         """Begin a load of `cloudckpt.load` on all `ranks`: the coordinator looks for the manifest, once, for all.
 
         `is_lazy` if no other code sees the metadata: entries of tensors are then made when they are asked for.
-        `whole_keys` are the top-level keys of which the load must ask for all that was saved.
+        `whole_keys` are the top-level keys of which the load must ask for all that was saved; None for all of them.
         """
         self._begin(ranks.rank)
         self._recorder.open(ranks.rank)

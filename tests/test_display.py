@@ -82,6 +82,9 @@ def test_steps_are_rows_with_a_column_for_each_metric() -> None:
         "num_bytes": "1.5 MiB",
         "world_size": "1,000",
     }
+    steps = Listing([StepInfo(step=7, uri="u", committed_at=MOMENT, metrics={"step": 1.5, "uri": 2})])
+    assert [row[0] + row[1] for row in rows_of(steps)] == ["stepuri", "7u"], "a metric replaces no field"
+    assert rows_of(steps)[0][3:] == ["metrics.step", "metrics.uri"]
     assert Listing([])._repr_html_() == "none"
 
 

@@ -83,10 +83,14 @@ def test_metrics_have_columns_and_a_mark_at_the_best(local: LocalPlace, run: Run
     _save_measured(local, "step-2", {"val_loss": 0.25, "top1/acc": 0.9, "kl": 1.0})
     _save_measured(local, "step-3", {"val_loss": None, "top1/acc": 0.25})
     _save_measured(local, "step-3-again-1", {"val_loss": 0.75})
+    _save_measured(local, "step-0", {"val_loss": 0.01})
+    _save_measured(local, "step-0-again-1", {"val_loss": 0.99})
     leave_unfinished(local, "step-2", attempt=OLD_ATTEMPT)
     ended = run("ls", local.root, "--metrics", "--columns", "name", "--sort", "name")
     assert [line.split() for line in ended.out.splitlines()] == [
         ["NAME", "val_loss", "top1/acc", "kl"],
+        ["step-0", "0.01"],  # saved again since
+        ["step-0-again-1", "0.99"],
         ["step-1", "0.5", "0.9", "2"],
         ["step-2", "*", "0.25", "*", "0.9", "1"],  # of equal values the newer one is the best, as for a manager
         ["step-2"],
@@ -96,7 +100,10 @@ def test_metrics_have_columns_and_a_mark_at_the_best(local: LocalPlace, run: Run
     assert "lowest val_loss, highest top1/acc" in ended.err
     chosen = run("ls", local.root, "--best", "max:kl", "--best", "max:val_loss", "--json").document
     best = {one["name"]: one["best"] for one in chosen if one["state"] == "committed"}
-    assert best == {"step-1": ["kl"], "step-2": ["top1/acc"], "step-3": [], "step-3-again-1": ["val_loss"]}
+    assert best == {"step-1": ["kl"], "step-2": ["top1/acc"], "step-3": [], "step-3-again-1": []} | {
+        "step-0": [],
+        "step-0-again-1": ["val_loss"],
+    }
     assert next(one["metrics"] for one in chosen if one["name"] == "step-3") == {"val_loss": None, "top1/acc": 0.25}
     assert all(one["save_s"] > 0 for one in chosen if one["state"] == "committed")
     undirected, unknown = run("ls", local.root, "--best", "kl"), run("ls", local.root, "--best", "min:val_los")

@@ -271,12 +271,12 @@ def test_a_restore_waits_for_the_save_in_flight(memory: Memory, monkeypatch: pyt
     ("first", "last", "named"),
     [
         ("nothing", "nothing", None),
-        ("restored", "nothing", 1),
+        ("restored", "nothing", None),
         ("restored", "saved", 2),
-        ("restored", "failed", 1),
+        ("restored", "failed", None),
         ("nothing", "failed", None),
         ("nothing", "saved, and Ctrl-C again", None),
-        ("restored", "saved, and Ctrl-C again", 1),
+        ("restored", "saved, and Ctrl-C again", None),
     ],
 )
 def test_ctrl_c_names_the_last_committed_step(
@@ -319,9 +319,11 @@ def test_ctrl_c_names_the_last_committed_step(
     words += [record.getMessage() for record in caplog.records if "last committed step" in record.getMessage()]
     if named is None:
         expected = f"no step was committed under {memory.root} in this run"
+        restored = f", which was restored from step 1 ({memory.uri('step-1')})"
+        expected += restored if first == "restored" else ""
     else:
         uri = memory.uri(f"step-{named}")
-        expected = f"the last committed step is {named} ({uri}). Start the program again to resume: restore loads it"
+        expected = f"the last committed step is {named} ({uri}). Start the program again to resume"
     if last.endswith("again"):
         expected += f". The save to {memory.uri('step-2')} is still running"
     assert words == [expected]

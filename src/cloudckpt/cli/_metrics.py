@@ -70,7 +70,8 @@ def find_best(found: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dic
     """Return the best checkpoint by each metric. `found` is sorted by time; of equal ones the newest is the best."""
     best: dict[str, CheckpointInfo] = {}
     committed = (one for one in found if one.state == "committed")
-    newest = {step_of(one) or one.name: one for one in committed}  # a step that was saved again counts once
+    # A step that was saved again counts once.
+    newest = {one.name if (step := step_of(one)) is None else step: one for one in committed}
     for name, mode in modes.items():
         sign = 1 if mode == "min" else -1
         for one in newest.values():

@@ -186,6 +186,7 @@ class CheckpointManager(OfThisProcess):
         self._current: _LastSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
         self._last_committed: tuple[int, str] | None = None
+        self._restored: Restored | None = None
         self._metrics_told: set[str] = set()
         """Number and URI of the step that was committed last, or restored since."""
 
@@ -425,7 +426,7 @@ class CheckpointManager(OfThisProcess):
         if restored is not None:
             _log.info("restored step %d from %s", restored.step, restored.uri)
             self._current = _LastSave(step=restored.step)
-            self._last_committed = restored.step, restored.uri
+            self._restored = restored
         return restored
 
     def steps(self) -> list[StepInfo]:
@@ -550,7 +551,9 @@ class CheckpointManager(OfThisProcess):
         words = f"no step was committed under {self.root} in this run"
         if self._last_committed is not None:
             step, uri = self._last_committed
-            words = f"the last committed step is {step} ({uri}). Start the program again to resume: restore loads it"
+            words = f"the last committed step is {step} ({uri}). Start the program again to resume"
+        elif self._restored is not None:
+            words += f", which was restored from step {self._restored.step} ({self._restored.uri})"
         if (handle := self.in_flight) is not None:
             words += f". The save to {handle.uri} is still running"
         add_note = getattr(error, "add_note", None)  # Python 3.11 or newer

@@ -93,7 +93,7 @@ def log_casts(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str
         for (stored, wanted), fqns in names.items()
     )
     level = logging.WARNING if is_rounded else logging.INFO
-    _log.log(level, "tensors of %s are loaded in another dtype than they were saved in: %s", uri, shown)
+    _log.log(level, "tensors of %s are to be loaded in another dtype than they were saved in: %s", uri, shown)
 
 
 @functools.cache

@@ -215,8 +215,6 @@ def load(
         reader.reset(_location(uri, checkpoint_id))
     names = [key for key, entry in state_dict.items() if isinstance(entry, LiveEntry)]
     doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
-    if rename is not None:
-        doing += f" (renamed by {dict(rename) if isinstance(rename, Mapping) else 'a function'})"
     with _showing_progress("load", reader):
         return run_load(
             state_dict,

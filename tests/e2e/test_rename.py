@@ -191,6 +191,41 @@ def test_a_map_that_does_nothing_is_refused(
         cloudckpt.load(tmp_path / "a", model=Net(), rename=rename, strict=strict, no_dist=True)
 
 
+def test_a_strict_load_refuses_what_a_dict_hides(tmp_path: Path) -> None:
+    """If this fails, strict=True loads a part of a model, and the rest stays behind without a word."""
+    cloudckpt.save(tmp_path / "a", model=NET, no_dist=True)
+    part = {"model": Net().encoder, "rename": {"model.encoder": "model"}, "no_dist": True}
+    with pytest.raises(StateDictMismatchError, match=r"rename hides .*strict=True.*'model\.head\.weight'"):
+        cloudckpt.load(tmp_path / "a", **part, strict=True)
+    cloudckpt.load(tmp_path / "a", **part)
+
+
+def test_a_load_that_is_renamed_is_given_no_names(tmp_path: Path) -> None:
+    """If this fails, an error advises names that the checkpoint does not have."""
+    cloudckpt.save({"a": {"w": torch.ones(2, 2)}, "b": {"w": torch.zeros(2, 2)}}, tmp_path / "a", no_dist=True)
+    wanted = {"x": {"w": torch.empty(2, 2)}, "other": {"w": torch.empty(2, 2)}}
+    with pytest.raises(StateDictMismatchError, match=r"'other\.w' is not in it") as caught:
+        cloudckpt.load(wanted, tmp_path / "a", rename={"a": "x", "b": "old"}, no_dist=True)
+    assert "pass rename" not in str(caught.value)
+
+
+def test_a_function_is_asked_for_entries_alone_and_containers_follow(tmp_path: Path) -> None:
+    """If this fails, a tuple comes back as a list, or a table of names fails at a name that no entry has."""
+    saved = {"a": {0: torch.ones(2), 1: (torch.zeros(2), 3), "e": {}, "point": Point(torch.ones(1), 2)}}
+    cloudckpt.save(saved, tmp_path / "a", no_dist=True)
+    about = cloudckpt.describe(tmp_path / "a")
+    table = {one.name: f"extra.b{one.name[1:]}" for one in (*about.tensors, *about.values)}
+    for rename in (table.__getitem__, table.get, table):
+        extra: dict[str, Any] = {}
+        cloudckpt.load(tmp_path / "a", extra=extra, rename=rename, no_dist=True)
+        assert_same(extra, {"b": saved["a"]})
+    swapped = {**table, "a.1.0": "extra.b.1.1", "a.1.1": "extra.b.1.0"}
+    with pytest.raises(StateDictMismatchError, match=r"takes 'a\.1' .*apart, which is a tuple"):
+        cloudckpt.load(tmp_path / "a", extra={}, rename=swapped, no_dist=True)
+    with pytest.raises(InvalidOptionError, match=r"rename raised KeyError for 'a\.0'"):
+        cloudckpt.load(tmp_path / "a", extra={}, rename={}.__getitem__, no_dist=True)
+
+
 @pytest.mark.parametrize("rename", ["ema", {}, {"ema": 5}, ["ema"]])
 def test_an_argument_that_cannot_rename_is_refused(rename: Any) -> None:
     """If this fails, a prefix that is passed as a text is taken for something else."""
@@ -472,7 +507,14 @@ def test_ranks_load_their_shards_under_other_names(tmp_path: Path) -> None:
             assert_same(param.full_tensor().detach(), whole[name])
             assert_same(optimizer.state[param]["exp_avg"].full_tensor(), moment)
     assert local(next(iter(tp.parameters()))).numel() < whole["0.weight"].numel()
-    with pytest.raises(CloudckptError, match=r"renamed by|ranks"):
-        cloudckpt.load(uri, model=tp, rename={f"model.net.{'encoder' if dist.get_rank() else 'head'}": "model"})
+    part = f"model.net.encoder.{dist.get_rank()}"
+    for unlike in ({part: "model.0"}, lambda name: name.replace(part, "model.0")):
+        reader = cloudckpt.ObjectStoreReader(uri, rename=unlike)
+        for call in (
+            lambda given=unlike: cloudckpt.load({"model": tp[:1].state_dict()}, uri, rename=given),
+            lambda given=reader: cloudckpt.load({"model": tp[:1].state_dict()}, storage_reader=given),
+        ):
+            with pytest.raises(StateDictMismatchError, match="the ranks pass different `rename`"):
+                call()
     with pytest.raises(StateDictMismatchError, match="changes no name"):
         cloudckpt.load(uri, model=tp, rename={"nothing": "model"})

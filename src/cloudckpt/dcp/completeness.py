@@ -97,6 +97,16 @@ def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str
             )
 
 
+def check_hidden(names: Collection[str], *, uri: str) -> None:
+    """Raise `StateDictMismatchError` for the entries that the dict of a rename hides from a load of all of it."""
+    if left := [name for name in names if not name.startswith("random_state.")]:
+        raise _make_error(
+            f"rename hides a part of {uri} from the load, and strict=True asks for all: {quote_names(left)}",
+            "Give them other names, too, or pass {option}",
+            uri=uri,
+        )
+
+
 def _make_error(problem: str, advice: str, *, uri: str) -> StateDictMismatchError:
     """Return an error whose advice a load with ``strict=False``, which warns of the problem alone, leaves out."""
     return StateDictMismatchError(problem, uri=uri, hint=Hint(advice=advice, option="strict", value="False"))

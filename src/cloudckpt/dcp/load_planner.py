@@ -61,10 +61,13 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     saved, whole and in one chunk, are planned without torch's search for overlapping chunks.
     """
 
-    def __init__(self, uri: str, *, allow_partial_load: bool = False, has_live_objects: bool = False) -> None:
+    def __init__(
+        self, uri: str, *, allow_partial_load: bool = False, has_live_objects: bool = False, is_renamed: bool = False
+    ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._uri = uri
         self._has_live_objects = has_live_objects
+        self._is_renamed = is_renamed
         self.num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._saved: Mapping[str, Any] = {}
         self._empty: list[str] = []
@@ -144,7 +147,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             if self._has_live_objects:
                 subject, remedy = "the objects do", "strict=False"
             leave_out = f", or pass {remedy} to leave out what is missing" if missing else ""
-            if missing and (
+            if (missing and not self._is_renamed) and (
                 rename := suggest_rename(
                     {name: self._saved[name] for name in unasked}, {name: self.state_dict[name] for name in missing}
                 )

@@ -237,7 +237,9 @@ def _load_once(
     if is_ours := planner is None or is_default_planner(planner):
         is_partial = planner is not None and planner.allow_partial_load
         is_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
-        planner = ExplainingLoadPlanner(reader.checkpoint_id, allow_partial_load=is_partial, has_live_objects=is_live)
+        planner = ExplainingLoadPlanner(
+            reader.checkpoint_id, allow_partial_load=is_partial, has_live_objects=is_live, is_renamed=reader.is_renamed
+        )
     rank = 0
     try:
         with ranks_context as ranks:

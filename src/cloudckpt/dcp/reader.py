@@ -19,7 +19,7 @@ from torch.futures import Future
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
-from cloudckpt.dcp.completeness import check_completeness, check_empty, check_used, find_left_of_objects
+from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_left_of_objects
 from cloudckpt.dcp.load_items import find_wants
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.renaming import Rename, RenameOfRun, Renaming, check_rename
@@ -76,6 +76,8 @@ class RankPlanData:
 
     attempt: str
     """The commit that the rank found."""
+    names: int = 0
+    """`Renaming.checksum` of the names that it gave to the checkpoint; 0 if none."""
     unused: Sequence[str] = ()
     """Paths in the checkpoint that this rank's objects have no use for."""
     objects: Sequence[str] = ()
@@ -150,6 +152,11 @@ class ObjectStoreReader(StorageReader):
     def is_strict(self) -> bool:
         """False if a load may leave behind what its objects do not ask for."""
         return self._strict is not False
+
+    @property
+    def is_renamed(self) -> bool:
+        """True if loads see the checkpoint under other names."""
+        return self._rename is not None
 
     @property
     def renaming(self) -> Renaming | None:
@@ -255,12 +262,13 @@ class ObjectStoreReader(StorageReader):
 
         `objects` are the top-level keys of those that can take more than they ask for.
         """
-        manifest = self._manifest
-        if manifest is None:
-            return dataclasses.replace(plan, storage_data=RankPlanData(attempt="", unused=unused, objects=objects))
-        return dataclasses.replace(
-            plan, storage_data=RankPlanData(attempt=manifest.attempt, unused=unused, objects=objects)
+        data = RankPlanData(
+            attempt="" if self._manifest is None else self._manifest.attempt,
+            names=0 if self._renaming is None else self._renaming.checksum,
+            unused=unused,
+            objects=objects,
         )
+        return dataclasses.replace(plan, storage_data=data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits.
@@ -269,6 +277,12 @@ class ObjectStoreReader(StorageReader):
         object asks for less than was saved of it.
         """
         found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
+        if len({one.names for one in found if one is not None}) > 1:
+            raise StateDictMismatchError(
+                f"the ranks pass different `rename` for {self.checkpoint_id}, and would mix what they load. Pass the "
+                "same on all ranks",
+                uri=self.checkpoint_id,
+            )
         left = self._find_left(plans, {key for one in found if one is not None for key in one.objects})
         self._check_completeness(plans, left=left)
         if self._renaming is not None and not left:
@@ -329,7 +343,9 @@ class ObjectStoreReader(StorageReader):
             }
         if handed := set(left):
             saved = {name: entry for name, entry in saved.items() if name not in handed}
+        hidden = self._renaming.hidden if self._strict and self._renaming is not None else []
         try:
+            check_hidden(hidden, uri=self.checkpoint_id)
             check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
             if self._call is None:  # torch's load, which cannot give objects more than they ask for
                 check_empty(plans, saved, uri=self.checkpoint_id)

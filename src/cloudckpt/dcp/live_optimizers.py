@@ -118,7 +118,7 @@ class OptimizerEntry(LiveEntry):
         by_name, self._hidden_keys = self._names_of_state(saved_state), []
         if self._renaming is not None and not self._are_numbers(saved_state):
             self._hidden_keys = self._renaming.find_hidden(saved_state)
-            if len(self._hidden_keys) == len(saved_state):
+            if saved_state and len(self._hidden_keys) == len(saved_state):
                 raise StateDictMismatchError(
                     f"rename gives the load none of the parameters whose state {where!r} of {source.uri} has, such as "
                     f"{str(self._hidden_keys[0])!r}. Leave the optimizer out of the load, or rename its parameters",

@@ -465,15 +465,20 @@ class CheckpointManager(OfThisProcess):
             warning names them, once for each metric.
 
         Raises:
-            InvalidOptionError: `mode` is another word, or None, and the name does not tell it.
+            InvalidOptionError: `mode` is another word; or it is None, and the name of a metric that steps have does not
+                tell it.
             StoreError: A request failed.
 
         """
+        if mode is not None:
+            choose_mode(metric, mode)
         committed = keep_newest_of_each_step(self._steps.find_committed(with_metrics=True))
-        missing = None if metric in self._metrics_told else explain_missing_metric(committed, metric)
-        if missing is not None:  # it may be measured later, or be mistyped
-            self._metrics_told.add(metric)
-            _log.warning("no step is the best under %s: %s", self.root, missing)
+        if not any(metric in info.metrics for info in committed):  # it may be measured later, or be mistyped
+            missing = explain_missing_metric(committed, metric)
+            if missing is not None and metric not in self._metrics_told:
+                self._metrics_told.add(metric)
+                _log.warning("no step is the best under %s: %s", self.root, missing)
+            return None
         return next(iter(sort_best_first(committed, metric, choose_mode(metric, mode))), None)
 
     def wait(self, timeout: float | None = None) -> None:

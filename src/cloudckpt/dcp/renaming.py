@@ -214,6 +214,9 @@ class Renaming:
         )
 
 
+_NOT_NEEDED = "rename=%s is not needed for %s, which has the new names: they are loaded"
+
+
 class RenameOfRun:
     """The `rename` of a run that may start again: its own steps have the new names already."""
 
@@ -230,6 +233,7 @@ class RenameOfRun:
         if callable(rename):
             with contextlib.suppress(Exception):  # `Renaming` names the entry
                 if all(rename(name) == name for name in names):
+                    _log.warning(_NOT_NEEDED, "a function", uri)  # loud, because a mistyped old name looks alike
                     return None
             return rename
         done = {
@@ -239,7 +243,7 @@ class RenameOfRun:
             and any(is_below(name, new.rstrip(".")) for name in names)
         }
         if done:
-            _log.info("rename=%s is not needed for %s, which has the new names", done, uri)
+            _log.warning(_NOT_NEEDED, done, uri)
         return {old: new for old, new in rename.items() if old not in done} or None
 
 

@@ -35,23 +35,24 @@ def places(tmp_path: Path, s3_bucket: S3Server, monkeypatch: pytest.MonkeyPatch)
     """What the documents take to be there: two runs, and buckets to copy to."""
     monkeypatch.chdir(tmp_path)
     s3_bucket.create_bucket("other")
-    state = {"model": {"layer.weight": torch.arange(6.0)}}
+    state = {"model": {"layer.weight": torch.arange(6.0)}, "extra": {"scaler": {"scale": 65536.0}}}
     with fake_gcs_server() as gcs:
         for name, value in gcs.environment.items():
             monkeypatch.setenv(name, value)
         gcs.create_bucket("bucket")
         gcs.create_bucket("archive")
-        for uri in (
-            *(f"s3://bucket/{name}" for name in ("run/step-100", "run/step-200", "a/step-100")),
-            "gs://bucket/b/step-100",
-        ):
+        options = cloudckpt.Options(trace="trace-{verb}-{rank}.json")
+        with cloudckpt.CheckpointManager("s3://bucket/run", save_every=100, async_=False, options=options) as manager:
+            for step in (100, 200):
+                manager.save(step, state, metrics={"return": float(step), "val_loss": 1 / step})
+        for uri in ("s3://bucket/a/step-100", "gs://bucket/b/step-100"):
             cloudckpt.save(state, uri)
         yield
 
 
 @pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_commands_do_what_they_say(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_do_what_they_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If this fails, a command that a user copies from the document fails, on what it is meant for."""
     lines = [
         line
@@ -67,7 +68,11 @@ def test_commands_do_what_they_say(name: str, capsys: pytest.CaptureFixture[str]
         torch.save(state, "step-100.pt")
     for line in lines:
         line = line.replace("$(cloudckpt latest s3://bucket/run)", "s3://bucket/run/step-200")  # noqa: PLW2901
-        words = shlex.split(line, comments=True)[1:]
+        words = [
+            word
+            for text in shlex.split(line, comments=True)[1:]
+            for word in (map(str, tmp_path.glob(text)) if "*.json" in text else [text])
+        ]
         with pytest.raises(SystemExit) as end:
             main(words)
         out, err = capsys.readouterr()

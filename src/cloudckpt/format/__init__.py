@@ -1,4 +1,4 @@
-"""The manifest and the data objects as bytes: model, codec, validation, building, torch's view of them.
+"""The manifest and the data objects as bytes: model, codec, validation, building.
 
 Takes values and bytes, and gives values; knows no store. `commit`, `pipeline` and `inspect` call this package.
 """

@@ -1,7 +1,7 @@
 """A store that is asked again and believed with care: the one place that decides how often, how long, and when.
 
 All calls to stores pass through a `StoreClient`. It repeats calls that may succeed the next time, and doubts an answer
-that would end a save or hide a checkpoint: `StoreClient.observe` is the only rule by which absence and damage are
+that would end a save or hide a checkpoint: `StoreClient.observe` is the rule by which absence and damage are
 believed.
 """
 
@@ -105,7 +105,7 @@ class StoreClient:
 
     A call is repeated after a failure that may pass. Delays grow exponentially with full jitter
     (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/). A call is given up after `retries`
-    repetitions or once `timeout_s` have gone by without progress. Attempts that made no request
+    repetitions or once `timeout_s` have gone by without progress. Tries that made no request
     (`StoreError.is_unsent`) do not count as repetitions, and the progress of another call is theirs: it may have
     released what they lack.
 
@@ -155,7 +155,7 @@ class StoreClient:
 
     @property
     def num_requests(self) -> int:
-        """Attempts so far, over all calls, the first of each and hedged ones included."""
+        """Tries so far, over all calls, the first of each and hedged ones included."""
         return self.shared.num_requests + self.hedger.num_hedges
 
     @property
@@ -179,9 +179,9 @@ class StoreClient:
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Return the result of ``function(*args, **kwargs)``, which makes a request and raises `StoreError`."""
-        attempts = Attempts(self)
+        retries = Retries(self)
         while True:
-            with attempts:
+            with retries:
                 return function(*args, **kwargs)
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -311,10 +311,10 @@ def choose_hedge_bytes(options: Options) -> int:
     return options.read_bytes // 4 if options.read_bytes >= 4 * options.advanced.request_bytes else 0
 
 
-class Attempts:
-    """The attempts at one call: each is a context, in a loop that ends with the context's own `return` or `break`.
+class Retries:
+    """The tries of one call: each is a context, in a loop that ends with the context's own `return` or `break`.
 
-    The context suppresses a failure after which another attempt may follow, and waits for that one.
+    The context suppresses a failure after which another try may follow, and waits for that one.
     """
 
     def __init__(self, client: StoreClient) -> None:
@@ -323,7 +323,7 @@ class Attempts:
         self.renew()
 
     def __enter__(self) -> None:
-        """Count an attempt. Raises the refusal that the client was stopped with."""
+        """Count a try. Raises the refusal that the client was stopped with."""
         if self.shared.refusal is not None:
             raise self.shared.refusal
         with self.shared.lock:
@@ -350,7 +350,7 @@ class Attempts:
         self._deadline_s = self.shared.clock.monotonic() + self.shared.timeout_s
 
     def _wait_after(self, error: Exception) -> bool:
-        """Wait before the next attempt. False if `error` is final, and to be raised.
+        """Wait before the next try. False if `error` is final, and to be raised.
 
         An exception that is none of cloudckpt's, of a `wrap_store` for example, becomes a `StoreError` with the class
         in its text, and is raised here; a `MemoryError` stays one. A range read of which bytes have arrived counts as

@@ -18,7 +18,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.io.client import Attempts, Observation, StoreClient
+from cloudckpt.io.client import Observation, Retries, StoreClient
 from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, num_bytes, skip_bytes
 from cloudckpt.telemetry.timeline import now_ns
 
@@ -46,10 +46,10 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
     remaining, position, end = list(views), begin, begin + num_bytes(views)
     store = client.store
     observed = Observation(client)
-    attempts = Attempts(client)
+    retries = Retries(client)
     while True:
         doubted: StoreError | None = None
-        with attempts:
+        with retries:
             try:
                 return client.hedger.read_into(store, key, position, remaining)
             except InterruptedReadError as error:
@@ -66,7 +66,7 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
                 raise doubted
         finally:
             del doubted  # its traceback holds this frame, and so the views
-        attempts.renew()
+        retries.renew()
 
 
 def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:

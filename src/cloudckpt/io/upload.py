@@ -15,7 +15,7 @@ from typing_extensions import Self
 from cloudckpt._workers import WorkQueue
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
 from cloudckpt.format.model import ObjectRef
-from cloudckpt.io.client import Attempts, StoreClient
+from cloudckpt.io.client import Retries, StoreClient
 from cloudckpt.io.download import find_size
 from cloudckpt.io.reads import spread_over_connections
 from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
@@ -217,9 +217,9 @@ class UploadSession:
                 with open_part(
                     target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
                 ) as (views, values, whole):
-                    attempts = Attempts(client)
+                    retries = Retries(client)
                     while True:
-                        with attempts:
+                        with retries:
                             if upload_id is None:
                                 store.put(target.target_key, views, crc32c=whole)
                             else:

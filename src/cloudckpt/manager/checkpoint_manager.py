@@ -186,9 +186,10 @@ class CheckpointManager(OfThisProcess):
         self._current: _LastSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
         self._last_committed: tuple[int, str] | None = None
+        """Number and URI of the step that this manager committed last."""
         self._restored: Restored | None = None
-        self._metrics_told: set[str] = set()
-        """Number and URI of the step that was committed last, or restored since."""
+        self._unknown_metrics: set[str] = set()
+        """Those of which a warning has said that no step has them."""
 
     def __repr__(self) -> str:
         last = "no save by this process yet" if self._last is None else f"last save step {self._last.step}"
@@ -475,8 +476,8 @@ class CheckpointManager(OfThisProcess):
         committed = keep_newest_of_each_step(self._steps.find_committed(with_metrics=True))
         if not any(metric in info.metrics for info in committed):  # it may be measured later, or be mistyped
             missing = explain_missing_metric(committed, metric)
-            if missing is not None and metric not in self._metrics_told:
-                self._metrics_told.add(metric)
+            if missing is not None and metric not in self._unknown_metrics:
+                self._unknown_metrics.add(metric)
                 _log.warning("no step is the best under %s: %s", self.root, missing)
             return None
         return next(iter(sort_best_first(committed, metric, choose_mode(metric, mode))), None)

@@ -84,8 +84,8 @@ class AdvancedOptions:
     """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes.
     With 0.0, a load reads fewer bytes with more requests."""
     wrap_store: Callable[[Store], Store] | None = None
-    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls in tests. Async
-    saves by process pickle it, and call it in that process."""
+    """Puts a store of yours in front of the one that the URI opens, such as one that counts or breaks calls in tests.
+    Async saves by process pickle it, and call it in that process."""
 
     def __post_init__(self) -> None:
         _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)

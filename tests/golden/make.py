@@ -1,6 +1,6 @@
 """Writes a golden checkpoint, once for each released version of the format:
 
-    python tests/golden/make.py
+    python -m tests.golden.make
 
 It refuses to touch one that is there: golden files are read for ever and never made anew. The values lie beside the
 checkpoints in ``expected.json``, taken from the tensors before they were saved.

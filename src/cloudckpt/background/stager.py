@@ -100,8 +100,8 @@ class PinnedStager(OfThisProcess, AsyncStager):
     """Copies state dicts to host memory that is allocated once and used again.
 
     It is a `torch.distributed.checkpoint.staging.AsyncStager`, for `cloudckpt.async_save` and torch's own. The memory
-    grows with the state dict, and is freed by `close`. It is pinned where CUDA is in use. Tensors that share memory
-    share it in the copy. A staged state dict is valid until the next `begin` or `close`. Not safe for use from
+    grows with the state dict, and is freed by `close`. It is pinned if tensors of a GPU are in it. Tensors that share
+    memory share it in the copy. A staged state dict is valid until the next `begin` or `close`. Not safe for use from
     several threads at once, nor in a forked child.
 
     Args:

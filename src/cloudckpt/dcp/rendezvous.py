@@ -237,7 +237,7 @@ class Rendezvous:
         failure = self._state.failure
         after = "The objects may hold a part of what was loaded: load again before you continue training"
         if "sav" in self._doing:
-            after = "Nothing was removed. A save may have been committed: look at what is there"
+            after = "The data of this save was not removed. It may have been committed: look at what is there"
         text = f"{self._doing} {self._uri} failed: {failure.reason}. {after}"
         if failure.is_final:
             text += ". This process group cannot be used any more: make a new one, or restart the job"

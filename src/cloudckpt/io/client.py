@@ -1,8 +1,8 @@
 """A store that is asked again and believed with care: the one place that decides how often, how long, and when.
 
-All calls to stores pass through a `StoreClient`. It repeats calls that may succeed the next time, and doubts an answer
-that would end a save or hide a checkpoint: `StoreClient.observe` is the rule by which absence and damage are
-believed.
+All calls to stores are repeated and counted by a `StoreClient`. It repeats those that may succeed the next time, and
+doubts an answer that would end a save or hide a checkpoint: `StoreClient.observe` is the rule by which absence and
+damage are believed.
 """
 
 from __future__ import annotations

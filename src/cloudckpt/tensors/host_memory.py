@@ -1,7 +1,7 @@
 """Host memory that is mapped once and used again: the blocks of snapshots, and the buffers of parts.
 
-Both are pinned if the process uses CUDA. torch's own pinned memory is not used: it rounds sizes up to powers of two,
-and gives nothing back.
+Both are pinned if tensors of a GPU are copied. torch's own pinned memory is not used: it rounds sizes up to powers of
+two, and gives nothing back.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from tests.kit.in_memory import Memory, assert_holds, loaded, state_of
 
 import cloudckpt
 from cloudckpt import Options
-from cloudckpt.telemetry import progress
 from cloudckpt.telemetry.subscribers import is_watched
 
 SHOWN = Options(progress=True)
@@ -102,12 +101,10 @@ def test_bar_that_cannot_be_shown_changes_nothing(
     """If this fails, a bar fails a save, or a user who asked for it is not told why there is none."""
     caplog.set_level(logging.WARNING, "cloudckpt")
     open_terminal(monkeypatch, is_broken=what != "no rich")
-    progress._have_packages.cache_clear()  # it warns once
     if what == "no rich":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else name)
     cloudckpt.save(state_of(), memory.uri(), options=SHOWN)
     assert_holds(loaded(memory.uri(), options=SHOWN), 1.0)
-    progress._have_packages.cache_clear()
     told = [record.getMessage() for record in caplog.records]
     if what == "no rich":
         (words,) = told

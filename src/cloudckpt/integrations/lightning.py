@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import os
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import load, save
 from cloudckpt.convert.state_dicts import Selection, load_whole
 from cloudckpt.dcp.live_entry import LiveEntry
@@ -320,13 +320,10 @@ def _warn_of_lost_order(checkpoint: Mapping[str, Any]) -> None:
     with contextlib.suppress(Exception):  # Fabric saves values of any form under these names
         for state in checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]:
             of_batches = (state.get("_snapshot") or {}).get("_main_snapshot", state).get("_sampler_iter_state")
-            if of_batches and "sampler_state" not in of_batches and not state.get("_iterator_finished"):
-                _log_lost_order()
-
-
-@functools.cache
-def _log_lost_order() -> None:
-    _log.warning(
-        "Lightning resumes this data loader with other batches, because the sampler that it adds has no state. Give "
-        "the loader torchdata's StatefulDistributedSampler, and the Trainer use_distributed_sampler=False"
-    )
+            is_lost = of_batches and "sampler_state" not in of_batches and not state.get("_iterator_finished")
+            if is_lost and is_first_warning("lightning", "order"):
+                _log.warning(
+                    "Lightning resumes this data loader with other batches, because the sampler that it adds has no "
+                    "state. Give the loader torchdata's StatefulDistributedSampler, and the Trainer "
+                    "use_distributed_sampler=False"
+                )

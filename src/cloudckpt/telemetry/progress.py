@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from cloudckpt._this_process import is_first_warning
 from cloudckpt._workers import logging_failures
 from cloudckpt.errors import install_advice
 from cloudckpt.events import Event
@@ -68,11 +69,10 @@ def _update(bar: Progress, task: Any, verb: str, uri: str, event: Event) -> None
         bar.update(task, completed=total, total=total, refresh=True)  # a notebook shows no further one
 
 
-@functools.cache
 def _have_packages(*names: str) -> bool:
     """Return True if all are installed. Warns once if not."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing and is_first_warning("progress", " ".join(missing)):
         _log.warning("Options.progress needs %s: %s", " and ".join(missing), install_advice("cli"))
     return not missing
 

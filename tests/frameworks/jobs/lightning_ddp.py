@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import cloudckpt
+from cloudckpt import _this_process
 from cloudckpt.integrations.lightning import CloudCheckpointIO, load_from_checkpoint
 
 
@@ -96,6 +97,7 @@ def fit_within(root: str, *, until: int, resume: str | None = None, is_stateful:
 def within(root: str) -> dict[str, Any]:
     """Resume in the middle of the second epoch of four steps."""
     warned: list[str] = []
+    _this_process.given_warnings.clear()  # of the place before
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("cloudckpt").addHandler(handler)

@@ -43,6 +43,7 @@ All of them survive pickling, because ``torch.distributed`` carries them from ra
 
 from __future__ import annotations
 
+import difflib
 import pickle
 import re
 import traceback
@@ -99,6 +100,17 @@ def quote_names(names: Sequence[object]) -> str:
     """Quote the first few names for a message."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + more if names else "none"
+
+
+def find_near(name: object, names: Iterable[object], *, cutoff: float = 0.6) -> str:
+    """Return that of `names` of which `name` may be a slip; "" if none is like it."""
+    return next(iter(difflib.get_close_matches(str(name), map(str, names), n=1, cutoff=cutoff)), "")
+
+
+def did_you_mean(*near: str) -> str:
+    """Return the hint at names from `find_near`, to follow the wrong ones in a message; "" if none was found."""
+    found = [name for name in near if name]
+    return f" (did you mean {quote_names(found)}?)" if found else ""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

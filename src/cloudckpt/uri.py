@@ -6,14 +6,13 @@ literally, as S3 and fsspec do: ``%20`` is three characters. No message repeats 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cloudckpt.errors import InvalidURIError
+from cloudckpt.errors import InvalidURIError, did_you_mean, find_near
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes with "_", which RFC 3986 has not
 _SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
@@ -328,12 +327,10 @@ def _unknown_scheme_message(shown: str, scheme: str) -> str:
             f"{shown!r}: {scheme!r} is a layer over another file system, which could serve stale bytes; "
             f"pass the URI of what lies below."
         )
-    likely = difflib.get_close_matches(scheme, list(SERVICES), n=1, cutoff=0.5) or difflib.get_close_matches(
-        scheme, sorted(known_schemes()), n=1, cutoff=0.75
-    )
-    hint = f" Did you mean '{likely[0]}://'?" if likely else ""
+    near = find_near(scheme, SERVICES, cutoff=0.5) or find_near(scheme, sorted(known_schemes()), cutoff=0.75)
+    hint = did_you_mean(near and f"{near}://")
     return (
-        f"{shown!r} has the unknown scheme {scheme!r}.{hint} Known are {', '.join(SERVICES)}, plain paths, "
+        f"{shown!r} has the unknown scheme {scheme!r}{hint}. Known are {', '.join(SERVICES)}, plain paths, "
         f"and the protocols of fsspec."
     )
 

@@ -108,7 +108,7 @@ def test_metrics_have_columns_and_a_mark_at_the_best(local: LocalPlace, run: Run
     assert all(one["save_s"] > 0 for one in chosen if one["state"] == "committed")
     undirected, unknown = run("ls", local.root, "--best", "kl"), run("ls", local.root, "--best", "min:val_los")
     assert (undirected.code, "min:kl or max:kl" in undirected.err) == (2, True)
-    assert (unknown.code, "Did you mean 'val_loss'?" in unknown.err) == (3, True)
+    assert (unknown.code, "did you mean 'val_loss'?" in unknown.err) == (3, True)
 
 
 def test_a_metric_with_the_name_of_a_control_character_is_one_line(local: LocalPlace, run: Run) -> None:

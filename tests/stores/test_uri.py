@@ -76,7 +76,7 @@ def test_the_home_directory_is_expanded(monkeypatch):
     ("text", "words"),
     [
         ("", "is empty"),
-        ("s4://bucket/x", "unknown scheme 's4'. Did you mean 's3://'"),
+        ("s4://bucket/x", "unknown scheme 's4' (did you mean 's3://'?)"),
         (" s3://bucket/x", "does not begin with a scheme"),
         ("s3://", "bucket's name is missing"),
         ("s3://ab/x", "no bucket can have"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from cloudckpt._display import title_of
-from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointNotFoundError, did_you_mean, find_near
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo, Mode
@@ -54,9 +53,8 @@ def choose_modes(found: Sequence[CheckpointInfo], given: Sequence[str] | None) -
         prefix, _, rest = text.partition(":")
         name = rest if prefix in ("min", "max") else text
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(map(title_of, names)) or 'none'}."
-            raise CheckpointNotFoundError(f"no checkpoint has the metric {name!r}. {hint}", uri="")
+            hint = did_you_mean(find_near(name, names)) or f". There are: {', '.join(map(title_of, names)) or 'none'}."
+            raise CheckpointNotFoundError(f"no checkpoint has the metric {name!r}{hint}", uri="")
         if name == text and name not in modes:
             raise typer.BadParameter(
                 f"say which value of {name} is the best: min:{name} or max:{name}", param_hint="--best"

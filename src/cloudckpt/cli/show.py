@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import math
@@ -15,6 +14,7 @@ import typer
 from cloudckpt._display import count, size
 from cloudckpt.cli._console import NO, NOT_FOUND, Console
 from cloudckpt.cli._options import CommonOptions, PairOptions
+from cloudckpt.errors import did_you_mean, find_near
 
 if TYPE_CHECKING:
     import torch
@@ -156,9 +156,8 @@ def cat(
         _cat_subtree(found, name, common, options)
         return
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"cloudckpt show {uri} lists the names."
-        console.warn(f"Error: {found.uri} has no entry {name!r}. {hint}")
+        hint = did_you_mean(find_near(name, names)) or f". cloudckpt show {uri} lists the names."
+        console.warn(f"Error: {found.uri} has no entry {name!r}{hint}")
         raise typer.Exit(NOT_FOUND)
     state: dict[str, Any] = {name: 0}
     if tensor is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import logging
 import random
@@ -38,7 +37,7 @@ from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loa
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.dcp.renaming import is_below, suggest_rename
 from cloudckpt.dcp.save_planner import is_stateful
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, did_you_mean, find_near, quote_names
 from cloudckpt.tensors.tensor_bytes import writable
 
 __all__ = ["LiveObjects", "Model", "Optimizers", "RandomState"]
@@ -218,8 +217,7 @@ class ValuesEntry(LiveEntry):
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
         if lacking := self.find_lacking(saved, where=""):
             near = [name for name in lacking.values() if name]
-            meant = f" (did you mean {quote_names(near)}?)" if near else ""
-            problem = f"{source.uri} has no {quote_names([*lacking])} under {where!r}{meant}"
+            problem = f"{source.uri} has no {quote_names([*lacking])} under {where!r}{did_you_mean(*near)}"
             old_names = {} if source.renaming is None else source.renaming.old_names
             renamed = [new for new, old in old_names.items() if new != old]
             is_slip = any(is_below(new, f"{where}.{name}") for new in renamed for name in near)
@@ -244,8 +242,8 @@ class ValuesEntry(LiveEntry):
             if key in known:
                 lacking |= below
             elif below or nested is None:  # an empty dict has nothing that would be kept
-                near = difflib.get_close_matches(str(key), unasked, n=1)
-                lacking[f"{where}{key}"] = f"{where}{near[0]}" if near else ""
+                near = find_near(key, unasked)
+                lacking[f"{where}{key}"] = f"{where}{near}" if near else ""
         return lacking
 
     def plan_values(self, saved: Any, *, where: str, source: LoadSource) -> dict[Any, Any]:

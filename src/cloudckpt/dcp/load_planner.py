@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -29,7 +28,7 @@ from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_o
 from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.dcp.renaming import is_below, suggest_rename
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
-from cloudckpt.errors import CorruptCheckpointError, StateDictMismatchError, quote_names
+from cloudckpt.errors import CorruptCheckpointError, StateDictMismatchError, did_you_mean, find_near, quote_names
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import (
     PLAIN_TENSORS,
@@ -290,13 +289,13 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         pairs = [(name, *sorted((name, fqn), key=len)) for name in names]
         # One is in the other, as with a prefix; or a word is misspelt. Other layers have similar names, too.
         close = [name for name, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}.")]
-        close = close or [name for name in difflib.get_close_matches(fqn, names) if _is_misspelt(fqn, name)]
-        return f"{fqn!r} is not in it" + (f" (did you mean {close[0]!r}?)" if close else "")
+        near = close[0] if close else find_near(fqn, [name for name in names if _is_misspelt(fqn, name)])
+        return f"{fqn!r} is not in it{did_you_mean(near)}"
 
 
 def _is_misspelt(fqn: str, name: str) -> bool:
     words, meant = fqn.split("."), name.split(".")
-    return len(words) == len(meant) and all(map(difflib.get_close_matches, words, ([word] for word in meant)))
+    return len(words) == len(meant) and all(map(find_near, words, ([word] for word in meant)))
 
 
 def _is_whole(saved: object, size: torch.Size) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from cloudckpt.errors import (
     InvalidOptionError,
     SaveInFlightError,
     StoreError,
+    did_you_mean,
+    find_near,
     quote_names,
 )
 from cloudckpt.inspect.catalog import Mode, mode_of_name
@@ -128,9 +129,8 @@ def explain_missing_metric(steps: Sequence[StepInfo], metric: str) -> str | None
     names = sorted({name for info in steps for name in info.metrics})
     if not names or metric in names:
         return None
-    near = difflib.get_close_matches(metric, names, n=1)
-    hint = f". Did you mean {near[0]!r}?" if near else ""
-    return f"no step has the metric {metric!r}; the steps have {quote_names(names)}{hint}"
+    hint = did_you_mean(find_near(metric, names))
+    return f"no step has the metric {metric!r}{hint}; the steps have {quote_names(names)}"
 
 
 def find_superseded(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import json
 import re
@@ -11,7 +10,7 @@ from dataclasses import field, fields
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import InvalidOptionError, did_you_mean, find_near
 
 _MOST_S = 1_000_000_000
 """The longest wait that a socket takes."""
@@ -80,8 +79,7 @@ def parse(
         name = aliases.get(given, given)
         read = parsers.get(given) or parsers.get(name)
         if read is None:
-            nearest = difflib.get_close_matches(str(given), [*parsers, *aliases], n=1)
-            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+            hint = did_you_mean(find_near(given, [*parsers, *aliases]))
             problems.append(f"{str(given)!r} is not known{hint}; known are {', '.join(sorted(parsers))}")
             continue
         try:

@@ -204,7 +204,9 @@ def load(
     reader = storage_reader
     if reader is None:
         location = _location(uri, checkpoint_id)
-        reader = ObjectStoreReader(location, options=options, allow_pickle=allow_pickle, strict=strict, rename=rename)
+        reader = ObjectStoreReader(
+            location, options=options, allow_pickle=allow_pickle, strict=strict, rename=rename, _via=""
+        )
     elif allow_pickle or strict is not None or rename is not None or options is not None:
         raise InvalidOptionError(
             "allow_pickle, strict, rename and options belong to the reader: pass them to it, not beside it"
@@ -442,7 +444,7 @@ def _writer(
     options: Options | None,
 ) -> ObjectStoreWriter:
     if storage_writer is None:
-        return ObjectStoreWriter(_location(uri, checkpoint_id), options=options, overwrite=overwrite)
+        return ObjectStoreWriter(_location(uri, checkpoint_id), options=options, overwrite=overwrite, _via="")
     if overwrite or options is not None:
         raise InvalidOptionError("overwrite and options belong to the writer: pass them to it, not beside it")
     if not isinstance(storage_writer, ObjectStoreWriter):

@@ -43,11 +43,12 @@ All of them survive pickling, because ``torch.distributed`` carries them from ra
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import pickle
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,8 +165,8 @@ def _cut(text: str, max_chars: int) -> str:
 class Hint:
     """Advice to pass one argument. The library shows it as Python code, the command line as one of its flags.
 
-    ``advice`` is a sentence with ``{option}`` in place of the argument. ``option`` is the keyword of the call, or
-    ``Options.`` and the name of a field. ``value`` is Python code.
+    ``advice`` is a sentence with ``{option}`` in place of the words that say how to pass it. ``option`` is the keyword
+    of the call, or ``Options.`` and the name of a field. ``value`` is Python code.
     """
 
     advice: str
@@ -178,23 +179,37 @@ class Hint:
     def __repr__(self) -> str:
         return f"Hint({self.as_python()!r})"
 
-    def as_python(self) -> str:
-        """Return the advice for a caller of the library: ``pass overwrite=True``, ``raise Options(timeout_s=…)``."""
+    def as_python(self, via: str = "") -> str:
+        """Return the advice for a caller of the library: ``pass overwrite=True``, ``call cloudckpt.enable(…)``.
+
+        `via` is `CloudckptError.via`.
+        """
         head, dot, name = self.option.rpartition(".")
-        code = f"{name}={self.value}"
-        return self.advice.format(option=f"{head}({code})" if dot else code)
+        code = f"options=cloudckpt.{head}({name}={self.value})" if dot else f"{name}={self.value}"
+        form = _FORMS.get(f"{via} {code.partition('=')[0]}") or _FORMS.get(via, "pass {}")
+        return self.advice.format(option=form.format(code))
 
     def as_flag(self, flag: str) -> str:
         """Return the advice for a user of a command that has `flag`."""
-        return self.advice.format(option=flag)
+        return self.advice.format(option=f"pass {flag}")
 
 
+_READER_FORM = "pass storage_reader=cloudckpt.ObjectStoreReader(…, {})"
+_FORMS = {
+    "enable": "call cloudckpt.enable({})",
+    "enable rename": _READER_FORM,
+    "reader": _READER_FORM,
+    "writer": "pass storage_writer=cloudckpt.ObjectStoreWriter(…, {})",
+    "manager allow_pickle": "give the CheckpointManager {}",
+    "manager options": "give the CheckpointManager {}",
+}
+"""Words that say how to pass an argument, by `CloudckptError.via`, and by the keyword where needed."""
 OVERWRITE_HINT = Hint(
-    advice="Choose another URI (another root if another job saves here), or pass {option} to replace the checkpoint.",
+    advice="Choose another URI (another root if another job saves here), or {option} to replace the checkpoint.",
     option="overwrite",
     value="True",
 )
-ALLOW_PICKLE_HINT = Hint(advice="If you trust who wrote it, pass {option}.", option="allow_pickle", value="True")
+ALLOW_PICKLE_HINT = Hint(advice="If you trust who wrote it, {option}.", option="allow_pickle", value="True")
 
 
 def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]) -> CloudckptError:
@@ -207,10 +222,13 @@ def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]
 class CloudckptError(Exception):
     """Base of all errors. The message says what failed, on what, and what to do next.
 
-    ``hint`` is advice to pass an argument, if one helps. ``str()`` appends it to the message as Python code.
+    ``hint`` is advice to pass an argument, if one helps. ``str()`` appends it to the message as Python code. ``via``
+    says how the user came here, and so how to pass it: by a call of cloudckpt (""), by torch's calls and `enable` or a
+    ``writer`` or ``reader``, or by a ``manager``.
     """
 
     hint: Hint | None = None
+    via: str = ""
 
     def __init__(self, message: str, *, hint: Hint | None = None) -> None:
         super().__init__(limit_text(message).removesuffix("."))  # messages are quoted in others
@@ -240,11 +258,24 @@ class CloudckptError(Exception):
         return f"{self.message}. {advice}".removesuffix(".")
 
     def __str__(self) -> str:
-        return self.message if self.hint is None else self.with_advice(self.hint.as_python())
+        return self.message if self.hint is None else self.with_advice(self.hint.as_python(self.via))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call cls(*args), which breaks every subclass with keywords of its own.
         return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+
+@contextlib.contextmanager
+def raised_via(via: str) -> Iterator[None]:
+    """Say of the errors of this context, and of their causes on all ranks, how the user came there."""
+    try:
+        yield
+    except BaseException as error:
+        failures = getattr(error, "failures", None) or {}
+        for one in (error, *(cause for cause, _ in failures.values())):
+            if isinstance(one, CloudckptError) and not one.via:
+                one.via = via
+        raise
 
 
 class InvalidURIError(CloudckptError, ValueError):
@@ -331,7 +362,7 @@ class InterruptedReadError(TransientStoreError):
 class StoreTimeoutError(TransientStoreError, TimeoutError):
     """The store made no progress within the configured time."""
 
-    hint = Hint(advice="To wait longer, pass {option}.", option="Options.timeout_s")
+    hint = Hint(advice="To wait longer, {option}.", option="Options.timeout_s")
 
 
 class CheckpointError(CloudckptError):

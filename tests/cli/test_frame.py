@@ -103,7 +103,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["ls"], 2, "ROOT"),
         (["ls", "--no-such-option", "x"], 2, "--no-such-option"),
         (["cp", "step-1", "step-2"], 6, "pass --overwrite to"),
-        (["export", "step-1", "out"], 2, "Leave them out with --skip-non-tensors, "),
+        (["export", "step-1", "out"], 2, "To leave them out, pass --skip-non-tensors; "),
         (["export", "step-1", "out", "--max-shard-size", "0"], 2, "--max-shard-size"),
         (["import", "torchs", "new", "-f", "torch"], 2, "pass --unsafe-pickle"),
         (["show", "step-1", "--timeout", "0"], 2, "--timeout"),

@@ -159,7 +159,9 @@ class ProcessSave:
     def _remote_writer(self) -> ObjectStoreWriter:
         # The training process reports the beginning and the end; the other process reports the steps between.
         writer = copy.copy(self._writer)
-        writer.lifecycle = Lifecycle("save", dataclasses.replace(writer.options, on_event=None))
+        writer.lifecycle = Lifecycle(
+            "save", dataclasses.replace(writer.options, on_event=None), via=writer.lifecycle.via
+        )
         return writer
 
     def _stop(self, _ranks: object) -> None:

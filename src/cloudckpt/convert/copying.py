@@ -211,7 +211,7 @@ class CopyJob:
                 uri=target.uri,
                 problems=problems,
                 hint=Hint(
-                    advice="Copy with {option}, which replaces it, or delete it and copy again.",
+                    advice="To replace it, {option}; or delete it and copy again.",
                     option="overwrite",
                     value="True",
                 ),

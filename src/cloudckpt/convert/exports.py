@@ -193,7 +193,7 @@ def _export_safetensors(
             f"{quote_names(sorted(left_out))}",
             uri=source.uri,
             hint=Hint(
-                advice="Leave them out with {option}, include only names of tensors, or export in the format 'torch'.",
+                advice="To leave them out, {option}; include only names of tensors, or export in the format 'torch'.",
                 option="skip_non_tensors",
                 value="True",
             ),
@@ -355,9 +355,7 @@ class Files:
                 f"{', '.join(self._target.store.url(name) for name in found[:_MAX_SHOWN])}{more} "
                 f"{'exist' if len(found) > 1 else 'exists'} already: nothing was written",
                 uri=self._target.uri,
-                hint=Hint(
-                    advice="Choose another place, or pass {option} to replace it.", option="overwrite", value="True"
-                ),
+                hint=Hint(advice="Choose another place, or {option} to replace it.", option="overwrite", value="True"),
             )
 
     def _clear(self, names: Iterable[str]) -> None:

@@ -105,7 +105,7 @@ def load_whole(source: Location, options: Options, selection: Selection, *, allo
     """
     included = dataclasses.replace(selection, strip_prefix="", add_prefix="")
     planner = WholePlanner(included.choose_names, included.takes, uri=selection.uri)
-    reader = ObjectStoreReader(source.uri, options=options, allow_pickle=allow_pickle, _is_part=True)
+    reader = ObjectStoreReader(source.uri, options=options, allow_pickle=allow_pickle, _is_part=True, _via="")
     load({}, storage_reader=reader, planner=planner, no_dist=True)
     return dataclasses.replace(selection, include=(), leaves_out=None).rename_entries(planner.nest())
 

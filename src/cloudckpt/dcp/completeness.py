@@ -57,7 +57,7 @@ def check_completeness(
         hint = ". In the place of a tensor of which several ranks hold parts, hold a tensor of its layout"
         raise _make_error(
             f"the load leaves behind a part of {uri}: {_summarize(left, saved)}",
-            "Ask for all that was saved (restore takes the objects that save was given), or pass {option}"
+            "Ask for all that was saved (restore takes the objects that save was given), or {option}"
             f"{hint if is_sharded else ''}",
             uri=uri,
         )
@@ -66,8 +66,8 @@ def check_completeness(
             raise _make_error(
                 f"the load asks for {prefix}param_groups of an optimizer in {uri}, but not for {len(left)} entries of "
                 f"its state: {quote_names(left)}. The optimizer goes on without them",
-                "One that has not taken a step has no state in its state_dict(). Pass the objects instead, as in load("
-                "uri, model=model, optimizer=optimizer), or pass {option} to leave its state behind",
+                "One that has not taken a step has no state in its state_dict(). Pass the objects instead, as in "
+                "cloudckpt.load(uri, model=model, optimizer=optimizer), or {option} to leave its state behind",
                 uri=uri,
             )
 
@@ -102,7 +102,7 @@ def check_hidden(names: Collection[str], *, uri: str) -> None:
     if left := [name for name in names if not name.startswith("random_state.")]:
         raise _make_error(
             f"rename hides a part of {uri} from the load, and strict=True asks for all: {quote_names(left)}",
-            "Give them other names, too, or pass {option}",
+            "Give them other names, too, or {option}",
             uri=uri,
         )
 

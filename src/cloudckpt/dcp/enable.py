@@ -71,12 +71,16 @@ def enable(
             "cloudckpt.save and cloudckpt.load, or pass a storage_writer or storage_reader"
         )
 
+    new_writer = functools.partial(ObjectStoreWriter, options=chosen, overwrite=overwrite, _via="enable")
+
     @functools.wraps(original)
     def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # torch's signature
         if storage is None and _is_ours(checkpoint_id, options=chosen):
             if reader:
-                return ObjectStoreReader(checkpoint_id, options=chosen, allow_pickle=allow_pickle, strict=strict)
-            return ObjectStoreWriter(checkpoint_id, options=chosen, overwrite=overwrite)
+                return ObjectStoreReader(
+                    checkpoint_id, options=chosen, allow_pickle=allow_pickle, strict=strict, _via="enable"
+                )
+            return new_writer(checkpoint_id)
         return original(storage, checkpoint_id, reader)
 
     for module in (storage_utils, state_dict_saver, state_dict_loader):
@@ -105,7 +109,7 @@ def enable(
     def execute_save(*args: Any, **kwargs: Any) -> Any:
         location = kwargs.get("checkpoint_id")
         if location is not None and kwargs.get("storage_writer") is None and _is_ours(location, options=chosen):
-            kwargs["storage_writer"] = ObjectStoreWriter(location, options=chosen, overwrite=overwrite)
+            kwargs["storage_writer"] = new_writer(location)
             kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner(compare=chosen.compare_replicas)
         return execute(*args, **kwargs)
 
@@ -168,7 +172,9 @@ def _save_planner_for(storage: object) -> BalancedSavePlanner | None:
 
 
 def _load_planner_for(storage: object) -> ExplainingLoadPlanner | None:
-    return ExplainingLoadPlanner(storage.checkpoint_id) if isinstance(storage, ObjectStoreReader) else None
+    if not isinstance(storage, ObjectStoreReader):
+        return None
+    return ExplainingLoadPlanner(storage.checkpoint_id, is_renamed=storage.is_renamed, via=storage.lifecycle.via)
 
 
 def _plan_by_default(module: Any, name: str, storage_name: str, planner_for: Callable[[object], Any]) -> None:

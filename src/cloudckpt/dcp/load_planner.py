@@ -28,7 +28,15 @@ from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_o
 from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.dcp.renaming import is_below, suggest_rename
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
-from cloudckpt.errors import CorruptCheckpointError, StateDictMismatchError, did_you_mean, find_near, quote_names
+from cloudckpt.errors import (
+    CorruptCheckpointError,
+    Hint,
+    StateDictMismatchError,
+    did_you_mean,
+    find_near,
+    quote_names,
+    raised_via,
+)
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import (
     PLAIN_TENSORS,
@@ -61,12 +69,19 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(
-        self, uri: str, *, allow_partial_load: bool = False, has_live_objects: bool = False, is_renamed: bool = False
+        self,
+        uri: str,
+        *,
+        allow_partial_load: bool = False,
+        has_live_objects: bool = False,
+        is_renamed: bool = False,
+        via: str = "",
     ) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._uri = uri
         self._has_live_objects = has_live_objects
         self._is_renamed = is_renamed
+        self._via = via
         self.num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._saved: Mapping[str, Any] = {}
         self._empty: list[str] = []
@@ -133,30 +148,39 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             # For the reader, which has the plans of all ranks: nobody may ask for what was saved there.
             return dataclasses.replace(plan, planner_data=self._empty) if self._empty else plan
         except (RuntimeError, ValueError) as error:
-            missing, unlike = self._mismatches()
-            if not missing and not unlike:
+            missing, reshaped, unlike = self._mismatches()
+            if not missing and not reshaped and not unlike:
                 raise
             # The search for similar names takes long, so only shown ones get it.
-            problems = [*unlike, *(self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN])][:_MAX_SHOWN]
-            num_more = len(missing) + len(unlike) - len(problems)
+            missing_texts = (self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN])
+            problems = [*unlike, *reshaped.values(), *missing_texts][:_MAX_SHOWN]
+            num_more = len(missing) + len(reshaped) + len(unlike) - len(problems)
             more = f"; and {num_more} more" if num_more else ""
             if unasked := self._find_unasked(missing):
                 more += f"; and nothing asks for {quote_names(unasked)} in it"
-            subject, remedy = "the state dict does", "planner=DefaultLoadPlanner(allow_partial_load=True)"
+            subject, partial = "the state dict does", "planner=DefaultLoadPlanner(allow_partial_load=True)"
+            keep = "leave these entries out of the state dict, which keeps them as they are"
             if self._has_live_objects:
-                subject, remedy = "the objects do", "strict=False"
-            leave_out = f", or pass {remedy} to leave out what is missing" if missing else ""
-            if (missing and not self._is_renamed) and (
-                rename := suggest_rename(
+                names = f"{{{', '.join(map(repr, reshaped))}}}" if len(reshaped) <= _MAX_SHOWN else "{…}"
+                subject, partial = "the objects do", "strict=False"
+                keep = (
+                    f"keep these as they are with strict=False, rename=lambda name: None if name in {names} else name"
+                )
+            advice = ". Build the model as it was saved, or " + keep if reshaped else ""
+            if missing:
+                advice += f". Ask only for what was saved, or pass {partial} to leave out what is missing"
+            rename = {}
+            if missing and not self._is_renamed:
+                rename = suggest_rename(
                     {name: self._saved[name] for name in unasked}, {name: self.state_dict[name] for name in missing}
                 )
-            ):
-                leave_out += f". To load under other names, pass {rename=}"
-            raise StateDictMismatchError(
-                f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}. Ask only for what was "
-                f"saved{leave_out}",
-                uri=self._uri,
-            ) from error
+            hint = Hint(advice="To load under other names, {option}.", option="rename", value=repr(rename))
+            with raised_via(self._via):
+                raise StateDictMismatchError(
+                    f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}{advice}",
+                    uri=self._uri,
+                    hint=hint if rename else None,
+                ) from error
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.take_value(read_item, torch.load(value, weights_only=False))  # the reader made these bytes
@@ -232,9 +256,10 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             if isinstance(value, torch.Tensor) and self._holds_value(fqn):
                 raise ValueError(f"{fqn!r} is not a tensor")
 
-    def _mismatches(self) -> tuple[list[str], list[str]]:
-        """Return the FQNs that the checkpoint lacks, and a sentence for each that it has as something else."""
+    def _mismatches(self) -> tuple[list[str], dict[str, str], list[str]]:
+        """Return the FQNs that the checkpoint lacks, and sentences for those of other shapes and of other kinds."""
         missing: list[str] = []
+        reshaped: dict[str, str] = {}
         unlike = list(self._wrapper_problems())
         explained = tuple(f"{name}." for name in self._wrappers if name in self._saved)
         for fqn, value in self.state_dict.items():
@@ -247,14 +272,14 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                     missing.append(fqn)
             elif not isinstance(entry, TensorStorageMetadata):
                 if isinstance(value, torch.Tensor):
-                    shape = tuple(value.size())
-                    unlike.append(f"{fqn!r} was saved as a Python value, and a tensor of shape {shape} is to take it")
+                    unlike.append(f"{fqn!r} was saved as a Python value: hold one there, or None, not a tensor")
             elif not is_tensor:
                 kind, shape = type(value).__name__, tuple(entry.size)
-                unlike.append(f"{fqn!r} was saved as a tensor of shape {shape}, and a value ({kind}) is to take it")
+                unlike.append(f"{fqn!r} was saved as a tensor: hold torch.empty({shape}) there, not a value ({kind})")
             elif isinstance(value, torch.Tensor) and entry.size != value.size():
-                unlike.append(f"{fqn!r} was saved with shape {tuple(entry.size)}, not {tuple(value.size())}")
-        return missing, unlike
+                here = tuple(value.size())
+                reshaped[fqn] = f"{fqn!r} was saved with shape {tuple(entry.size)}, and has shape {here} here"
+        return missing, reshaped, unlike
 
     def _wrapper_problems(self) -> Iterator[str]:
         """Yield a sentence for each tensor that consists of others here or in the checkpoint, and does not fit."""

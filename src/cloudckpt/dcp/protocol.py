@@ -238,7 +238,11 @@ def _load_once(
         is_partial = planner is not None and planner.allow_partial_load
         is_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
         planner = ExplainingLoadPlanner(
-            reader.checkpoint_id, allow_partial_load=is_partial, has_live_objects=is_live, is_renamed=reader.is_renamed
+            reader.checkpoint_id,
+            allow_partial_load=is_partial,
+            has_live_objects=is_live,
+            is_renamed=reader.is_renamed,
+            via=reader.lifecycle.via,
         )
     rank = 0
     try:

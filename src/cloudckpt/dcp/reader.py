@@ -32,6 +32,7 @@ from cloudckpt.errors import (
     StateDictMismatchError,
     make_picklable,
     quote_names,
+    raised_via,
 )
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import ItemLocation, Manifest
@@ -133,6 +134,7 @@ class ObjectStoreReader(StorageReader):
         rename: Rename | None = None,
         _extension_registry: ExtensionRegistry | None = None,
         _is_part: bool = False,  # read on purpose: nothing is resumed from it
+        _via: str = "reader",  # `CloudckptError.via`
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
@@ -141,7 +143,7 @@ class ObjectStoreReader(StorageReader):
         self._strict = strict
         check_rename(rename)
         self._rename = rename
-        self._is_part = _is_part
+        self._is_part, self._via = _is_part, _via
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
         self.is_alone = False
@@ -185,7 +187,7 @@ class ObjectStoreReader(StorageReader):
         self.end_call()
         self.load_id = str(uuid.uuid4())
         self.report = None
-        self.lifecycle = Lifecycle("load", self._options)
+        self.lifecycle = Lifecycle("load", self._options, via=self._via)
         self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri, operation=self.load_id)
         self._started_s, self._manifest_s = time.monotonic(), 0.0
         self._found_here: tuple[Context, Manifest] | None = None
@@ -237,7 +239,8 @@ class ObjectStoreReader(StorageReader):
         if call is None:
             self._begin(None)
         try:
-            return self._read_metadata(self._look_up(is_sent=False) if call is None else call.lookup)
+            with raised_via(self._via):
+                return self._read_metadata(self._look_up(is_sent=False) if call is None else call.lookup)
         except Exception as error:
             self._failure = make_picklable(error)
             raise self._failure from error
@@ -345,10 +348,11 @@ class ObjectStoreReader(StorageReader):
             saved = {name: entry for name, entry in saved.items() if name not in handed}
         hidden = self._renaming.hidden if self._strict and self._renaming is not None else []
         try:
-            check_hidden(hidden, uri=self.checkpoint_id)
-            check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
-            if self._call is None:  # torch's load, which cannot give objects more than they ask for
-                check_empty(plans, saved, uri=self.checkpoint_id)
+            with raised_via(self._via):
+                check_hidden(hidden, uri=self.checkpoint_id)
+                check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
+                if self._call is None:  # torch's load, which cannot give objects more than they ask for
+                    check_empty(plans, saved, uri=self.checkpoint_id)
         except StateDictMismatchError as error:
             if self._strict is not False:
                 raise

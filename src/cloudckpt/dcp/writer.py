@@ -99,6 +99,7 @@ class ObjectStoreWriter(StorageWriter):
         options: Options | None = None,
         overwrite: bool = False,
         _extensions: Sequence[StreamTransformExtension] | None = None,
+        _via: str = "writer",  # `CloudckptError.via`
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
@@ -112,7 +113,7 @@ class ObjectStoreWriter(StorageWriter):
         """The id of the save, as torch's writers have it: a new one after each `reset`."""
         self.is_alone = False
         """True if the save is of this process alone, which `run_save` finds out."""
-        self.lifecycle = Lifecycle("save", self._options)
+        self.lifecycle = Lifecycle("save", self._options, via=_via)
         """Tells that the current save begins and how it ends."""
         self._draft: Draft | None = None
         self._begun_ns = 0
@@ -160,7 +161,7 @@ class ObjectStoreWriter(StorageWriter):
             self._location = parse_location(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         self._draft = None
-        self.lifecycle = Lifecycle("save", self._options)
+        self.lifecycle = Lifecycle("save", self._options, via=self.lifecycle.via)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

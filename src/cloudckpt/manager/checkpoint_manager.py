@@ -34,6 +34,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     SaveInFlightError,
+    raised_via,
 )
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import METRICS_KEY, Mode
@@ -417,7 +418,7 @@ class CheckpointManager(OfThisProcess):
         rename = None if rename is None else RenameOfRun(rename)
         if (running := self.in_flight) is not None:
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
-        with lock_root(self.root):
+        with lock_root(self.root), raised_via("manager"):
             if wanted is not None:
                 restored: Restored | None = self._restore_step(
                     state_dict, wanted, planner, strict=strict, rename=rename

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from cloudckpt import _this_process
 from cloudckpt._display import rate, size
 from cloudckpt._workers import logging_failures
-from cloudckpt.errors import SaveCancelledError
+from cloudckpt.errors import SaveCancelledError, raised_via
 from cloudckpt.events import LEVELS, Event, EventName, log_fields
 from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.io.upload import UploadSession
@@ -130,8 +131,9 @@ class Context:
 class Lifecycle:
     """Tells that the current save or load of a writer or reader begins, and how it ends."""
 
-    def __init__(self, verb: Literal["save", "load"], options: Options) -> None:
+    def __init__(self, verb: Literal["save", "load"], options: Options, *, via: str = "") -> None:
         self._verb: Literal["save", "load"] = verb
+        self.via = via
         self._options = options
         self._uri = self._operation = ""
         self._rank = 0
@@ -181,9 +183,10 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """End it with what the context raises."""
+        """End it with what the context raises, which is told how the user came here."""
         try:
-            yield
+            with raised_via(self.via):
+                yield
         except BaseException as error:
             self.end(error)
             raise
@@ -194,7 +197,7 @@ class Lifecycle:
 
     def __reduce__(self) -> tuple[Callable[..., Lifecycle], tuple[object, ...]]:
         """Leave out the current operation: it belongs to its process."""
-        return Lifecycle, (self._verb, self._options)
+        return functools.partial(Lifecycle, via=self.via), (self._verb, self._options)
 
 
 def log_and_deliver(event: Event, options: Options, *, words: str) -> None:

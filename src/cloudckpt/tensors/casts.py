@@ -27,7 +27,7 @@ _KNOWN = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
 _SLICE_ELEMENTS = 1 << 18  # what a check takes beside the tensors stays in the cache of a core
 
 ALLOW_LOSSY_CASTS_HINT = Hint(
-    advice="To cast as torch's copy_() does, pass {option}.", option="Options.allow_lossy_casts", value="True"
+    advice="To cast as torch's copy_() does, {option}.", option="Options.allow_lossy_casts", value="True"
 )
 
 

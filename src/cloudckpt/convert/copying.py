@@ -143,17 +143,7 @@ def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
         there = None if number is None else read_manifest(target.client, number)
     except CheckpointError:
         return None  # an unreadable manifest is no such copy
-    if there is None:
-        return None
-    pairs = zip(there.objects, manifest.objects, strict=False)
-    as_saved = msgspec.structs.replace(
-        there,
-        version=manifest.version,
-        attempt=manifest.attempt,
-        created_at=manifest.created_at,
-        objects=[msgspec.structs.replace(mine, key=its.key) for mine, its in pairs],
-    )
-    return there if as_saved == manifest and len(there.objects) == len(manifest.objects) else None
+    return there if there is not None and there.is_copy_of(manifest) else None
 
 
 def _is_one_service(source: Context, target: Context) -> bool:

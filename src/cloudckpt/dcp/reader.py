@@ -38,7 +38,7 @@ from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CopyElsewhere, Reader, is_trouble
 from cloudckpt.pipeline.wants import Wants
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.timeline import new_recorder
@@ -57,6 +57,8 @@ class ManifestLookup:
     document: bytes | None = None
     error: Exception | None = None
     """Why there is no manifest: none is committed, or the look for it failed."""
+    is_of_copy: bool = False
+    """The manifest is that of the copy in another place."""
     is_torchs: bool = False
     """No manifest is committed, but a checkpoint of torch's own writer exists."""
 
@@ -121,6 +123,7 @@ class ObjectStoreReader(StorageReader):
     _context: Context | None
     _manifest: Manifest | None
     _torch_reader: TorchCheckpointReader | None
+    _copy_elsewhere: CopyElsewhere | None
     _failure: Exception | None
     """The error of `read_metadata`, for torch's second call of it, and for `set_up_storage_reader`."""
 
@@ -135,10 +138,12 @@ class ObjectStoreReader(StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
         _is_part: bool = False,  # read on purpose: nothing is resumed from it
         _via: str = "reader",  # `CloudckptError.via`
+        _copy: tuple[str, Options] | None = None,  # of the same save: for the objects that cannot be had at `uri`
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
         self._options = options or Options()
+        self._copy = None if _copy is None else (parse_location(_copy[0]), _copy[1])
         self._allow_pickle = allow_pickle
         self._strict = strict
         check_rename(rename)
@@ -208,7 +213,7 @@ class ObjectStoreReader(StorageReader):
         self._recorder.open(ranks.rank)
         is_sent = ranks.get_world_size() > 1
         lookup = ranks.broadcast_object(self._look_up(is_sent=is_sent) if ranks.is_coordinator else None)
-        if lookup.uri != self.checkpoint_id:  # this rank reads another copy
+        if self._copy is None and lookup.uri != self.checkpoint_id:  # this rank reads another copy
             lookup = self._look_up(is_sent=False)
         self._call = _Call(
             lookup=lookup,
@@ -257,6 +262,8 @@ class ObjectStoreReader(StorageReader):
                 self._torch_reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
             if self._context is not None:
                 self._context.rank = rank
+            if self._copy_elsewhere is not None:
+                self._copy_elsewhere.context.rank = rank
 
     def prepare_local_plan(
         self, plan: LoadPlan, *, unused: Sequence[str] = (), objects: Sequence[str] = ()
@@ -319,7 +326,8 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # A load that has begun belongs to its process.
-        return {**self.__dict__, "_context": None, "_torch_reader": None, "_found_here": None, "_call": None}
+        begun = ("_context", "_torch_reader", "_copy_elsewhere", "_found_here", "_call")
+        return {**self.__dict__, **dict.fromkeys(begun)}
 
     def nested_metadata(self) -> Metadata:
         """Return the metadata of the load that has begun, with the paths that a lazy one leaves out."""
@@ -360,6 +368,7 @@ class ObjectStoreReader(StorageReader):
 
     def _forget(self) -> None:
         self._failure = self._metadata = self._context = self._manifest = self._torch_reader = None
+        self._copy_elsewhere = None
         self._renaming: Renaming | None = None
 
     def _begin(self, rank: int | None) -> None:
@@ -373,24 +382,31 @@ class ObjectStoreReader(StorageReader):
         Raises nothing, since they wait for the result. torch's checkpoints are looked for only after the store has said
         twice that no manifest is committed.
         """
-        uri = self.checkpoint_id
-        context = Context(self._location, self._options, rank=0, recorder=self._recorder)
-        try:
+        uri, failure = self.checkpoint_id, None
+        for is_of_copy in (False,) if self._copy is None else (False, True):
+            context = self._new_context(is_of_copy=is_of_copy)
             try:
-                manifest = resolve(context.client).manifest
-            except CheckpointNotFoundError as error:
-                is_torchs = has_torch_checkpoint(context.client)
-                return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs)
-        except Exception as error:  # each rank raises it
-            return ManifestLookup(uri=uri, error=make_picklable(error))
-        self._found_here = context, manifest
-        return ManifestLookup(uri=uri, document=encode(manifest) if is_sent else None)
+                try:
+                    manifest = resolve(context.client).manifest
+                except CheckpointNotFoundError as error:
+                    if self._copy is None and has_torch_checkpoint(context.client):
+                        return ManifestLookup(uri=uri, error=error, is_torchs=True)
+                    raise
+            except Exception as error:  # each rank raises it
+                if failure is None or (is_trouble(error) and not is_trouble(failure)):
+                    failure = make_picklable(error)
+                continue
+            if failure is not None:
+                _log.warning("reading the copy in %s, because of this failure: %s", context.uri, failure)
+            self._found_here = context, manifest
+            return ManifestLookup(uri=uri, document=encode(manifest) if is_sent else None, is_of_copy=is_of_copy)
+        return ManifestLookup(uri=uri, error=failure)
 
     def _read_metadata(self, lookup: ManifestLookup) -> Metadata:
         found_here, self._found_here = self._found_here, None
         if found_here is not None:
             return self._use(*found_here)
-        context = Context(self._location, self._options, rank=0, recorder=self._recorder)
+        context = self._new_context(is_of_copy=lookup.is_of_copy)
         if lookup.is_torchs:
             self._torch_reader, metadata = read_torch_metadata(
                 context.client, self._registry, allow_pickle=self._allow_pickle
@@ -402,7 +418,15 @@ class ObjectStoreReader(StorageReader):
             raise lookup.error or CloudckptError(f"nobody looked for the manifest of {self.checkpoint_id}")
         return self._use(context, decode(lookup.document, uri=context.uri))
 
+    def _new_context(self, *, is_of_copy: bool) -> Context:
+        place = self._copy if is_of_copy else None
+        location, options = (self._location, self._options) if place is None else place
+        return Context(location, options, rank=0, recorder=self._recorder)
+
     def _use(self, context: Context, manifest: Manifest) -> Metadata:
+        self._copy_elsewhere = None
+        if self._copy is not None and context.location == self._location:
+            self._copy_elsewhere = CopyElsewhere(self._new_context(is_of_copy=True), manifest)
         self._renaming = self._new_renaming([*manifest.tensors, *manifest.values], uri=context.uri)
         if self._renaming is not None:
             manifest = self._renaming.apply(manifest)
@@ -448,7 +472,8 @@ class ObjectStoreReader(StorageReader):
         else:
             assert self._manifest is not None and wants is not None  # noqa: S101, PT018  # read_metadata has found it
             transforms = ReadTransforms(self._registry, self._options.extensions)
-            report = Reader(context, self._manifest, transforms=transforms).read(wants)
+            reader = Reader(context, self._manifest, copy=self._copy_elsewhere, transforms=transforms)
+            report = reader.read(wants)
         self.report = dataclasses.replace(report, plan_s=planned_s - self._started_s, manifest_s=self._manifest_s)
         self.lifecycle.end(self.report)
 

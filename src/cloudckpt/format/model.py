@@ -113,6 +113,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     """The user's own."""
 
+    def is_copy_of(self, other: Manifest) -> bool:
+        """Return True if both are of one save: object for object with the same content, under keys of their own."""
+        if len(self.objects) != len(other.objects):
+            return False
+        objects = [
+            msgspec.structs.replace(mine, key=its.key) for mine, its in zip(self.objects, other.objects, strict=True)
+        ]
+        return other == msgspec.structs.replace(
+            self, version=other.version, attempt=other.attempt, created_at=other.created_at, objects=objects
+        )
+
 
 ITEMSIZE_BYTES: dict[str, int] = {
     **dict.fromkeys(("complex128",), 16),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import logging
 import math
 import threading
 import time
@@ -11,6 +13,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NoReturn
 
 import torch
 
@@ -24,6 +27,8 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
     ShortObjectError,
+    StoreError,
+    TransientStoreError,
 )
 from cloudckpt.events import EventName
 from cloudckpt.format.chunks import dtype_of, find_overlapping_chunks, locate_chunk, locate_value
@@ -44,6 +49,8 @@ from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.tensors.load_targets import BytesTarget, open_request
 from cloudckpt.tensors.tensor_bytes import synchronize_streams, writable
 
+_log = logging.getLogger("cloudckpt")
+
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
 _UNSEEN_BYTES = 16 * MIB
 """Values and transformed chunks of one object that take more memory than this are believed only after a HEAD."""
@@ -51,6 +58,8 @@ _REQUESTS_PER_CONNECTION = 4
 _SMALL_REQUEST_BYTES = 8 * MIB
 _MAX_KEPT_BYTES = 512 * MIB
 """More than that is kept only of a single chunk."""
+_LOAD_AN_OLDER_ONE = "Load an older checkpoint"
+_MOST_NAMED = 5
 
 
 class Reader:
@@ -63,6 +72,7 @@ class Reader:
     Args:
         context: Location of the checkpoint.
         manifest: Manifest to read from.
+        copy: Copy of the same save, for the objects that cannot be had at `context`.
         transforms: Undo what extensions did at the save. By default, the extensions of the context's options.
 
     Raises:
@@ -77,9 +87,17 @@ class Reader:
 
     """
 
-    def __init__(self, context: Context, manifest: Manifest, *, transforms: ReadTransforms | None = None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        manifest: Manifest,
+        *,
+        copy: CopyElsewhere | None = None,
+        transforms: ReadTransforms | None = None,
+    ) -> None:
         self.context = context
         self.manifest = manifest
+        self._elsewhere = copy
         self._transforms = transforms or ReadTransforms(None, context.options.extensions)
         self._tiles: dict[int, array[int]] = {}
         self._unpacking = threading.Lock()
@@ -105,9 +123,9 @@ class Reader:
                     is_verified=context.options.verify,
                     event="load.range_read",
                 ),
-                num_threads=hedger.connections,
+                num_threads=self._num_connections,
                 name="cloudckpt-read",
-                on_failure=context.stop,
+                on_failure=self._stop,
             )
             with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
                 self._hand_over(wants, requests, done)
@@ -117,9 +135,10 @@ class Reader:
             rank=context.rank,
             num_bytes_wanted=wants.num_bytes,
             num_bytes_read=sum(request.num_bytes for request in requests),
-            num_requests=context.client.num_requests,
-            num_retries=context.client.num_retries,
+            num_requests=sum(one.client.num_requests for one in self._contexts()),
+            num_retries=sum(one.client.num_retries for one in self._contexts()),
             num_hedges=hedger.num_hedges,
+            num_objects_of_copy=0 if self._elsewhere is None else len(self._elsewhere.read_indices),
             plan_s=0.0,
             read_s=time.monotonic() - begun_s,
             transfer_s=recorder.seconds("transfer") - transferred_s,
@@ -161,32 +180,86 @@ class Reader:
         with opened(request) as views:
             recorder.span("stage", begun_ns, key=key)
             recorder.spent("stage", begun_ns)
-            try:
-                fetch(client, key=key, begin=request.begin, views=views)
-                wrong = self.find_wrong_tiles(request, views) if is_verified else {}
-            except ObjectNotFoundError as error:
-                raise self._explain_missing(key, names_in(request, request.begin, request.end)) from error
-            except ShortObjectError as error:
-                raise CorruptCheckpointError(
-                    f"{client.url(key)} is shorter than when it was saved, so "
-                    f"{names_in(request, request.begin, request.end)} cannot be loaded: {error}",
-                    uri=client.uri,
-                ) from error
-            if wrong:
-                index, actual = next(iter(wrong.items()))
-                low = request.begin + index * self.manifest.tile_bytes
-                high = min(low + self.manifest.tile_bytes, request.end)
-                raise CorruptCheckpointError(
-                    f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
-                    f"{self.tiles_of(request)[index]:08x} was saved. They hold {names_in(request, low, high)}. Load an "
-                    "older checkpoint",
-                    uri=client.uri,
-                )
+            self._in_nearest_place(
+                request.object_index,
+                functools.partial(
+                    Reader._fill, request=request, views=views, names_in=names_in, is_verified=is_verified
+                ),
+                names=lambda: names_in(request, request.begin, request.end),
+            )
             begun_ns = now_ns()
         recorder.span("place", begun_ns, key=key)
         recorder.spent("stage", begun_ns)
         if event is not None:
             self.context.emit(event, key=key, num_bytes=request.num_bytes)
+
+    def _fill(
+        self, *, request: RangeRead, views: Views, names_in: Callable[[RangeRead, int, int], str], is_verified: bool
+    ) -> None:
+        """Fill the `views` of a request from this place alone."""
+        client, key = self.context.client, self.manifest.objects[request.object_index].key
+        fetch(client, key=key, begin=request.begin, views=views)
+        wrong = self.find_wrong_tiles(request, views) if is_verified else {}
+        if wrong:
+            index, actual = next(iter(wrong.items()))
+            low = request.begin + index * self.manifest.tile_bytes
+            high = min(low + self.manifest.tile_bytes, request.end)
+            raise CorruptCheckpointError(
+                f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
+                f"{self.tiles_of(request)[index]:08x} was saved. They hold {names_in(request, low, high)}. "
+                f"{_LOAD_AN_OLDER_ONE}",
+                uri=client.uri,
+            )
+
+    def _in_nearest_place(self, index: int, read: Callable[[Reader], None], *, names: Callable[[], str]) -> None:
+        """Call `read` with this reader, or with that of the copy if object `index` cannot be had here.
+
+        If both fail, a failure that may pass is raised before one that speaks of damage. `names` returns the names of
+        what the object holds, for the message.
+        """
+        elsewhere = self._elsewhere
+        if elsewhere is None or (failure := elsewhere.failure_of(index)) is None:
+            try:
+                read(self)
+            except (StoreError, CorruptCheckpointError) as error:
+                if elsewhere is None:
+                    self._raise(error, index, names())
+                failure = elsewhere.note(index, error)
+            else:
+                return
+        elsewhere.warn(index, self.context.client.url(self.manifest.objects[index].key), failure)
+        try:
+            read(elsewhere.open())
+        except (StoreError, CheckpointError) as error:
+            _log.warning("the copy in %s is of no use: %s", elsewhere.context.uri, error)
+            if is_trouble(error) and not is_trouble(failure):
+                raise
+            self._raise(copy.copy(failure), index, names())
+
+    def _raise(self, error: Exception, index: int, names: str) -> NoReturn:
+        """Raise `error`, or the one that says which `names` are lost with object `index`."""
+        client, key = self.context.client, self.manifest.objects[index].key
+        if isinstance(error, ObjectNotFoundError):
+            raise self._explain_missing(key, names) from error
+        if isinstance(error, ShortObjectError):
+            raise CorruptCheckpointError(
+                f"{client.url(key)} is shorter than when it was saved, so {names} cannot be loaded: {error}",
+                uri=client.uri,
+            ) from error
+        raise error
+
+    def _contexts(self) -> list[Context]:
+        """Return the contexts that are read from."""
+        elsewhere = self._elsewhere
+        return [self.context] if elsewhere is None or not elsewhere.read_indices else [self.context, elsewhere.context]
+
+    def _num_connections(self) -> int:
+        return max(one.client.hedger.connections() for one in self._contexts())
+
+    def _stop(self) -> None:
+        self.context.stop()
+        if self._elsewhere is not None:
+            self._elsewhere.context.stop()
 
     def find_wrong_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
         """Return index and actual CRC32C of each tile of the request that is not what was saved. `views` hold it."""
@@ -228,7 +301,7 @@ class Reader:
                 uri=uri,
             )
         return CorruptCheckpointError(
-            f"{self.context.client.url(key)} is missing, and with it {names}. Load an older checkpoint", uri=uri
+            f"{self.context.client.url(key)} is missing, and with it {names}. {_LOAD_AN_OLDER_ONE}", uri=uri
         )
 
     def _check_extensions(self, wants: Wants) -> None:
@@ -265,18 +338,24 @@ class Reader:
         read_bytes = self.context.options.read_bytes
         large = {request.object_index: request for request in requests if request.num_bytes > read_bytes}  # one tile
         for index in sorted({*large, *(index for index in claimed if claimed[index] > _UNSEEN_BYTES)}):
-            stored, claimed_bytes = self.manifest.objects[index], claimed.get(index, 0)
-            size_bytes = self.find_size(index)
-            if size_bytes is not None and max(stored.size, claimed_bytes) <= size_bytes:
-                continue
             names = ", ".join(repr(name) for name, _ in held[index])
             if not names:
                 names = wants.names_in(large[index], large[index].begin, large[index].end)
-            if size_bytes is None:
-                raise self._explain_missing(stored.key, names)
+            self._in_nearest_place(
+                index,
+                functools.partial(Reader._check_claim, index=index, claimed_bytes=claimed.get(index, 0), names=names),
+                names=functools.partial(str, names),
+            )
+
+    def _check_claim(self, *, index: int, claimed_bytes: int, names: str) -> None:
+        """Raise unless object `index` is here, with the bytes that were saved and those that are asked for."""
+        store, stored, size_bytes = self.context.store, self.manifest.objects[index], self.find_size(index)
+        if size_bytes is None:
+            raise store.error(ObjectNotFoundError, "head", stored.key, "there is no such object.")
+        if size_bytes < max(stored.size, claimed_bytes):
             raise CorruptCheckpointError(
-                f"{self.context.client.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of "
-                f"which {claimed_bytes} are asked for. They hold {names}. Load an older checkpoint",
+                f"{store.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of "
+                f"which {claimed_bytes} are asked for. They hold {names}. {_LOAD_AN_OLDER_ONE}",
                 uri=self.context.uri,
             )
 
@@ -382,6 +461,75 @@ class Reader:
     def _make_room(self, num_bytes: int) -> None:
         while self._unpacked and sum(kept.nbytes for kept in self._unpacked.values()) + num_bytes > _MAX_KEPT_BYTES:
             self._unpacked.pop(next(iter(self._unpacked)))
+
+
+class CopyElsewhere:
+    """The copy of a save at another place, which is opened once an object cannot be had nearer. Thread-safe.
+
+    Args:
+        context: Place of the copy.
+        manifest: Manifest of the save, as it stands at the nearer place.
+
+    """
+
+    def __init__(self, context: Context, manifest: Manifest) -> None:
+        self.context = context
+        self._manifest = manifest
+        self._lock = threading.Lock()
+        self._reader: Reader | None = None
+        self._refusal: Exception | None = None
+        self._whole_failure: Exception | None = None
+        """The failure after which no object is asked for at the nearer place any more: it answers none in time."""
+        self._failures: dict[int, Exception] = {}
+        """The failure of each object that could not be had at the nearer place."""
+        self.read_indices: set[int] = set()
+        """Objects that are read from the copy."""
+
+    def failure_of(self, index: int) -> Exception | None:
+        """Return why object `index` is not to be looked for at the nearer place; None if it is."""
+        return self._failures.get(index) or self._whole_failure
+
+    def note(self, index: int, error: Exception) -> Exception:
+        """Note why object `index` could not be had. Returns the error without the frames that it came from."""
+        failure = copy.copy(error)
+        self._failures[index] = failure
+        if isinstance(failure, TransientStoreError):
+            self._whole_failure = failure
+        return failure
+
+    def open(self) -> Reader:
+        """Return a reader of the copy. Raises the reason if there is no copy of this save."""
+        with self._lock:
+            if self._refusal is not None:
+                raise copy.copy(self._refusal)
+            if self._reader is None:
+                try:
+                    found = resolve(self.context.client).manifest
+                    if not found.is_copy_of(self._manifest):
+                        raise CheckpointNotFoundError(f"{self.context.uri} holds another save", uri=self.context.uri)
+                except (StoreError, CheckpointError) as error:
+                    self._refusal = copy.copy(error)
+                    raise
+                self._reader = Reader(self.context, found)
+            return self._reader
+
+    def warn(self, index: int, url: str, failure: Exception) -> None:
+        """Name an object that is read from the copy, once, and only the first ones."""
+        with self._lock:
+            if index in self.read_indices:
+                return
+            self.read_indices.add(index)
+            number = len(self.read_indices)
+        if number <= _MOST_NAMED:
+            why = str(failure).removesuffix(f". {_LOAD_AN_OLDER_ONE}")
+            _log.warning("reading the copy of %s in %s, because of this failure: %s", url, self.context.uri, why)
+        elif number == _MOST_NAMED + 1:
+            _log.warning("reading the copies of more objects in %s, which are not named", self.context.uri)
+
+
+def is_trouble(error: Exception) -> bool:
+    """Return True for a failure that says nothing about the object."""
+    return isinstance(error, StoreError) and not isinstance(error, (ObjectNotFoundError, ShortObjectError))
 
 
 def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box]]:

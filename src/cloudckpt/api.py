@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping, MutableMapping
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, take_turn
+from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, own_stager, take_turn
 from cloudckpt.background.process import require_process_support
 from cloudckpt.background.runner import (
     BackgroundSave,
@@ -44,7 +45,7 @@ from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.progress import showing_progress
 from cloudckpt.uri import parse_location, redacted
 
-__all__ = ["async_save", "entries_of", "load", "save"]
+__all__ = ["async_save", "entries_of", "load", "prepare_async_save", "save"]
 
 StateDict = dict[str, Any]
 PathOrURI: TypeAlias = str | os.PathLike[str]
@@ -345,6 +346,22 @@ def async_save(
             elif call is not None:
                 call.end(error)
             raise
+
+
+def prepare_async_save(
+    state_dict: StateDict, uri: str, *, process_group: dist.ProcessGroup | None, no_dist: bool, options: Options
+) -> None:
+    """Do what the first `async_save` does more than the second: connect the ranks, allocate, pin and plan the memory.
+
+    Collective. Raises as `async_save` does, on a rank whose state cannot be copied on that rank alone.
+    """
+    with take_turn("wait", first_with=_in_flight_here):
+        await_turn()
+        writer = ObjectStoreWriter(uri, options=options)
+        ranks = background_ranks(writer, process_group, no_dist=no_dist)
+        with ranks.ended() if isinstance(ranks, CollectiveCall) else contextlib.nullcontext():
+            pass
+        own_stager(is_shared=False).begin(states_of(state_dict)).completed.result()
 
 
 def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writer: ObjectStoreWriter | None) -> str:

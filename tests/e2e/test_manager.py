@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,6 +107,30 @@ def test_a_job_goes_on_with_other_ranks(place: Place) -> None:
     assert kept == [f"{place.root}/step-{step}" for step in (45, 40, 10)]
     run_ranks(_second_life, place.root, world_size=3)
     run_ranks(_alone, place.root, world_size=1, process_group=False)
+
+
+def _saves_by_time(root: str) -> list[int]:
+    state = state_of(0.0)
+    with CheckpointManager(root, save_every=timedelta(seconds=0.2)) as manager:
+        manager.prepare(state)
+        saved = []
+        while len(saved) < 3:  # the ranks' clocks differ by what each waits for the other
+            step = len(saved) and saved[-1] + 1
+            while manager.save(step, state) is None:
+                dist.barrier()
+                step += 1
+            saved.append(step)
+    return saved
+
+
+@pytest.mark.multirank
+def test_ranks_save_the_same_steps_by_the_clock_of_one(place: Place) -> None:
+    """If this fails, one rank saves and the others train on, each by its own clock."""
+    one, other = run_ranks(_saves_by_time, place.root, world_size=2)
+    assert one == other
+    assert len({*one}) == 3
+    with CheckpointManager(place.root) as manager:
+        assert numbers(manager) == one
 
 
 def _alone(root: str) -> None:

@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,41 @@ def test_step_that_is_not_due_costs_nothing(memory: Memory) -> None:
     assert numbers(manager) == [20, 21]
 
 
+def test_saves_by_time_follow_each_other_without_a_wait(memory: Memory) -> None:
+    """If this fails, `save_every` as a time saves each step, or none, or training waits for a save in flight."""
+    hour = CheckpointManager(memory.root, save_every=timedelta(hours=1))
+    assert [hour.save(step, state_of()) for step in range(5)] == [None] * 5
+    assert memory.stores == {}
+    gate = Gate()
+    options = Options(on_event=gate.at_event("save.committing"))
+    manager = CheckpointManager(memory.root, save_every=timedelta(microseconds=1), options=options)
+    manager.save(0, state_of(0.0))
+    assert gate.reached.wait(WAIT_S)
+    assert [manager.save(step, state_of()) for step in range(1, 5)] == [None] * 4
+    gate.opened.set()
+    manager.wait(WAIT_S)
+    assert numbers(manager) == [0]
+
+
+def test_the_first_save_after_prepare_makes_no_memory(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the first background save blocks training for longer than the second."""
+    manager = CheckpointManager(memory.root)
+    model = torch.nn.Linear(64, 64)
+    cloudckpt.close()
+    manager.prepare(model=model)
+    assert manager.steps() == []
+    for name in ("cloudckpt.background.stager.plan_snapshot", "cloudckpt.tensors.host_memory.Block"):
+        monkeypatch.setattr(name, None)
+    monkeypatch.setattr(manager._steps, "list_folders", None)
+    handle = manager.save(0, model=model)
+    assert isinstance(handle, AsyncSave)
+    handle.result(WAIT_S)
+    monkeypatch.undo()
+    restored = torch.nn.Linear(64, 64)
+    assert manager.restore(model=restored) is not None
+    assert torch.equal(restored.weight, model.weight)
+
+
 def test_a_step_that_is_there_is_refused(memory: Memory) -> None:
     """If this fails, a job that was started twice overwrites what the first one saved."""
     save_all(CheckpointManager(memory.root), 5)
@@ -173,6 +209,11 @@ def test_invalid_step_is_refused(memory: Memory, step: Any) -> None:
     [
         ({"save_every": 0}, "save_every must be"),
         ({"save_every": True}, "save_every must be"),
+        ({"save_every": timedelta(0)}, "save_every must be"),
+        (
+            {"save_every": "10 min"},
+            "of steps, a positive datetime.timedelta or None, not",
+        ),
         ({"keep_last": 0}, "keep_last must be"),
         ({"on_damaged": "mend"}, "on_damaged must be one of 'raise', 'skip', 'replace', not 'mend'"),
         ({"options": Options(metadata={"step": 1})}, "must not contain 'step'"),

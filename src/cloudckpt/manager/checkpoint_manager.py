@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, SupportsFloat, TypeAlias
 
@@ -19,7 +20,7 @@ from typing_extensions import Self
 
 from cloudckpt._display import Listing, pairs_to_html
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
-from cloudckpt.api import async_save, entries_of, load, save
+from cloudckpt.api import async_save, entries_of, load, prepare_async_save, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp import LoadPlanner, SavePlanner
@@ -43,10 +44,10 @@ from cloudckpt.manager.policies import (
     OnFailure,
     RetentionPolicy,
     SaveFailure,
+    SaveSchedule,
     StepInfo,
     choose_mode,
     explain_missing_metric,
-    is_positive,
     keep_newest_of_each_step,
     sort_best_first,
 )
@@ -102,10 +103,15 @@ class CheckpointManager(OfThisProcess):
 
     Args:
         root: Folder of all steps.
-        save_every: `save` skips steps that are not multiples of this number.
-        keep_last: Number of newest checkpoints to keep. None keeps all.
+        save_every: `save` skips steps that are not multiples of this number. A ``datetime.timedelta``: a save is due
+            once so much time has passed since the last one began, and that has ended. The clock of rank 0 decides, and
+            the ranks ask it a few times in each interval, at the same steps.
+        keep_last: Number of newest checkpoints to keep. None keeps all, unless `keep_for` is given.
         keep_every: Also keep multiples of this number of steps.
         keep_best: Also keep the best by a metric, as in ``("loss", "min", 3)``.
+        keep_for: Keep the checkpoints that were committed within this ``datetime.timedelta`` before the newest.
+        keep_one_per: Also keep the first checkpoint of each such ``datetime.timedelta``, as in ``timedelta(days=1)``,
+            which begins at midnight UTC.
         on_damaged: Policy for a step that `restore` finds damaged. ``"skip"`` skips it with a warning, never overwrites
             or removes it, and saves its step beside it as ``step-<n>-again-<k>``. ``"replace"`` skips it and overwrites
             it when its step is saved again. ``"raise"`` raises `CorruptCheckpointError`.
@@ -139,10 +145,12 @@ class CheckpointManager(OfThisProcess):
         self,
         root: str | os.PathLike[str],
         *,
-        save_every: int | None = None,
+        save_every: int | timedelta | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, Mode, int] | None = None,
+        keep_for: timedelta | None = None,
+        keep_one_per: timedelta | None = None,
         on_damaged: OnDamaged = "skip",
         on_failure: OnFailure = "raise",
         max_failures: int = 3,
@@ -154,11 +162,14 @@ class CheckpointManager(OfThisProcess):
         use_collectives: bool = True,
         options: Options | None = None,
     ) -> None:
-        policy = RetentionPolicy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-        if save_every is not None and not is_positive(save_every):
-            raise InvalidOptionError(
-                f"CheckpointManager: save_every must be a positive whole number or None, not {save_every!r}"
-            )
+        policy = RetentionPolicy(
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            keep_for=keep_for,
+            keep_one_per=keep_one_per,
+        )
+        self._schedule = SaveSchedule(save_every)
         if on_damaged not in _ON_DAMAGED:
             words = ", ".join(map(repr, _ON_DAMAGED))
             raise InvalidOptionError(f"CheckpointManager: on_damaged must be one of {words}, not {on_damaged!r}")
@@ -173,7 +184,6 @@ class CheckpointManager(OfThisProcess):
                 f"CheckpointManager: Options.metadata must not contain {', '.join(map(repr, taken))}, because the "
                 "manager saves the step and the metrics there. Use other names"
             )
-        self._save_every = save_every
         self._is_async = async_
         self._process_group, self._no_dist = process_group, no_dist
         self._steps = Steps(parse_location(root), self._options)
@@ -202,7 +212,7 @@ class CheckpointManager(OfThisProcess):
         handle = last.result if last is not None and isinstance(last.result, AsyncSave) else None
         values = {
             "root": self.root,
-            "save_every": self._save_every,
+            "save_every": self._schedule.save_every,
             **dataclasses.asdict(self._retention.policy),
             "last save": None if last is None else f"step {last.step}",
             "phase": None if handle is None else handle.progress.phase,
@@ -250,14 +260,64 @@ class CheckpointManager(OfThisProcess):
     def is_due(self, step: int) -> bool:
         """Return True if `save` saves a step without ``force``.
 
+        If ``save_every`` is a time, all ranks have to call it, or none.
+
         Args:
             step: Number of the step.
 
         Returns:
-            True for multiples of ``save_every``, and if that is None.
+            True for multiples of ``save_every``, and if that is None. For a time, the same for one step until `save` or
+            `is_due` is called with another.
 
         """
-        return self._save_every is None or _check_step(step) % self._save_every == 0
+        return self._schedule.is_due(
+            _check_step(step),
+            is_saving=lambda: self.in_flight is not None,
+            ask=lambda decide: self._make_coordinator().broadcast("find", decide),
+        )
+
+    def prepare(
+        self,
+        state_dict: dict[str, Any] | None = None,
+        *,
+        model: Model | None = None,
+        optimizer: Optimizers | None = None,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        extra: dict[str, Any] | None = None,
+        random_state: bool = True,
+    ) -> None:
+        """Do what the first background save does more than the second, so that it blocks training no longer.
+
+        It allocates the memory of the snapshot, plans the copies, connects the ranks and looks at the steps under the
+        root. All ranks call it, after `restore` or after the optimizer's first step: a fresh optimizer has no state.
+        A manager with ``async_=False`` needs no memory.
+
+        Args:
+            state_dict: See `save`, also for all other arguments.
+            model: See `save`.
+            optimizer: See `save`.
+            scheduler: See `save`.
+            dataloader: See `save`.
+            extra: See `save`.
+            random_state: See `save`.
+
+        Raises:
+            CheckpointException: Not all ranks came.
+            UnsupportedValueError: The state cannot be copied on this rank.
+
+        """
+        if rank_in(self._process_group, no_dist=self._no_dist) == 0:
+            self._steps.read_times()
+        if not self._is_async:
+            return
+        objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
+        state_dict, _ = entries_of(
+            objects, state_dict, self.root, self._process_group, no_dist=self._no_dist, doing="saving"
+        )
+        prepare_async_save(
+            state_dict, self.root, process_group=self._process_group, no_dist=self._no_dist, options=self._options
+        )
 
     def save(
         self,
@@ -330,6 +390,7 @@ class CheckpointManager(OfThisProcess):
             "overwrite": overwrite or self._is_to_replace(step),
             "options": self._options_for(step, numbers),
         }
+        self._schedule.note_save()
         call = async_save if self._is_async else save
         uri = self.uri_of(step)
         if is_coordinator and uri != self._steps.uri_of(step):

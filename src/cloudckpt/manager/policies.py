@@ -1,14 +1,15 @@
-"""Decide which checkpoints of a run stay, and if training continues after a failed save."""
+"""Decide when a run saves, which of its checkpoints stay, and if training continues after a failed save."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from numbers import Integral
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from cloudckpt._display import shown
 from cloudckpt.commit.times import commit_order
@@ -31,6 +32,7 @@ OnFailure: TypeAlias = Literal["raise", "warn"]
 _TROUBLE = (StoreError, CommitUnknownError)
 """The classes of failures that are the store's. All others come from the program, or end the group of the ranks."""
 _MOST_KEPT = 100
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 @shown
@@ -50,11 +52,13 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """The checkpoints to keep. Without `keep_last`, all of them."""
+    """The checkpoints to keep. Without `keep_last` and `keep_for`, all of them."""
 
     keep_last: int | None
     keep_every: int | None
     keep_best: tuple[str, Mode, int] | None
+    keep_for: timedelta | None = None
+    keep_one_per: timedelta | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -62,22 +66,97 @@ class RetentionPolicy:
             for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every))
             if value is not None and not is_positive(value)
         ]
+        problems += [
+            f"{name} must be a positive datetime.timedelta or None, not {value!r}"
+            for name, value in (("keep_for", self.keep_for), ("keep_one_per", self.keep_one_per))
+            if value is not None and not is_positive_time(value)
+        ]
         if self.keep_best is not None and not _is_keep_best(self.keep_best):
             problems.append(
                 f"keep_best must be the name of a metric, 'min' or 'max', and a number to keep, not {self.keep_best!r}"
             )
-        if self.keep_last is None and (self.keep_every is not None or self.keep_best is not None):
+        if self.keeps_all and any(rule is not None for rule in (self.keep_every, self.keep_best, self.keep_one_per)):
             problems.append(
-                "keep_every and keep_best need keep_last, because without it no checkpoint is removed: pass the number "
-                "of newest checkpoints to keep (keep_last=1)"
+                "keep_every, keep_best and keep_one_per need keep_last or keep_for, because without them no checkpoint "
+                "is removed: pass the number of newest checkpoints to keep (keep_last=1)"
             )
         if problems:
             raise InvalidOptionError("CheckpointManager: " + "; ".join(problems))
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if no checkpoint is ever removed."""
+        return self.keep_last is None and self.keep_for is None
+
+
+class SaveSchedule:
+    """Decides which steps are due, alike on all ranks.
+
+    With an interval of time, the clock of rank 0 decides. All ranks ask rank 0 at the same steps, which it chooses: at
+    half of the steps that are left by the pace of the last ones, then at half of the rest. So an interval of `n` steps
+    costs about ``log2(n)`` broadcasts. If steps become slower, a save is late by fewer steps than it was away.
+
+    Args:
+        save_every: Number of steps, or time from the begin of one save to that of the next. None: each step is due.
+        monotonic_s: The clock.
+
+    """
+
+    def __init__(
+        self, save_every: int | timedelta | None, *, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        if save_every is not None and not is_positive(save_every) and not is_positive_time(save_every):
+            raise InvalidOptionError(
+                "CheckpointManager: save_every must be a positive whole number of steps, a positive datetime.timedelta "
+                f"or None, not {save_every!r}"
+            )
+        self.save_every = save_every
+        self._monotonic_s = monotonic_s
+        self._began_s = self._asked_s = monotonic_s()
+        self._num_steps, self._num_steps_to_wait = 0, 1
+        """Steps since rank 0 was asked, and those after which it is asked again. Equal on all ranks."""
+        self._answer: tuple[int, bool] = (-1, False)
+
+    def is_due(
+        self, step: int, *, is_saving: Callable[[], bool], ask: Callable[[Callable[[], tuple[bool, int]]], Any]
+    ) -> bool:
+        """Return True if `step` is due. `ask` runs a function on rank 0 and returns its result on all ranks."""
+        interval = self.save_every
+        if not isinstance(interval, timedelta):
+            return interval is None or step % interval == 0
+        if self._answer[0] != step:
+            self._num_steps += 1
+            is_due = False
+            if self._num_steps >= self._num_steps_to_wait:
+                is_due, self._num_steps_to_wait = ask(
+                    lambda: self._decide(interval.total_seconds(), is_saving=is_saving())
+                )
+                self._num_steps = 0
+            self._answer = step, is_due
+        return self._answer[1]
+
+    def note_save(self) -> None:
+        """Take note of a save that begins now."""
+        self._began_s = self._monotonic_s()
+
+    def _decide(self, interval_s: float, *, is_saving: bool) -> tuple[bool, int]:
+        """Return True if a save is due now, and the number of steps until the next question."""
+        now_s = self._monotonic_s()
+        step_s, self._asked_s = (now_s - self._asked_s) / self._num_steps, now_s
+        elapsed_s = now_s - self._began_s
+        # Nobody knows when a save in flight ends.
+        left_s = max(interval_s - elapsed_s, elapsed_s / 8 if is_saving else 0.0)
+        return left_s <= 0, max(1, int(left_s / 2 / step_s)) if step_s > 0 else 1
 
 
 def is_positive(value: object) -> bool:
     """Return True for a whole number of at least 1, NumPy's included."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+
+
+def is_positive_time(value: object) -> bool:
+    """Return True for a ``timedelta`` of more than 0."""
+    return isinstance(value, timedelta) and value > timedelta(0)
 
 
 def _is_keep_best(value: object) -> bool:
@@ -141,13 +220,20 @@ def find_superseded(
     The newest checkpoint, the URIs in `damaged` and `own_step`, the caller's last commit, are never among them. A
     damaged checkpoint does not count as one of the last, because it cannot be loaded; it is not removed either, because
     only a user can say that it is lost. `own_step` stays even if another machine, whose clock is ahead, has committed a
-    newer step. The checkpoints of one step stay and go together.
+    newer step. The checkpoints of one step stay and go together. Ages are those at the newest commit, so no clock but
+    that of the commits counts, and a run that stood still loses nothing.
     """
-    if policy.keep_last is None:
+    if policy.keeps_all:
         return []
     whole = [info for info in sort_newest_first(steps) if info.uri not in damaged]
     latest = keep_newest_of_each_step(whole)
-    kept = {info.step for info in latest[: policy.keep_last]} | {own_step}
+    kept = {info.step for info in latest[: policy.keep_last or 1]} | {own_step}
+    if policy.keep_for is not None:
+        kept |= {info.step for info in latest if latest[0].committed_at - info.committed_at <= policy.keep_for}
+    if policy.keep_one_per is not None:
+        # The first one of each period: a later one could not replace it without a removal for each save.
+        first_of = {(info.committed_at - _EPOCH) // policy.keep_one_per: info.step for info in latest}
+        kept |= set(first_of.values())
     if policy.keep_every is not None:
         kept |= {info.step for info in whole if info.step % policy.keep_every == 0}
     if policy.keep_best is not None:

@@ -105,7 +105,7 @@ class Retention:
 
     def start(self, uri: str) -> None:
         """Start a run after a step was committed at `uri`. Does not wait and never raises."""
-        if self.policy.keep_last is None:
+        if self.policy.keeps_all:
             return
         with self._changed:
             self._fenced_at.pop(uri, None)

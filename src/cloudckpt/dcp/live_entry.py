@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.dcp.renaming import Renaming, is_below
+from cloudckpt.dcp.renaming import Renaming, is_below, suggest_rename
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -30,7 +30,7 @@ from cloudckpt.errors import (
     StateDictMismatchError,
     quote_names,
 )
-from cloudckpt.format.nesting import Nesting, rebuild_tuple, unflatten
+from cloudckpt.format.nesting import Nesting, flatten, rebuild_tuple, unflatten
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
 
 _log = logging.getLogger("cloudckpt")
@@ -101,10 +101,6 @@ class LiveEntry:
     def find_unused(self, where: str) -> list[str]:
         """Return the paths in the checkpoint that the object has no use for, such as moments of frozen parameters."""
         return []
-
-    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
-        """Return a `rename` with which a checkpoint that has no `where` may have it."""
-        return {}
 
 
 class OptionalEntry(LiveEntry):
@@ -194,9 +190,15 @@ def _suggest_rename(
     missing: list[str], found: Collection[str], entries: Mapping[str, LiveEntry], *, where: str, source: LoadSource
 ) -> dict[str, str]:
     """Return a `rename` that may find the `missing` entries, and leaves those that are `found` where they are."""
-    names = missing if source.renaming is None else ()
-    suggested = [entries[name.removeprefix(where)].suggest_rename(name, source) for name in names]
-    renames = {old: new for one in suggested for old, new in one.items()}
+    renames: dict[str, str] = {}
+    of_groups = {name[: name.index(".param_groups.")] for name in source.entries if ".param_groups." in name}
+    for name in missing if source.renaming is None else ():
+        entry = entries[name.removeprefix(where)]
+        if entry.takes_flat_names:
+            wanted = flatten({name: entry.state_at(name)}, uri=source.uri).entries
+            renames |= suggest_rename(source.entries, wanted)
+        elif entry.is_synchronized and len(of_groups) == 1:  # an optimizer
+            renames |= dict.fromkeys(of_groups, name)
     return {old: new for old, new in renames.items() if not any(is_below(old, f"{where}{key}") for key in found)}
 
 
@@ -225,10 +227,6 @@ class EntryGroup(LiveEntry):
 
     def state_at(self, where: str) -> dict[str, Any]:
         return {key: entry.state_at(f"{where}.{key}") for key, entry in self._entries.items()}
-
-    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
-        suggested = [entry.suggest_rename(f"{where}.{key}", source) for key, entry in self._entries.items()]
-        return {old: new for one in suggested for old, new in one.items()}
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}

@@ -81,7 +81,8 @@ class ModelEntry(LiveEntry):
             )
         known = {name: found for name in wanted if (found := _find_named(saved, name)) is not NO_PLACE}
         if wanted and saved and not known:
-            rename = self._suggest_rename(wanted, where, source)
+            names = {f"{where}.{name}": value for name, value in wanted.items()}
+            rename = suggest_rename(source.entries, names) if source.renaming is None else {}
             advice = f"If it is the same, pass {rename=}" if rename else "Check that it is the same model"
             raise StateDictMismatchError(
                 f"{where!r} of {source.uri} has only {quote_names(list(saved))}, and the model has other names: "
@@ -99,14 +100,6 @@ class ModelEntry(LiveEntry):
             for name, value in wanted.items()
         }
         return {name: value for name, value in planned.items() if value is not NO_PLACE}
-
-    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
-        return self._suggest_rename(self.state_dict(), where, source)
-
-    def _suggest_rename(self, wanted: Mapping[str, Any], where: str, source: LoadSource) -> dict[str, str]:
-        if source.renaming is not None:
-            return {}
-        return suggest_rename(source.entries, {f"{where}.{name}": value for name, value in wanted.items()})
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:

@@ -31,7 +31,6 @@ from cloudckpt.dcp.live_entry import (
     make_empty,
     part_of,
 )
-from cloudckpt.dcp.renaming import Renaming, count_same_ends
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
@@ -80,9 +79,8 @@ class OptimizerEntry(LiveEntry):
         self._optimizers = optimizers
         self._modules = modules
         self._rank = rank
-        self._renaming: _ParamRenaming | None = None
+        self._source: LoadSource | None = None
         self._saved_keys: dict[str, Any] = {}
-        self._hidden_keys: list[Any] = []
 
     def state_dict(self) -> dict[str, Any]:
         parts = [self._state_dict_of(optimizer) for optimizer in self._optimizers]
@@ -113,17 +111,9 @@ class OptimizerEntry(LiveEntry):
         params = self._params_by_name()
         layouts = self._layouts()
         saved_state = saved.get(_STATE) or {}
-        if source.renaming is not None:
-            self._renaming = _ParamRenaming(source.renaming, source.entries, where=where, uri=source.uri)
-        by_name, self._hidden_keys = self._names_of_state(saved_state), []
-        if self._renaming is not None and not self._are_numbers(saved_state):
-            self._hidden_keys = self._renaming.find_hidden(saved_state)
-            if saved_state and len(self._hidden_keys) == len(saved_state):
-                raise StateDictMismatchError(
-                    f"rename gives the load none of the parameters whose state {where!r} of {source.uri} has, such as "
-                    f"{str(self._hidden_keys[0])!r}. Leave the optimizer out of the load, or rename its parameters",
-                    uri=source.uri,
-                )
+        self._source = source
+        self._refuse_renamed(saved_state, where=where)
+        by_name = self._by_name(saved_state)
         self._saved_keys = {name: key for key, name in by_name.items()}
         of_fsdp1 = [one for one in self._optimizers if self._find_fsdp1(one) is not None]
         state = {}
@@ -145,23 +135,18 @@ class OptimizerEntry(LiveEntry):
                 ) from None
         return {**make_empty(_others_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
-    def suggest_rename(self, where: str, source: LoadSource) -> dict[str, str]:
-        prefixes = {name[: name.index(f".{_GROUPS}.")] for name in source.entries if f".{_GROUPS}." in name}
-        return dict.fromkeys(prefixes, where) if len(prefixes) == 1 else {}
-
     def find_unused(self, where: str) -> list[str]:
         updated = {id(param) for one in self._optimizers for group in one.param_groups for param in group[_PARAMS]}
-        frozen = [
-            self._saved_keys.get(name, name)
+        return [
+            f"{where}.{_STATE}.{self._saved_keys.get(name, name)}"
             for param, name in self._names.items()
             if not param.requires_grad and id(param) not in updated
         ]
-        return [f"{where}.{_STATE}.{key}" for key in (*frozen, *self._hidden_keys)]
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
+        self._refuse_renamed([param for group in state[_GROUPS] for param in group[_PARAMS]], where=where)
         self._refuse_other_numbers(state, where=where)
-        by_name = self._names_of_state(state[_STATE])
-        loaded = {name: state[_STATE][key] for key, name in by_name.items()}
+        loaded = {name: state[_STATE][key] for key, name in self._by_name(state[_STATE]).items()}
         position_by_name = {
             name: position for position, group in enumerate(state[_GROUPS]) for name in self._names_in(group[_PARAMS])
         }
@@ -335,19 +320,9 @@ class OptimizerEntry(LiveEntry):
     def _by_name(self, state: Mapping[Any, Any]) -> dict[Any, str]:
         """Return the parameter's name for each key of a saved state, which is a number in a plain state dict."""
         if not self._are_numbers(state):
-            return {key: str(key) for key in state} if self._renaming is None else self._renaming.names_of(state)
-        if self._renaming is not None and state:
-            self._renaming.refuse_numbers()
+            return {key: str(key) for key in state}
         names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
         return {key: names.get(int(key), str(key)) for key in state}
-
-    def _names_of_state(self, state: Mapping[Any, Any]) -> dict[Any, str]:
-        """Return the parameter's name for each key of a state that a load sees, which a rename may have changed."""
-        if self._renaming is None or self._are_numbers(state):
-            return self._by_name(state)
-        olds = self._renaming.read_keys(state)
-        names = self._by_name(dict.fromkeys(olds.values()))
-        return {key: names[old] for key, old in olds.items() if old in names}
 
     def _are_numbers(self, keys: Collection[Any]) -> bool:
         """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""
@@ -376,6 +351,38 @@ class OptimizerEntry(LiveEntry):
                     "optimizer.state_dict() by itself",
                     uri="",
                 )
+
+    def _refuse_renamed(self, keys: Collection[Any], *, where: str) -> None:
+        """Refuse a rename of more than the prefixes of the whole model and the whole optimizer.
+
+        Otherwise the state under one of the `keys` could be given to another parameter, which has the name now.
+        """
+        if self._source is None or self._source.renaming is None:
+            return
+        renaming, entries = self._source.renaming, self._source.entries
+        own, model = renaming.find_root(f"{where}."), renaming.find_root(_MODEL)
+        left = [old for old, new in renaming.new_names.items() if new is None and old.startswith(own or f"{where}.")]
+        if not left and (own, model) == (f"{where}.", _MODEL):
+            return
+        if own is not None and model is not None:
+            above = model[: model.rfind(".", 0, -1) + 1]
+            parent = model if not above or own.startswith(above) else above  # what holds an optimizer is no model
+            left += [
+                old
+                for old, new in renaming.new_names.items()
+                if old.startswith((parent, _MODEL)) and not old.startswith(own)
+                if new is None or (not new.startswith(_MODEL) and isinstance(entries[new], TensorStorageMetadata))
+            ]
+            if not self._are_numbers(keys):
+                left += [str(key) for key in keys if renaming.old_names.get(f"{_MODEL}{key}") != f"{model}{key}"]
+        if own is None or model is None or left:
+            raise StateDictMismatchError(
+                f"{where!r} of {self._source.uri} cannot be loaded with this rename, which takes a part of the model "
+                f"or changes the names of parameters{f', such as {quote_names(left)}' if left else ''}: one could be "
+                "given the state of another. Load the model alone with rename, or the optimizer with a model whose "
+                "parameters have the names that were saved",
+                uri=self._source.uri,
+            )
 
     def _refuse_other_kind(self, saved_groups: Sequence[Any], *, uri: str) -> None:
         """Refuse the state of another kind of optimizer, such as moments of Adam for SGD, which would ignore them."""
@@ -409,127 +416,6 @@ class OptimizerEntry(LiveEntry):
                     _refuse_part_of_unit(unit, optimizer, mine)
                 return prefix, module
         return None
-
-
-class _ParamRenaming:
-    """The names of parameters in a renamed model, by the keys under which an optimizer was saved.
-
-    Such a key lacks a root: "a.weight" stands for "net.a.weight" where the root is "net.". It is found among all names
-    of the checkpoint, also hidden ones, and root and key are renamed as one name. Where that is in doubt, an error says
-    so.
-    """
-
-    def __init__(self, renaming: Renaming, entries: Mapping[str, Any], *, where: str, uri: str) -> None:
-        self._new_names = renaming.new_names
-        self._old_names = renaming.old_names
-        self._entries = entries
-        self._where = where
-        self._uri = uri
-        self._optimizers = tuple(renaming.optimizers)
-        self._before = next((old for old, new in renaming.optimizers.items() if new == f"{where}."), f"{where}.")
-        self._root: str | None = None
-        self._is_apart = False
-        """True if the checkpoint has no parameter of the optimizer, whose keys are then the names in the model."""
-        self._old_keys: dict[Any, str] = {}
-
-    def read_keys(self, state: Mapping[Any, Any]) -> dict[Any, str]:
-        """Return the keys in the checkpoint by those of a state, which a function may have renamed."""
-        for key in state.keys() - self._old_keys.keys():
-            rest = _path_of_first(state[key])
-            old = self._old_names.get(f"{self._where}.{_STATE}.{key}{rest}")
-            begin = f"{self._before}{_STATE}."
-            if rest and (old is None or not old.startswith(begin) or not old.endswith(rest)):
-                raise self._make_error(f"rename changes more of the state of {str(key)!r} than the parameter's name")
-            self._old_keys[key] = str(key) if old is None else old.removeprefix(begin).removesuffix(rest)
-        found = {key: self._old_keys[key] for key in state}
-        names = self.names_of(found.values())
-        for key, old in found.items():
-            if str(key) not in (old, names.get(old, str(key))):
-                raise self._make_error(
-                    f"rename calls the state of {old!r} that of {str(key)!r}, and the parameter {names[old]!r}"
-                )
-        return found
-
-    def names_of(self, keys: Collection[Any]) -> dict[Any, str]:
-        """Return the names in the model of the parameters that the load sees."""
-        root = self._find_root([str(key) for key in keys])
-        if self._is_apart:
-            return {key: str(key) for key in keys}
-        news = {key: self._new_names[f"{root}{key}"] or "" for key in keys}
-        return {key: new.removeprefix(_MODEL) for key, new in news.items() if new.startswith(_MODEL)}
-
-    def find_hidden(self, state: Mapping[Any, Any]) -> list[Any]:
-        """Return the keys of a state whose parameters the rename keeps from the model."""
-        found = self.read_keys(state)
-        names = self.names_of(found.values())
-        return [key for key, old in found.items() if old not in names]
-
-    def refuse_numbers(self) -> None:
-        """Refuse a state by number unless the rename gives the model all that was saved beside its parameters."""
-        roots = set()
-        for old, new in self._new_names.items():
-            if new is not None and new.startswith(_MODEL):
-                parts = old.split(".")
-                roots.add(".".join(parts[: len(parts) - count_same_ends(parts, new.split("."))]))
-        parents = tuple(f"{root.rpartition('.')[0] or root}." for root in roots if root)
-        left = [
-            old
-            for old, new in self._new_names.items()
-            if old.startswith(parents) and not old.startswith(self._optimizers)
-            if new is None or (not new.startswith(_MODEL) and isinstance(self._entries[new], TensorStorageMetadata))
-        ]
-        if left:
-            raise self._make_error(
-                f"it was saved by the numbers of parameters, and rename leaves out {quote_names(left)}, which may be "
-                "among them"
-            )
-
-    def _find_root(self, keys: Sequence[str]) -> str:
-        if self._root is not None or self._is_apart or not keys:
-            if self._root is not None and any(f"{self._root}{key}" not in self._new_names for key in keys):
-                raise self._make_error(f"not all of its parameters are below {self._root!r} in the checkpoint")
-            return self._root or ""
-        names = [name for name in self._new_names if not name.startswith(self._before)]
-        longest = max(keys, key=len)
-        ends = [name.removesuffix(longest) for name in names if f".{name}".endswith(f".{longest}")]
-        roots = [root for root in ends if all(f"{root}{key}" in self._new_names for key in keys)]
-        if _MODEL in roots and self._before.startswith("optimizer."):  # as objects are saved
-            roots = [_MODEL]
-        if len(roots) > 1:  # others, such as an average, are seen under other names
-            roots = [root for root in roots if any(self._is_in_doubt(f"{root}{key}") for key in keys)]
-        if len(roots) == 1:
-            self._root = roots[0]
-            return roots[0]
-        is_known = any(f".{name}".endswith(tuple(f".{key}" for key in keys)) for name in names)
-        if roots or is_known:
-            where = f"in {len(roots)} ways, below {quote_names(sorted(roots))}" if roots else "of no model as a whole"
-            raise self._make_error(f"the names of its parameters fit those in the checkpoint {where}")
-        self._is_apart = True
-        return ""
-
-    def _is_in_doubt(self, old: str) -> bool:
-        new = self._new_names[old]
-        return new is None or new.startswith(_MODEL)
-
-    def _make_error(self, problem: str) -> StateDictMismatchError:
-        return StateDictMismatchError(
-            f"{self._where!r} of {self._uri} cannot be loaded with this rename: {problem}. Load the model alone, or "
-            "all of what was saved",
-            uri=self._uri,
-        )
-
-
-def _path_of_first(saved: Any) -> str:
-    """Return the names from a parameter's state to its first entry, each after a dot; "" if it is empty."""
-    if isinstance(saved, SavedWrapper):
-        saved = saved.parts
-    if isinstance(saved, (Mapping, list, tuple)):
-        pairs = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
-        for key, one in pairs:
-            is_leaf = not isinstance(one, (SavedWrapper, Mapping, list, tuple))
-            if is_leaf or _path_of_first(one):
-                return f".{key}{_path_of_first(one)}"
-    return ""
 
 
 class _Layout:

@@ -22,7 +22,7 @@ from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_left_of_objects
 from cloudckpt.dcp.load_items import find_wants
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
-from cloudckpt.dcp.renaming import Rename, RenameOfRun, Renaming, check_rename
+from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import (
@@ -139,6 +139,7 @@ class ObjectStoreReader(StorageReader):
         _is_part: bool = False,  # read on purpose: nothing is resumed from it
         _via: str = "reader",  # `CloudckptError.via`
         _copy: tuple[str, Options] | None = None,  # of the same save: for the objects that cannot be had at `uri`
+        _may_be_renamed: bool = False,  # a run that starts again, whose own steps have the new names already
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
@@ -149,6 +150,7 @@ class ObjectStoreReader(StorageReader):
         check_rename(rename)
         self._rename = rename
         self._is_part, self._via = _is_part, _via
+        self._may_be_renamed = _may_be_renamed
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
         self.is_alone = False
@@ -437,8 +439,8 @@ class ObjectStoreReader(StorageReader):
 
     def _new_renaming(self, names: Collection[str], *, uri: str) -> Renaming | None:
         rename = self._rename
-        if isinstance(rename, RenameOfRun):
-            rename = rename.needed_for(names, uri=uri)
+        if rename is not None and self._may_be_renamed:
+            rename = find_needed(rename, names, uri=uri)
         return None if rename is None else Renaming(rename, names, uri=uri)
 
     def _make_metadata(self, manifest: Manifest, *, is_lazy: bool) -> Metadata:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -46,8 +46,6 @@ class Renaming:
         """The name in the checkpoint of each entry that a load sees, by its new one."""
         self.given: dict[str, set[str]] = {}
         """The new names that each part of `rename` has given, by its text."""
-        self.optimizers: dict[str, str] = {}
-        """The new text before ``param_groups.`` of each optimizer, by the old one."""
         for old in names:
             new, part = self._find(old)
             self.new_names[old] = new
@@ -59,9 +57,6 @@ class Renaming:
                     "function return None for it",
                     uri=uri,
                 )
-            before, groups, rest = old.rpartition("param_groups.")
-            if groups and new is not None and new.endswith(groups + rest):
-                self.optimizers[before] = new.removesuffix(groups + rest)
         expected = [_FUNCTION] if self._function is not None else [f"{{{old!r}: {new!r}}}" for old, new in self._pairs]
         if unused := [part for part in expected if part not in self.given]:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
@@ -96,6 +91,15 @@ class Renaming:
         """The entries that a mapping hides. A function leaves them out on purpose."""
         return [] if self._function is not None else [old for old, new in self.new_names.items() if new is None]
 
+    def find_root(self, prefix: str) -> str | None:
+        """Return what replaces `prefix` in the checkpoint; None if more of a name is changed, or other prefixes are."""
+        roots = {
+            old.removesuffix(new.removeprefix(prefix)) if f".{old}".endswith(f".{new.removeprefix(prefix)}") else None
+            for new, old in self.old_names.items()
+            if new.startswith(prefix)
+        }
+        return roots.pop() if len(roots) == 1 else None
+
     def by_new_name(self, entries: Mapping[str, _T]) -> dict[str, _T]:
         """Return entries, such as all tensors, by their new names."""
         return {new: entries[old] for old in entries if (new := self.new_names.get(old)) is not None}
@@ -118,7 +122,9 @@ class Renaming:
         typed = {name: path_from_json(path) for name, path in (manifest.typed_nesting or {}).items()}
         nesting = manifest.nesting
         containers = [*manifest.empty_mappings, *(one.path for one in manifest.tuples)]
-        heads_by_path = self._heads_of({**(nesting or {}), **typed}) if containers else {}
+        found = self._find_places({**(nesting or {}), **typed}) if containers else {}
+        tuples = [(one.kind, self._place(one.path, found)) for one in manifest.tuples]
+        empty = [self._place(path, found) for path in manifest.empty_mappings]
         return msgspec.structs.replace(
             manifest,
             tensors=self.by_new_name(manifest.tensors),
@@ -126,14 +132,8 @@ class Renaming:
             wrappers=wrappers,
             nesting=None if nesting is None else self._new_paths(nesting),
             typed_nesting={name: path_to_json(path) for name, path in self._new_paths(typed).items()},
-            empty_mappings=[
-                path for one in manifest.empty_mappings for path in self._new_path_of_empty(one, heads_by_path)
-            ],
-            tuples=[
-                StoredTuple(path, one.kind)
-                for one in manifest.tuples
-                for path in self._new_path_of_tuple(one.path, heads_by_path)
-            ],
+            empty_mappings=[path for path in empty if path is not None],
+            tuples=[StoredTuple(path, kind) for kind, path in tuples if path is not None],
         )
 
     def apply_to_torchs(self, metadata: Metadata) -> Metadata:
@@ -150,61 +150,39 @@ class Renaming:
         )
 
     def _new_paths(self, paths: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            new: self._new_path(old, new, path)
-            for old, path in paths.items()
-            if (new := self.new_names.get(old)) is not None
-        }
+        return {new: new_path(path, new) for old, path in paths.items() if (new := self.new_names.get(old)) is not None}
 
-    def _new_path(self, old: str, new: str, path: Sequence[Any]) -> Path:
-        """Return the new path of an entry. The key of a parameter in an optimizer's state stays one step."""
-        for before, new_before in self.optimizers.items():
-            if not (old.startswith(f"{before}state.") and new.startswith(f"{new_before}state.")):
-                continue
-            depth = next((at for at in range(1, len(path) - 1) if name_path((*path[:at],)) == f"{before}state"), None)
-            if depth is not None and new.endswith(rest := f".{name_path((*path[depth + 1 :],))}"):
-                key: Any = new.removeprefix(f"{new_before}state.").removesuffix(rest)
-                key = path[depth] if name_path((path[depth],)) == key else key
-                return (*new_path(path[:depth], f"{new_before}state"), key, *path[depth + 1 :])
-        return new_path(path, new)
+    def _find_places(self, paths: Mapping[str, Sequence[Any]]) -> dict[Path, set[Path | str | None]]:
+        """Return where each container is placed, as each entry in it has it.
 
-    def _heads_of(self, paths: Mapping[str, Sequence[Any]]) -> dict[Path, set[Path | None]]:
-        """Return the new paths of each container, by what is in it; None for what is hidden, or changes below it."""
-        heads: dict[Path, set[Path | None]] = {}
-        for old, one in paths.items():
-            path, new = tuple(one), self.new_names.get(old)
-            changed = () if new is None else self._new_path(old, new, path)
+        That is a path; None if the entry is hidden; or its new name if more than the path of the container changes.
+        """
+        found: dict[Path, set[Path | str | None]] = {}
+        for old, path in paths.items():
+            new = self.new_names.get(old)
+            changed = () if new is None else new_path(path, new)
             for depth in range(len(path)):
-                tail = path[depth:]
-                head = changed[: len(changed) - len(tail)] if changed[-len(tail) :] == tail else None
-                heads.setdefault(path[:depth], set()).add(head)
-        return heads
+                tail = tuple(path[depth:])
+                is_same = changed[-len(tail) :] == tail
+                found.setdefault(tuple(path[:depth]), set()).add(changed[: -len(tail)] if is_same else new)
+        return found
 
-    def _new_path_of_tuple(self, path: Iterable[Any], heads: Mapping[Path, set[Path | None]]) -> Iterator[list[Any]]:
+    def _place(self, path: Iterable[Any], found: Mapping[Path, set[Path | str | None]]) -> list[Any] | None:
+        """Return the new path of a tuple or of an empty dict, which is placed as what is beside it; None if hidden."""
         typed = path_from_json(path)
-        if typed not in heads:
-            yield from self._new_path_of_empty(path, heads)
-            return
-        head, *others = heads[typed]
-        below = f"{name_path(typed)}."
-        if others or (head is None and any(new for old, new in self.new_names.items() if old.startswith(below))):
-            raise self._taken_apart(name_path(typed), "tuple")
-        if head is not None:
-            yield path_to_json(head)
-
-    def _new_path_of_empty(self, path: Iterable[Any], heads: Mapping[Path, set[Path | None]]) -> Iterator[list[Any]]:
-        """Give the new path of what holds no entry: a mapping renames it as others, and a function as what is near."""
-        typed = path_from_json(path)
-        new, part = ("", "") if self._function is not None else self._find(name_path(typed))
-        if part or new is None:
-            if new:
-                yield path_to_json(new_path(typed, new))
-            return
-        for depth in range(len(typed) - 1, -1, -1):
-            if found := heads.get(typed[:depth], set()) - {None}:
-                if len(found) == 1:
-                    yield path_to_json((*(found.pop() or ()), *typed[depth:]))
-                return
+        name = name_path(typed)
+        if typed not in found and self._function is None and (new := self._find(name)[0]) != name:
+            return None if new is None else path_to_json(new_path(typed, new))
+        for depth in range(len(typed), -1, -1):
+            places = found.get(typed[:depth], set())
+            heads = [one for one in places if isinstance(one, tuple)]
+            if places == {None}:
+                break
+            if len(heads) == 1 and (depth < len(typed) or len(places) == 1):
+                return path_to_json((*heads[0], *typed[depth:]))
+            if places and depth == len(typed):
+                raise self._taken_apart(name, "tuple")
+        return None
 
     def _taken_apart(self, name: str, kind: str) -> StateDictMismatchError:
         return StateDictMismatchError(
@@ -217,34 +195,23 @@ class Renaming:
 _NOT_NEEDED = "rename=%s is not needed for %s, which has the new names: they are loaded"
 
 
-class RenameOfRun:
-    """The `rename` of a run that may start again: its own steps have the new names already."""
-
-    def __init__(self, rename: Rename) -> None:
-        check_rename(rename)
-        self._rename = rename
-
-    def __call__(self, name: str) -> str | None:
-        raise NotImplementedError("call needed_for: the new name depends on the other names of the checkpoint")
-
-    def needed_for(self, names: Collection[str], *, uri: str) -> Rename | None:
-        """Return what a checkpoint with these entries needs: not a pair whose new prefix they have, and not its old."""
-        rename = self._rename
-        if callable(rename):
-            with contextlib.suppress(Exception):  # `Renaming` names the entry
-                if all(rename(name) == name for name in names):
-                    _log.warning(_NOT_NEEDED, "a function", uri)  # loud, because a mistyped old name looks alike
-                    return None
-            return rename
-        done = {
-            old: new
-            for old, new in rename.items()
-            if not any(is_below(name, old.rstrip(".")) for name in names)
-            and any(is_below(name, new.rstrip(".")) for name in names)
-        }
-        if done:
-            _log.warning(_NOT_NEEDED, done, uri)
-        return {old: new for old, new in rename.items() if old not in done} or None
+def find_needed(rename: Rename, names: Collection[str], *, uri: str) -> Rename | None:
+    """Return what a checkpoint with these entries needs: not a pair whose new prefix they have, and not its old."""
+    if callable(rename):
+        with contextlib.suppress(Exception):  # `Renaming` names the entry
+            if all(rename(name) == name for name in names):
+                _log.warning(_NOT_NEEDED, "a function", uri)  # loud, because a mistyped old name looks alike
+                return None
+        return rename
+    done = {
+        old: new
+        for old, new in rename.items()
+        if not any(is_below(name, old.rstrip(".")) for name in names)
+        and any(is_below(name, new.rstrip(".")) for name in names)
+    }
+    if done:
+        _log.warning(_NOT_NEEDED, done, uri)
+    return {old: new for old, new in rename.items() if old not in done} or None
 
 
 def check_rename(rename: Rename | None) -> None:

@@ -27,7 +27,8 @@ from cloudckpt.dcp import LoadPlanner, SavePlanner
 from cloudckpt.dcp.live_loaders import warn_of_shared_generator
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import Coordinator, SavedMetadata, SaveOrLoadError, causes_of, rank_in
-from cloudckpt.dcp.renaming import Rename, RenameOfRun
+from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.writer import require_collectives
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -476,16 +477,22 @@ class CheckpointManager(OfThisProcess):
             strict=strict,
         )
         wanted = None if step is None else _check_step(step)
-        rename = None if rename is None else RenameOfRun(rename)
+        reader = ObjectStoreReader(
+            self.root,
+            options=self._options,
+            allow_pickle=self._allow_pickle,
+            strict=strict,
+            rename=rename,
+            _via="",
+            _may_be_renamed=True,
+        )
         if (running := self.in_flight) is not None:
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
         with lock_root(self.root), raised_via("manager"):
             if wanted is not None:
-                restored: Restored | None = self._restore_step(
-                    state_dict, wanted, planner, strict=strict, rename=rename
-                )
+                restored: Restored | None = self._restore_step(state_dict, wanted, planner, reader)
             else:
-                restored = self._restore_newest(state_dict, planner, strict=strict, rename=rename)
+                restored = self._restore_newest(state_dict, planner, reader)
         if restored is not None:
             _log.info("restored step %d from %s", restored.step, restored.uri)
             self._current = _LastSave(step=restored.step)
@@ -678,18 +685,16 @@ class CheckpointManager(OfThisProcess):
         return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
 
     def _restore_newest(
-        self, state_dict: dict[str, Any], planner: LoadPlanner | None, *, strict: bool | None, rename: Rename | None
+        self, state_dict: dict[str, Any], planner: LoadPlanner | None, reader: ObjectStoreReader
     ) -> Restored | None:
         found = load_newest(
             state_dict,
             self.root,
             lambda: find_step_uris(self._steps, self._options),
+            storage_reader=reader,
             planner=planner,
             process_group=self._process_group,
             no_dist=self._no_dist,
-            allow_pickle=self._allow_pickle,
-            strict=strict,
-            rename=rename,
             verify_first=self._verify_first,
             options=self._options,
             on_skip=self._handle_skipped,
@@ -701,26 +706,17 @@ class CheckpointManager(OfThisProcess):
         return Restored(step=parse_step_uri(uri), uri=uri, report=report)
 
     def _restore_step(
-        self,
-        state_dict: dict[str, Any],
-        step: int,
-        planner: LoadPlanner | None,
-        *,
-        strict: bool | None,
-        rename: Rename | None,
+        self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None, reader: ObjectStoreReader
     ) -> Restored:
         uri = self._make_coordinator().broadcast("find", lambda: self._steps.find_latest_uri(step))
         try:
             report = load(
                 state_dict,
                 uri,
+                storage_reader=reader,
                 planner=planner,
                 process_group=self._process_group,
                 no_dist=self._no_dist,
-                allow_pickle=self._allow_pickle,
-                strict=strict,
-                rename=rename,
-                options=self._options,
             )
         except SaveOrLoadError as error:
             # All ranks get the same failures, so all of them take the same branch.

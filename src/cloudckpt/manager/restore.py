@@ -135,7 +135,7 @@ def load_newest(
     planner: LoadPlanner | None,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
-    allow_pickle: bool,
+    allow_pickle: bool = False,
     strict: bool | None = None,
     rename: Rename | None = None,
     verify_first: bool,
@@ -150,7 +150,8 @@ def load_newest(
     """
     timeout_s = (options or (storage_reader.options if storage_reader is not None else Options())).timeout_s
     ranks = Coordinator(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
-    is_partial = strict is False and any(isinstance(value, LiveEntry) for value in state_dict.values())
+    is_strict = strict is not False and (storage_reader is None or storage_reader.is_strict)
+    is_partial = not is_strict and any(isinstance(value, LiveEntry) for value in state_dict.values())
     verify_first = verify_first or is_partial or bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
     waiting = ranks.broadcast("find", find)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import types
-from cloudckpt._display import Listing
+from cloudckpt._display import Listing, seconds
 from cloudckpt.types import CheckpointInfo, Difference, KeptObject, SkippedCheckpoint, StepInfo
 
 NAUGHTY = "<script>alert('&')</script>"
@@ -101,6 +102,25 @@ def test_numbers_that_do_not_apply_are_blank() -> None:
     assert rows_of(Listing([unnamed]))[0][-1] == "''"
 
 
+def test_tables_are_read_at_a_glance(tmp_path: Path) -> None:
+    """If this fails, a shape reads as two large numbers, and times and tensors are hard to compare."""
+    cloudckpt.save({"w": torch.zeros(2048, 2)}, str(tmp_path / "run" / "step-1"))
+    (info,) = cloudckpt.list_checkpoints(tmp_path / "run", all=True)
+    names, values = rows_of(Listing([info]))
+    assert "attempt" not in names
+    assert dict(zip(names, values, strict=True))["num_bytes"] == "16.1 KiB"
+    described = cloudckpt.describe(info.uri)
+    assert [row[:4] for row in rows_of(described.tensors)] == [
+        ["name", "dtype", "shape", "num_bytes"],
+        ["w", "float32", "[2048, 2]", "16.0 KiB"],
+    ]
+    html = described.tensors._repr_html_()  # type: ignore[attr-defined]
+    assert re.findall(r"text-align:(\w+)[^>]*>(?:name|num_bytes)<", html) == ["left", "right"]
+    assert [seconds(number) for number in (0, 0.00123, 0.0345, 0.9, 1.55, 75.25, 3600)] == [
+        *("0.0 ms", "1.2 ms", "34 ms", "900 ms", "1.6 s", "75.2 s", "3,600.0 s")
+    ]
+
+
 def test_names_from_a_store_are_escaped() -> None:
     """If this fails, whoever can write to the bucket runs scripts in the notebooks of those who look at it."""
     one = Difference(name=NAUGHTY, kind="values", before=NAUGHTY, after=NAUGHTY)
@@ -156,7 +176,7 @@ def test_results_of_a_run_are_shown(tmp_path: Path) -> None:
     assert ["entries", str(len(saved.state_dict_metadata))] in rows_of(saved)
     described = rows_of(cloudckpt.describe(uri))
     assert ["num_elements", "72"] in described
-    assert ["model.weight", "float32", "8, 8", "256 B"] in [row[:4] for row in described]
+    assert ["model.weight", "float32", "[8, 8]", "256 B"] in [row[:4] for row in described]
     for report in (cloudckpt.verify(uri), cloudckpt.gc(tmp_path, quiet=True), manager.retention):
         assert rows_of(report)
 

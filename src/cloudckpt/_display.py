@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -12,9 +13,11 @@ from typing import Any, TypeVar
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 _MB, _GB = 10**6, 10**9
+_TEN_MS = 0.01
 _MOST_ROWS = 50
 _MOST_UNBROKEN = 60
 """Characters of a cell that stays one line."""
+_NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[MG]B/s|m?s))?|-?nan|-?inf|)")
 _T = TypeVar("_T")
 
 
@@ -37,8 +40,10 @@ def rate(bytes_per_s: float) -> str:
 
 
 def seconds(number: float) -> str:
-    """``0.25 s``, ``75.3 s``."""
-    return f"{number:.2g} s" if number < 10 else f"{number:,.1f} s"  # noqa: PLR2004  # two digits are enough
+    """``34 ms``, ``1.6 s``, ``75.3 s``."""
+    if abs(number) >= 1:
+        return f"{number:,.1f} s"
+    return f"{number * 1000:.{0 if abs(number) >= _TEN_MS else 1}f} ms"
 
 
 def count(number: int, noun: str) -> str:
@@ -105,9 +110,17 @@ class Listing(list[_T]):
         return _table_of_rows("", self) or "none"
 
 
+class Rows(tuple[_T, ...]):
+    """The same as a tuple, for the field of a result."""
+
+    __slots__ = ()
+    _repr_html_ = Listing._repr_html_
+
+
 def to_html(shown: Any) -> str:
     """Return a dataclass as tables: its fields and the numbers that it computes; below them, the dataclasses in it."""
-    values = {field.name: getattr(shown, field.name) for field in dataclasses.fields(shown) if field.repr}
+    fields = ((field, getattr(shown, field.name)) for field in dataclasses.fields(shown) if field.repr)
+    values = {field.name: value for field, value in fields if value is False or not field.default == 0 == value}
     for name, member in vars(type(shown)).items():
         if isinstance(member, property) and isinstance(value := getattr(shown, name), (int, float)):
             values[name] = value
@@ -131,8 +144,11 @@ def _table_of_rows(title: str, items: Sequence[Any]) -> str:
     """Return a table with a row for each item. Columns that are empty in all rows are left out."""
     rows = [dict(_columns(item)) for item in items[:_MOST_ROWS]]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
-    head = "".join(_cell(name, "th") for name in names)
-    body = "".join(f"<tr>{''.join(_cell(row.get(name, '')) for name in names)}</tr>" for row in rows)
+    are_numbers = {name: all(map(_NUMBER.fullmatch, (row.get(name, "") for row in rows))) for name in names}
+    head = "".join(_cell(name, "th", is_number=are_numbers[name]) for name in names)
+    body = "".join(
+        f"<tr>{''.join(_cell(row.get(name, ''), is_number=are_numbers[name]) for name in names)}</tr>" for row in rows
+    )
     more = f"<p>… and {len(items) - _MOST_ROWS:,} more</p>" if len(items) > _MOST_ROWS else ""
     return f"<table>{_caption(title)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}" if rows else ""
 
@@ -145,8 +161,8 @@ def _columns(item: Any) -> Iterable[tuple[str, str]]:
             for name, each in value.items():  # metrics
                 title = title_of(str(name))
                 yield f"{field.name}.{title}" if title in taken else title, _text(str(name), each)
-        elif field.repr:  # a number that counts nothing does not apply
-            yield field.name, "" if field.default == 0 == value else _text(field.name, value)
+        elif field.repr and field.name != "attempt":  # a number that counts nothing does not apply
+            yield field.name, "" if value is False or field.default == 0 == value else _text(field.name, value)
 
 
 def _text(name: str, value: object) -> str:
@@ -157,7 +173,8 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_text(str(key), each)}" for key, each in value.items())
     if isinstance(value, (list, tuple)) and not _are_dataclasses(value):
-        return ", ".join(_text("", each) for each in value)
+        is_shape = bool(value) and all(type(each) is int for each in value)
+        return str([*value]) if is_shape else ", ".join(_text("", each) for each in value)
     if value is None or isinstance(value, (bool, str, BaseException)):
         return "" if value is None else str(value)
     return _Brief().repr(value)
@@ -168,18 +185,19 @@ def _number_text(name: str, value: float) -> str:
         return rate(value)
     if "_bytes" in name:
         return size(value)
-    number = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    return f"{number} s" if name.endswith("_s") else number
+    if name.endswith("_s"):
+        return seconds(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _are_dataclasses(values: Sequence[object]) -> bool:
     return bool(values) and all(map(dataclasses.is_dataclass, values))
 
 
-def _cell(text: str, tag: str = "td") -> str:
+def _cell(text: str, tag: str = "td", *, is_number: bool = False) -> str:
     # Colours and lines are the notebook's own, which has a light and a dark theme.
     wrap = "white-space:nowrap" if len(text) <= _MOST_UNBROKEN else "overflow-wrap:anywhere"
-    return f'<{tag} style="text-align:left;{wrap}">{html.escape(text)}</{tag}>'
+    return f'<{tag} style="text-align:{"right" if is_number else "left"};{wrap}">{html.escape(text)}</{tag}>'
 
 
 def _caption(title: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
-from cloudckpt.telemetry.progress import showing_progress
+from cloudckpt.telemetry.progress import show_progress
 from cloudckpt.uri import parse_location, redacted
 
 __all__ = ["async_save", "entries_of", "load", "prepare_async_save", "save"]
@@ -119,7 +118,7 @@ def save(
         await_turn()  # the save in flight may use the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     own_rank = rank_in(process_group, no_dist=no_dist)
-    with raising_own_interrupt(own_rank), earlier_failure() as earlier, _showing_progress("save", writer):
+    with raising_own_interrupt(own_rank), earlier_failure() as earlier, _show_progress("save", writer):
         return run_save(
             state_dict,
             writer,
@@ -219,7 +218,7 @@ def load(
         reader.reset(_location(uri, checkpoint_id))
     names = [key for key, entry in state_dict.items() if isinstance(entry, LiveEntry)]
     doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
-    with _showing_progress("load", reader):
+    with _show_progress("load", reader):
         return run_load(
             state_dict,
             reader,
@@ -340,7 +339,11 @@ def async_save(
             )
             is_overlapped = staging.is_overlapped if isinstance(staging, ExternalStaging) else chosen.async_overlap
             save = save_of(staging=staging, planner=planner)
-            return save.begin(is_overlapped=is_overlapped)
+            with _show_progress("save", writer, in_background=True) as bar:
+                handle = save.begin(is_overlapped=is_overlapped)
+                end_bar = bar.pop_all().close
+                handle.committed.add_done_callback(lambda _: end_bar())
+                return handle
         except BaseException as error:  # nobody gets the handle, and the others must not wait for this rank
             if save is not None:
                 save.abandon(error)
@@ -425,12 +428,13 @@ def _guard(
     )
 
 
-def _showing_progress(
-    verb: Literal["save", "load"], storage: ObjectStoreWriter | ObjectStoreReader
-) -> AbstractContextManager[None]:
+def _show_progress(
+    verb: Literal["save", "load"], storage: ObjectStoreWriter | ObjectStoreReader, *, in_background: bool = False
+) -> contextlib.ExitStack:
     """Return the context of a bar, which the job's rank 0 shows, also if each rank saves alone."""
     is_first = rank_in(None, no_dist=False) == 0 and os.environ.get("RANK", "0") == "0"
-    return showing_progress(verb, storage.checkpoint_id, is_wanted=storage.options.progress and is_first)
+    is_wanted = storage.options.progress and is_first
+    return show_progress(verb, storage.checkpoint_id, is_wanted=is_wanted, in_background=in_background)
 
 
 def _location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None) -> PathOrURI:

@@ -160,8 +160,8 @@ class Options:
     """Called with each event, in the thread that made the step or in one that waits for it. It must return quickly.
     Saves by torch's process pickle it, and call it in that process."""
     progress: bool = False
-    """If True, rank 0 shows a bar of each save and load that the caller waits for, in a terminal or a notebook. In a
-    log, it shows nothing. It needs the packages of the extra ``cli``, and ``ipywidgets`` in a notebook."""
+    """If True, rank 0 shows a bar of each save and load that the caller waits for in a terminal, which needs the extra
+    ``cli``. A notebook shows one of background saves, too, and needs nothing. A log shows none."""
     advanced: AdvancedOptions = field(default_factory=AdvancedOptions)
     """Sizes of parts, objects and reads, and others that few users change."""
     trace: str | os.PathLike[str] | None = None

@@ -7,6 +7,7 @@ import io
 import logging
 import re
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ def test_failed_save_raises_its_error_and_ends_the_bar(memory: Memory, monkeypat
     with pytest.raises(cloudckpt.CheckpointExistsError):
         cloudckpt.save(state_of(2.0), memory.uri(), options=SHOWN)
     assert terminal.getvalue().rpartition("\x1b[?25")[2].startswith("h"), "the cursor is shown again"
+    assert "save" not in terminal.getvalue().rpartition("\x1b[2K")[2], "its line is cleared"
     assert not is_watched()
 
 
@@ -112,4 +114,38 @@ def test_bar_that_cannot_be_shown_changes_nothing(
     else:
         assert set(told) <= {"no progress bar is shown", "the progress bar could not be ended"}
         assert told
+    assert not is_watched()
+
+
+class Notebook:
+    """Stands for the output of a cell: the last state of each display."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states: list[list[tuple[str, str]]] = []
+        display = types.SimpleNamespace(display=self._display)
+        monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+        monkeypatch.setitem(sys.modules, "IPython.display", display)
+
+    def _display(self, shown: Any, *, display_id: bool) -> Any:
+        assert display_id
+        states = [(repr(shown), shown._repr_html_())]
+        self.states.append(states)
+        return types.SimpleNamespace(update=lambda now: states.append((repr(now), now._repr_html_())))
+
+
+def test_bar_of_a_notebook_ends_as_one_line(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a notebook has no bar, needs widgets for it, or keeps one that stands still for ever."""
+    monkeypatch.setattr(sys, "stderr", None)
+    notebook = Notebook(monkeypatch)
+    state: dict[str, Any] = {"w": torch.zeros(2**20)}
+    cloudckpt.save(state, memory.uri("<b>"), options=SHOWN)
+    cloudckpt.load(state, memory.uri("<b>"), options=SHOWN)
+    cloudckpt.async_save(state, memory.uri("step-2"), options=SHOWN).result()
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.async_save(state, memory.uri("step-2"), options=SHOWN).result()
+    cloudckpt.close()
+    assert all("<progress " in states[0][1] for states in notebook.states)
+    last = [re.sub(r" in [\d.]+ m?s, [\d.]+ [MG]B/s", "", states[-1][0]) for states in notebook.states]
+    assert last == ["save <b>: 4.0 MiB", "load <b>: 4.0 MiB", "save step-2: 4.0 MiB", "save step-2: not finished"]
+    assert not any(tag in states[-1][1] for states in notebook.states for tag in ("<progress", "<b>"))
     assert not is_watched()

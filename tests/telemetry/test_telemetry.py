@@ -261,7 +261,7 @@ def test_records_of_saves_and_loads_are_lines_to_read(memory: Memory, caplog: py
         cloudckpt.save(state, memory.uri())
         cloudckpt.load(state, memory.uri())
         cloudckpt.async_save({}, memory.uri("empty")).result()
-    amount = r"1\.0 MiB in (\d+ ms|\d+\.\d s), [\d.]+ [MG]B/s"
+    amount = r"1\.0 MiB in ([\d.]+ ms|\d+\.\d s), [\d.]+ [MG]B/s"
     for verb, record in zip(("saved", "loaded"), caplog.records, strict=False):
         assert re.fullmatch(f"{verb} {memory.uri()}: {amount}", record.getMessage())
     assert re.fullmatch(rf"saved {memory.uri('empty')}.* in [\d.]+ m?s.*", caplog.records[-1].getMessage())

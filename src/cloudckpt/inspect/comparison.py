@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cloudckpt._display import shown
+from cloudckpt._display import Rows, shown
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
@@ -247,7 +247,7 @@ class _Comparer:
         return Comparison(
             before=self._uris[0],
             after=self._uris[1],
-            differences=tuple(self._differences[name] for name in sorted(self._differences)),
+            differences=Rows(self._differences[name] for name in sorted(self._differences)),
             num_same=len(self._names) - len(self._differences),
             num_bytes_compared=self.num_compared,
         )

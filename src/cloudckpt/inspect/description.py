@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt._display import shown
+from cloudckpt._display import Rows, shown
 from cloudckpt.commit.log import resolve
 from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.client import open_client
@@ -198,12 +198,12 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
         software=manifest.software,
         metadata=manifest.metadata,
         tile_bytes=manifest.tile_bytes,
-        objects=tuple(ObjectDescription(key=stored.key, num_bytes=stored.size) for stored in manifest.objects),
-        tensors=tuple(_describe_tensor(name, tensor) for name, tensor in manifest.tensors.items()),
-        values=tuple(
+        objects=Rows(ObjectDescription(key=stored.key, num_bytes=stored.size) for stored in manifest.objects),
+        tensors=Rows(_describe_tensor(name, tensor) for name, tensor in manifest.tensors.items()),
+        values=Rows(
             ValueDescription(name=name, num_bytes=value.end - value.begin) for name, value in manifest.values.items()
         ),
-        wrappers=tuple(
+        wrappers=Rows(
             WrapperDescription(
                 name=name,
                 kind=wrapper.kind,

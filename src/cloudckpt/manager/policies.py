@@ -46,6 +46,8 @@ class StepInfo:
     """URI of the checkpoint."""
     committed_at: datetime
     """See `cloudckpt.types.CheckpointInfo.committed_at`. If each rank saves alone, the time of rank 0."""
+    num_bytes: int | None = None
+    """Size of the data objects. None if the manifest is damaged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were saved with it. NaN stands for a value that was not finite."""
 

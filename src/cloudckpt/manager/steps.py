@@ -123,7 +123,8 @@ class Steps:
         self._times = CommitTimes()
         self._have_times = False
         self._options = options
-        self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
+        self._read: dict[tuple[str, int, datetime], tuple[dict[str, float], int]] = {}
+        """The metrics and the size of each step whose manifest was read."""
 
     def uri_of(self, step: int, again: int = 0) -> str:
         """Return the URI to which a step is saved."""
@@ -263,18 +264,19 @@ class Steps:
         if moment is None:
             return None
         metrics: dict[str, float] = {}
+        num_bytes: int | None = None
         problem = ""
         try:
             if summaries is not None:
                 key = uri, entry.number, moment
-                if key not in self._metrics:
+                if key not in self._read:
                     if (summary := summaries.read(client, entry)) is None:
                         return None
-                    self._metrics[key] = parse_metrics(summary.metadata)
-                metrics = self._metrics[key]
+                    self._read[key] = parse_metrics(summary.metadata), summary.num_bytes
+                metrics, num_bytes = self._read[key]
         except CheckpointError as error:
             problem = str(error)
-        info = StepInfo(step=parse_step_uri(uri), uri=uri, committed_at=moment, metrics=metrics)
+        info = StepInfo(step=parse_step_uri(uri), uri=uri, committed_at=moment, num_bytes=num_bytes, metrics=metrics)
         return StepFolder(uri=uri, info=info, highest_number=highest_number, problem=problem)
 
     def _uri_of_folder(self, name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from cloudckpt import _this_process
-from cloudckpt._display import rate, size
+from cloudckpt._display import rate, seconds, size
 from cloudckpt._workers import logging_failures
 from cloudckpt.errors import SaveCancelledError, raised_via
 from cloudckpt.events import LEVELS, Event, EventName, log_fields
@@ -222,12 +222,11 @@ def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
             options.on_event(event)
 
 
-def _describe(num_bytes: int, seconds: float) -> str:
+def _describe(num_bytes: int, spent_s: float) -> str:
     """``: 48.0 MiB in 1.6 s, 31.5 MB/s``; without the bytes if there are none, or if torch's process has sent them."""
-    duration = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
     if not num_bytes:
-        return f" in {duration}"
-    return f": {size(num_bytes)} in {duration}, {rate(num_bytes / max(seconds, 1e-9))}"
+        return f" in {seconds(spent_s)}"
+    return f": {size(num_bytes)} in {seconds(spent_s)}, {rate(num_bytes / max(spent_s, 1e-9))}"
 
 
 def _cause_of(error: BaseException) -> BaseException:

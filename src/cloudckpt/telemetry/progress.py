@@ -1,15 +1,19 @@
-"""A progress bar for a save or load that its caller waits for, drawn from its events."""
+"""A progress bar for a save or load, drawn from its events."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import functools
+import html
+import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
+from cloudckpt._display import rate, seconds, size
 from cloudckpt._this_process import is_first_warning
 from cloudckpt._workers import logging_failures
 from cloudckpt.errors import install_advice
@@ -23,58 +27,125 @@ _log = logging.getLogger("cloudckpt")
 
 _PLANNED = ("save.planned", "load.reading")
 _MOVED = ("save.part_uploaded", "load.range_read")
+_NOTEBOOK_INTERVAL_S = 0.25
 
 
-@contextlib.contextmanager
-def showing_progress(verb: Literal["save", "load"], uri: str, *, is_wanted: bool) -> Iterator[None]:
-    """Show a bar of the save or load while the context lasts, in a terminal or a notebook, and nothing in a log.
+def show_progress(
+    verb: Literal["save", "load"], uri: str, *, is_wanted: bool, in_background: bool = False
+) -> contextlib.ExitStack:
+    """Show a bar of the save or load in a terminal or a notebook, and nothing in a log. Closing the result ends it.
 
-    A failure of the bar is logged, and changes nothing.
+    In the background only a notebook shows one: in a terminal, the program writes meanwhile. A failure of the bar is
+    logged, and changes nothing.
     """
-    shown = contextlib.ExitStack()
-    if is_wanted:
-        with logging_failures("no progress bar is shown"):
-            _show(verb, uri, shown)
-    try:
-        yield
-    finally:
-        with logging_failures("the progress bar could not be ended"):
-            shown.close()
-
-
-def _show(verb: str, uri: str, shown: contextlib.ExitStack) -> None:
+    bar, shown = contextlib.ExitStack(), contextlib.ExitStack()
     in_notebook = "ipykernel" in sys.modules
-    if not in_notebook and (sys.stderr is None or not sys.stderr.isatty()):
-        return
-    if not _have_packages("rich", *["ipywidgets"] * in_notebook):
-        return
-    if (tqdm := sys.modules.get("tqdm")) is not None:  # a bar of the program has no line of its own
-        shown.enter_context(tqdm.tqdm.external_write_mode(file=sys.stderr, nolock=True))
-    bar = new_bar(redirect_stdout=False, redirect_stderr=False, refresh_per_second=4)
-    task = bar.add_task(f"{verb} {uri.rpartition('/')[2]}", total=None)
-    shown.enter_context(bar)
-    shown.callback(subscribe(functools.partial(_update, bar, task, verb, uri)))
+    if is_wanted and (in_notebook or (not in_background and sys.stderr is not None and sys.stderr.isatty())):
+        shown.callback(_end, bar)
+        with logging_failures("no progress bar is shown"):
+            if in_notebook:
+                bar.enter_context(_NotebookBar(verb, uri))
+            elif _has_rich():
+                if (tqdm := sys.modules.get("tqdm")) is not None:  # a bar of the program has no line of its own
+                    bar.enter_context(tqdm.tqdm.external_write_mode(file=sys.stderr, nolock=True))
+                bar.enter_context(_TerminalBar(verb, uri))
+    return shown
 
 
-def _update(bar: Progress, task: Any, verb: str, uri: str, event: Event) -> None:
-    if event.uri != uri or not event.name.startswith(verb):
-        return
-    if event.name in _MOVED:
-        bar.advance(task, event.num_bytes)
-    elif event.name in _PLANNED:
-        bar.update(task, completed=0, total=event.num_bytes or None)
-    elif event.name.endswith(".done"):
-        # Tiles and headers have made it a little more than was planned. Another total would reset the speed.
-        total = bar.tasks[0].total or event.num_bytes
-        bar.update(task, completed=total, total=total, refresh=True)  # a notebook shows no further one
+def _end(bar: contextlib.ExitStack) -> None:
+    with logging_failures("the progress bar could not be ended"):
+        bar.close()
 
 
-def _have_packages(*names: str) -> bool:
-    """Return True if all are installed. Warns once if not."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing and is_first_warning("progress", " ".join(missing)):
-        _log.warning("Options.progress needs %s: %s", " and ".join(missing), install_advice("cli"))
-    return not missing
+class _Bar(abc.ABC):
+    """Counts the bytes that the events of one save or load tell, and draws them."""
+
+    def __init__(self, verb: str, uri: str) -> None:
+        self._verb, self._uri = verb, uri
+        self._name = f"{verb} {uri.rpartition('/')[2]}"
+        self._done_bytes = self._total_bytes = 0
+        self._is_done = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._unsubscribe = subscribe(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        self._unsubscribe()
+
+    def _count(self, event: Event) -> None:
+        if event.uri != self._uri or not event.name.startswith(self._verb):
+            return
+        with self._lock:
+            if event.name in _MOVED:
+                self._done_bytes += event.num_bytes
+            elif event.name in _PLANNED:
+                self._done_bytes, self._total_bytes = 0, event.num_bytes
+            elif event.name.endswith(".done"):
+                # Tiles and headers have made it a little more than was planned. Another total would reset the speed.
+                self._done_bytes = self._total_bytes = self._total_bytes or event.num_bytes
+                self._is_done = True
+            self._draw()
+
+    @abc.abstractmethod
+    def _draw(self) -> None: ...
+
+
+class _TerminalBar(_Bar):
+    """A bar of rich, which goes away if the save or load fails."""
+
+    def __enter__(self) -> None:
+        self._bar = new_bar(redirect_stdout=False, redirect_stderr=False, refresh_per_second=4)
+        self._task = self._bar.add_task(self._name, total=None)
+        self._bar.start()
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._bar.update(self._task, visible=self._is_done)
+        self._bar.stop()
+
+    def _draw(self) -> None:
+        self._bar.update(self._task, completed=self._done_bytes, total=self._total_bytes or None)
+
+
+class _NotebookBar(_Bar):
+    """A bar of HTML, of which one line of text stays. Without widgets, so that each viewer of notebooks shows it."""
+
+    def __enter__(self) -> None:
+        self._begun_s, self._drawn_s = time.monotonic(), 0.0
+        self._spent_s: float | None = None
+        self._shown: Any = importlib.import_module("IPython.display").display(self, display_id=True)
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._spent_s = time.monotonic() - self._begun_s
+        self._shown.update(self)
+
+    def _draw(self) -> None:
+        if (now_s := time.monotonic()) >= self._drawn_s + _NOTEBOOK_INTERVAL_S:
+            self._drawn_s = now_s
+            self._shown.update(self)
+
+    def __repr__(self) -> str:
+        spent_s = self._spent_s or time.monotonic() - self._begun_s
+        if self._spent_s is not None and not self._is_done:
+            return f"{self._name}: not finished"
+        of = f"of {size(self._total_bytes)}" if self._spent_s is None else f"in {seconds(spent_s)}"
+        return f"{self._name}: {size(self._done_bytes)} {of}, {rate(self._done_bytes / max(spent_s, 1e-9))}"
+
+    def _repr_html_(self) -> str:
+        bar = f'<progress value="{self._done_bytes}" max="{max(self._total_bytes, 1)}"></progress>'
+        return f"<div>{html.escape(repr(self))} {bar if self._spent_s is None else ''}</div>"
+
+
+def _has_rich() -> bool:
+    """Return True if rich is installed. Warns once if not."""
+    is_there = importlib.util.find_spec("rich") is not None
+    if not is_there and is_first_warning("progress", "rich"):
+        _log.warning("Options.progress needs rich: %s", install_advice("cli"))
+    return is_there
 
 
 def new_bar(**settings: Any) -> Progress:

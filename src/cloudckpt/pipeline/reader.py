@@ -180,53 +180,83 @@ class Reader:
         with opened(request) as views:
             recorder.span("stage", begun_ns, key=key)
             recorder.spent("stage", begun_ns)
-            self._in_nearest_place(
-                request.object_index,
-                functools.partial(
-                    Reader._fill, request=request, views=views, names_in=names_in, is_verified=is_verified
-                ),
-                names=lambda: names_in(request, request.begin, request.end),
-            )
+            names = functools.partial(names_in, request, request.begin, request.end)
+            # As few frames as possible, and as `_in_nearest_place` does.
+            failure = self._failure_of(request.object_index)
+            if failure is None:
+                try:
+                    fetch(client, key=key, begin=request.begin, views=views)
+                    if is_verified:
+                        self._check_tiles(request, views, names_in)
+                except (StoreError, CorruptCheckpointError) as error:
+                    failure = self._note_failure(request.object_index, error, names)
+            if failure is not None:
+                self._use_copy(
+                    request.object_index,
+                    lambda reader: reader.fetch(
+                        request,
+                        opened=lambda _: contextlib.nullcontext(views),
+                        names_in=names_in,
+                        is_verified=is_verified,
+                    ),
+                    failure,
+                    names,
+                )
             begun_ns = now_ns()
         recorder.span("place", begun_ns, key=key)
         recorder.spent("stage", begun_ns)
         if event is not None:
             self.context.emit(event, key=key, num_bytes=request.num_bytes)
 
-    def _fill(
-        self, *, request: RangeRead, views: Views, names_in: Callable[[RangeRead, int, int], str], is_verified: bool
-    ) -> None:
-        """Fill the `views` of a request from this place alone."""
+    def _check_tiles(self, request: RangeRead, views: Views, names_in: Callable[[RangeRead, int, int], str]) -> None:
+        """Raise `CorruptCheckpointError` unless all tiles in `views` are what was saved."""
+        wrong = self.find_wrong_tiles(request, views)
+        if not wrong:
+            return
         client, key = self.context.client, self.manifest.objects[request.object_index].key
-        fetch(client, key=key, begin=request.begin, views=views)
-        wrong = self.find_wrong_tiles(request, views) if is_verified else {}
-        if wrong:
-            index, actual = next(iter(wrong.items()))
-            low = request.begin + index * self.manifest.tile_bytes
-            high = min(low + self.manifest.tile_bytes, request.end)
-            raise CorruptCheckpointError(
-                f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
-                f"{self.tiles_of(request)[index]:08x} was saved. They hold {names_in(request, low, high)}. "
-                f"{_LOAD_AN_OLDER_ONE}",
-                uri=client.uri,
-            )
+        index, actual = next(iter(wrong.items()))
+        low = request.begin + index * self.manifest.tile_bytes
+        high = min(low + self.manifest.tile_bytes, request.end)
+        raise CorruptCheckpointError(
+            f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
+            f"{self.tiles_of(request)[index]:08x} was saved. They hold {names_in(request, low, high)}. "
+            f"{_LOAD_AN_OLDER_ONE}",
+            uri=client.uri,
+        )
 
-    def _in_nearest_place(self, index: int, read: Callable[[Reader], None], *, names: Callable[[], str]) -> None:
+    def _in_nearest_place(self, index: int, read: Callable[[Reader], None], names: Callable[[], str]) -> None:
         """Call `read` with this reader, or with that of the copy if object `index` cannot be had here.
 
-        If both fail, a failure that may pass is raised before one that speaks of damage. `names` returns the names of
-        what the object holds, for the message.
+        `names` returns the names of what the object holds, for the message.
         """
-        elsewhere = self._elsewhere
-        if elsewhere is None or (failure := elsewhere.failure_of(index)) is None:
+        failure = self._failure_of(index)
+        if failure is None:
             try:
                 read(self)
             except (StoreError, CorruptCheckpointError) as error:
-                if elsewhere is None:
-                    self._raise(error, index, names())
-                failure = elsewhere.note(index, error)
-            else:
-                return
+                failure = self._note_failure(index, error, names)
+        if failure is not None:
+            self._use_copy(index, read, failure, names)
+
+    def _failure_of(self, index: int) -> Exception | None:
+        """Return why object `index` is not to be looked for here; None if it is."""
+        return None if self._elsewhere is None else self._elsewhere.failure_of(index)
+
+    def _note_failure(self, index: int, error: Exception, names: Callable[[], str]) -> Exception:
+        """Note that object `index` cannot be had here. Raises the reason if there is no copy to look at."""
+        if self._elsewhere is None:
+            self._raise(error, index, names())
+        return self._elsewhere.note(index, error)
+
+    def _use_copy(
+        self, index: int, read: Callable[[Reader], None], failure: Exception, names: Callable[[], str]
+    ) -> None:
+        """Call `read` with the reader of the copy, after the `failure` of this one.
+
+        If both fail, a failure that may pass is raised before one that speaks of damage.
+        """
+        elsewhere = self._elsewhere
+        assert elsewhere is not None  # noqa: S101  # only a copy makes `_note_failure` return
         elsewhere.warn(index, self.context.client.url(self.manifest.objects[index].key), failure)
         try:
             read(elsewhere.open())
@@ -344,7 +374,7 @@ class Reader:
             self._in_nearest_place(
                 index,
                 functools.partial(Reader._check_claim, index=index, claimed_bytes=claimed.get(index, 0), names=names),
-                names=functools.partial(str, names),
+                functools.partial(str, names),
             )
 
     def _check_claim(self, *, index: int, claimed_bytes: int, names: str) -> None:

@@ -91,7 +91,10 @@ TARGETS: dict[str, tuple[Callable[[], object], str]] = {
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(1)]), r"'n\.w' .*nested tensor .* plain tensor"),
     "lazy": (lambda: nn.LazyLinear(3).bias, r"'n\.w' .*lazy module, .*Run the module once before the load"),
     "freed": (freed, r"'n\.w' (was saved with|.*memory was freed)"),
-    "function": (lambda: freed, r"'n\.w' was saved as a tensor of shape \(3,\), and a value \(function\)"),
+    "function": (
+        lambda: freed,
+        r"'n\.w' was saved as a tensor: hold torch\.empty\(\(3,\)\) there, not a value \(function\)",
+    ),
 }
 
 

@@ -181,27 +181,20 @@ class Reader:
             recorder.span("stage", begun_ns, key=key)
             recorder.spent("stage", begun_ns)
             names = functools.partial(names_in, request, request.begin, request.end)
-            # As few frames as possible, and as `_in_nearest_place` does.
-            failure = self._failure_of(request.object_index)
-            if failure is None:
-                try:
-                    fetch(client, key=key, begin=request.begin, views=views)
-                    if is_verified:
-                        self._check_tiles(request, views, names_in)
-                except (StoreError, CorruptCheckpointError) as error:
-                    failure = self._note_failure(request.object_index, error, names)
-            if failure is not None:
-                self._use_copy(
-                    request.object_index,
-                    lambda reader: reader.fetch(
-                        request,
-                        opened=lambda _: contextlib.nullcontext(views),
-                        names_in=names_in,
-                        is_verified=is_verified,
-                    ),
-                    failure,
-                    names,
+
+            def read_copy(reader: Reader) -> None:
+                reader.fetch(
+                    request,
+                    opened=lambda _: contextlib.nullcontext(views),
+                    names_in=names_in,
+                    is_verified=is_verified,
                 )
+
+            with self._or_copy(request.object_index, read_copy, names):
+                self._raise_known_failure(request.object_index)
+                fetch(client, key=key, begin=request.begin, views=views)
+                if is_verified:
+                    self._check_tiles(request, views, names_in)
             begun_ns = now_ns()
         recorder.span("place", begun_ns, key=key)
         recorder.spent("stage", begun_ns)
@@ -224,39 +217,22 @@ class Reader:
             uri=client.uri,
         )
 
-    def _in_nearest_place(self, index: int, read: Callable[[Reader], None], names: Callable[[], str]) -> None:
-        """Call `read` with this reader, or with that of the copy if object `index` cannot be had here.
+    @contextlib.contextmanager
+    def _or_copy(self, index: int, read: Callable[[Reader], None], names: Callable[[], str]) -> Iterator[None]:
+        """Let the body read object `index` here; if that fails, call `read` with the reader of the copy.
 
-        `names` returns the names of what the object holds, for the message.
-        """
-        failure = self._failure_of(index)
-        if failure is None:
-            try:
-                read(self)
-            except (StoreError, CorruptCheckpointError) as error:
-                failure = self._note_failure(index, error, names)
-        if failure is not None:
-            self._use_copy(index, read, failure, names)
-
-    def _failure_of(self, index: int) -> Exception | None:
-        """Return why object `index` is not to be looked for here; None if it is."""
-        return None if self._elsewhere is None else self._elsewhere.failure_of(index)
-
-    def _note_failure(self, index: int, error: Exception, names: Callable[[], str]) -> Exception:
-        """Note that object `index` cannot be had here. Raises the reason if there is no copy to look at."""
-        if self._elsewhere is None:
-            self._raise(error, index, names())
-        return self._elsewhere.note(index, error)
-
-    def _use_copy(
-        self, index: int, read: Callable[[Reader], None], failure: Exception, names: Callable[[], str]
-    ) -> None:
-        """Call `read` with the reader of the copy, after the `failure` of this one.
-
-        If both fail, a failure that may pass is raised before one that speaks of damage.
+        If both fail, a failure that may pass is raised before one that speaks of damage. `names` returns the names of
+        what the object holds, for the message. The body runs in the frame of the caller, whose number is bounded.
         """
         elsewhere = self._elsewhere
-        assert elsewhere is not None  # noqa: S101  # only a copy makes `_note_failure` return
+        try:
+            yield
+        except (StoreError, CorruptCheckpointError) as error:
+            if elsewhere is None:
+                self._raise(error, index, names())
+            failure = elsewhere.note(index, error)
+        else:
+            return
         elsewhere.warn(index, self.context.client.url(self.manifest.objects[index].key), failure)
         try:
             read(elsewhere.open())
@@ -265,6 +241,12 @@ class Reader:
             if is_trouble(error) and not is_trouble(failure):
                 raise
             self._raise(copy.copy(failure), index, names())
+
+    def _raise_known_failure(self, index: int) -> None:
+        """Raise the failure after which object `index` is not to be looked for here again."""
+        failure = None if self._elsewhere is None else self._elsewhere.failure_of(index)
+        if failure is not None:
+            raise copy.copy(failure)
 
     def _raise(self, error: Exception, index: int, names: str) -> NoReturn:
         """Raise `error`, or the one that says which `names` are lost with object `index`."""
@@ -371,11 +353,12 @@ class Reader:
             names = ", ".join(repr(name) for name, _ in held[index])
             if not names:
                 names = wants.names_in(large[index], large[index].begin, large[index].end)
-            self._in_nearest_place(
-                index,
-                functools.partial(Reader._check_claim, index=index, claimed_bytes=claimed.get(index, 0), names=names),
-                functools.partial(str, names),
+            check = functools.partial(
+                Reader._check_claim, index=index, claimed_bytes=claimed.get(index, 0), names=names
             )
+            with self._or_copy(index, check, functools.partial(str, names)):
+                self._raise_known_failure(index)
+                check(self)
 
     def _check_claim(self, *, index: int, claimed_bytes: int, names: str) -> None:
         """Raise unless object `index` is here, with the bytes that were saved and those that are asked for."""

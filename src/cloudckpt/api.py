@@ -100,7 +100,7 @@ def save(
     Raises:
         CheckpointException: The save failed. Raised on every rank, with the causes by rank. It is also an instance of
             the causes' class if they have one in common, such as `CheckpointExistsError`.
-        RankLostError: A rank died, hangs, or did not come within `Options.timeout_s`. A slow one is waited for.
+        RankLostError: A rank died, was stopped, or did not come within `Options.timeout_s`. A slow one is waited for.
         InvalidOptionError: An argument cannot be used, or not beside another one.
         InvalidURIError: `uri` cannot name a checkpoint.
         TypeError: `state_dict` is no dict.

@@ -25,7 +25,7 @@ Classes follow what a handler would do, not where the error came from::
         ├── CheckpointNotFoundError         nothing is committed there
         ├── CheckpointChangedError          overwritten while it was read: load again
         ├── CommitUnknownError              the answer to the commit was lost: look before you save again
-        ├── RankLostError (TimeoutError)    a rank died, hangs or never came: .ranks; restart, load what is committed
+        ├── RankLostError (TimeoutError)    a rank died, stopped or never came: .ranks; restart, load what is committed
         ├── SaveInFlightError               a background save still runs: wait for its handle, or cancel it
         ├── SaveCancelledError              `AsyncSave.cancel` ended the save: .ranks; save again if it was wrong
         ├── GarbageLeftError                gc could not remove everything: .report says what is left

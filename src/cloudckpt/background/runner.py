@@ -203,7 +203,9 @@ class BackgroundSave:
         return self.ranks if isinstance(self.ranks, CollectiveCall) else None
 
     def begin(self, *, is_overlapped: bool) -> AsyncSave:
-        """Start the save in a thread of its own. Returns when all is copied, or at once if `is_overlapped`.
+        """Start the save in a thread of its own. Returns when all is copied.
+
+        If `is_overlapped`, it returns when all that is urgent is copied.
 
         Raises the failure of the save if the copy failed. After any exception, the caller calls `abandon`.
         """

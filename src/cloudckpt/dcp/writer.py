@@ -78,8 +78,8 @@ class ObjectStoreWriter(StorageWriter):
     Args:
         uri: Place of the checkpoint.
         options: Options of its saves.
-        overwrite: Replace a checkpoint at `uri` at the instant of the commit. Without it, the save fails before any
-            byte is sent.
+        overwrite: Replace a checkpoint at `uri` at the instant of the commit. Without it, a save to a place
+            that has one fails before any byte is sent, or at the commit if another save was faster.
 
     Raises:
         InvalidURIError: `uri` cannot name a checkpoint.

@@ -109,7 +109,10 @@ class _DamagedUnitError(Exception):
 
 
 class Verification:
-    """Reads of all that one manifest names. Needs no torch-distributed, and no memory but `Options.read_bytes`."""
+    """Reads of all that one manifest names. Needs no torch-distributed.
+
+    It takes at most `Options.read_bytes` of memory beside the manifest and the headers.
+    """
 
     def __init__(self, reader: Reader, *, on_read: Callable[[int], None] = lambda _num_bytes: None) -> None:
         self._reader, self._on_read = reader, on_read

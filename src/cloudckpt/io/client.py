@@ -103,7 +103,7 @@ class _SharedState:
 class StoreClient:
     """Calls one store. Safe to share between threads; `stop` ends every wait at once.
 
-    A call is repeated after a failure that may pass. Delays grow exponentially with full jitter
+    A call is repeated after a failure that may pass. Delays grow exponentially, with jitter of half of each
     (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/). A call is given up after `retries`
     repetitions or once `timeout_s` have gone by without progress. Tries that made no request
     (`StoreError.is_unsent`) do not count as repetitions, and the progress of another call is theirs: it may have

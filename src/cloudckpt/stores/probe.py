@@ -1,7 +1,7 @@
 """Checks of a store's behaviour, each on small objects of its own.
 
-`probe` runs the two that a save depends on, for endpoints that only speak the protocol of S3 or GCS: some servers
-accept the condition of a put and overwrite all the same. `cloudckpt doctor` runs all of them.
+`probe` runs the one that a save depends on, and that of checksums, for endpoints that only speak the protocol of S3 or
+GCS: some servers accept the condition of a put and overwrite all the same. `cloudckpt doctor` runs all of them.
 
 A check is a function of a `Scratch`. It returns a sentence about what works, or raises `CheckFailed`, or `StoreError`
 if the store could not be asked.

@@ -100,12 +100,14 @@ def test_accelerate_on_fewer_ranks(kind: str, one_place: str, jobs: Jobs) -> Non
 
 
 def test_accelerate_with_two_models_and_a_stateful_loader(one_place: str, jobs: Jobs) -> None:
-    """Two models with an optimizer each, or the position in the data of each rank, would not come back; or one rank
-    would take the position that two ranks had, and repeat or skip samples without a word.
+    """Two models with an optimizer each, or the position in the data of each rank, would not come back, within an epoch
+    or at its last batch; or one rank would take the position that two ranks had, or two that of dispatched batches, and
+    repeat or skip samples without a word.
     """
     found = jobs.at(one_place, "accelerate_state")["pair"]
-    assert found["resumed"] == found["whole"][3:]
-    assert len(found["resumed"]) == 5
+    assert len(found["whole"]) == 16
+    assert found["3"] == found["8"] == found["whole"]
+    assert "data loader 0 is stateful and dispatches" in found["dispatched"]
     refused = jobs.at(one_place, "accelerate_state", num_ranks=1)["pair"]
     assert "was saved by 2 ranks, and this job has 1" in refused
 
@@ -130,8 +132,11 @@ def test_transformers_trainer(kind: str, place: str, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_transformers_trainer_keeps_the_best(kind: str, one_place: str, jobs: Jobs) -> None:
-    """The best model would be removed by `save_total_limit`, forgotten by a resume, or not be the one in the end."""
+    """The best model would be removed by `save_total_limit`, forgotten by a resume, or not be the one in the end; or a
+    rank would train with more data than the run that saved had, and skip samples that it has not seen.
+    """
     found = jobs.at(one_place, "trainer")["best"][kind]
+    assert "was saved with samples=64, and this training has samples=72" in found["refused"]
     assert found["kept"] == [4, 8]
     assert found["scores"] == [0.9, 0.9]
     assert found["part"] == found["resumed"] == found["saved"]

@@ -175,13 +175,16 @@ def test_accelerate_evaluations_before_a_save_are_no_obstacle(tmp_path: Path, ca
         cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
 
 
+@pytest.mark.parametrize("sets_epoch", [True, False])
 @pytest.mark.parametrize(
     ("num_workers", "shuffle", "is_seedable"), [(0, False, False), (2, False, False), (0, True, True)]
 )
 def test_accelerate_stateful_loader_goes_on_with_the_batches_of_uninterrupted_training(
-    *, num_workers: int, shuffle: bool, is_seedable: bool, tmp_path: Path
+    *, num_workers: int, shuffle: bool, is_seedable: bool, sets_epoch: bool, tmp_path: Path
 ) -> None:
-    """If this fails, a job resumes before other batches, or shuffles with the seed of another process."""
+    """If this fails, a job resumes before other batches, shuffles with the seed of another process or in the order of
+    the first epoch, or repeats an epoch that was saved at its last batch.
+    """
 
     def make(seed: int) -> tuple[Accelerator, Any]:
         torch.manual_seed(seed)
@@ -191,24 +194,61 @@ def test_accelerate_stateful_loader_goes_on_with_the_batches_of_uninterrupted_tr
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle, num_workers=num_workers)
         return accelerator, accelerator.prepare(loader)
 
-    def batches(loader: Any, epoch: int) -> list[list[float]]:
-        loader.set_epoch(epoch)
-        return [batch.tolist() for batch in loader]
+    def batches(loader: Any, first: int) -> Iterator[tuple[int, list[float]]]:
+        for epoch in range(first, 3):
+            if sets_epoch:
+                loader.set_epoch(epoch)
+            for batch in loader:
+                yield epoch, batch.tolist()
 
     accelerator, loader = make(seed=1)
     state = AcceleratorState(accelerator)
-    expected = []
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        for index, batch in enumerate(loader):
-            expected.append(batch.tolist())
-            if index == 2:
-                cloudckpt.save({"accelerator": state}, tmp_path / f"within-{epoch}")
-        cloudckpt.save({"accelerator": state}, tmp_path / f"after-{epoch}")
-    for name, epoch, num_seen in (("within-0", 0, 3), ("after-0", 1, 5), ("within-1", 1, 8)):
+    expected, epochs = [], []
+    for epoch, batch in batches(loader, 0):
+        expected.append(batch)
+        epochs.append(epoch)
+        if len(expected) in (3, 5, 8, 10):
+            cloudckpt.save({"accelerator": state}, tmp_path / str(len(expected)))
+    for num_seen in (3, 5, 8, 10):
         accelerator, loader = make(seed=2)
-        cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / name)
-        assert [batch for each in range(epoch, 2) for batch in batches(loader, each)] == expected[num_seen:], name
+        cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / str(num_seen))
+        rest = [batch for _, batch in batches(loader, epochs[num_seen - 1])]
+        assert rest == expected[num_seen:], num_seen
+
+
+@pytest.mark.parametrize("sets_epoch", [True, False])
+def test_accelerate_stateful_loader_saved_after_its_loop_begins_the_next_epoch(
+    *, sets_epoch: bool, tmp_path: Path
+) -> None:
+    """If this fails, a job that is resumed between two epochs skips one or repeats one."""
+
+    def make() -> tuple[Accelerator, Any]:
+        config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0), shuffle=True))
+
+    accelerator, loader = make()
+    list(loader)
+    cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    expected = list(loader)
+    accelerator, resumed = make()
+    cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
+    if sets_epoch:
+        resumed.set_epoch(1)
+    assert list(resumed) == expected
+
+
+def test_accelerate_dispatched_batches_that_would_be_repeated_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, nobody hears that a resume from the last batch of an epoch repeats the epoch."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(samples(8), batch_size=4))
+    for number, _ in enumerate(loader):
+        cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, tmp_path / str(number))
+        assert ("data loader 0 is saved at its last batch" in caplog.text) == (number == 1)
+    assert "After a resume, begin with epoch 1" in caplog.text
 
 
 @pytest.mark.parametrize(("num_workers", "is_seedable"), [(0, False), (2, True)])

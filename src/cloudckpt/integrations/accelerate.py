@@ -20,13 +20,15 @@ from cloudckpt.integrations._requirements import require
 
 with require("accelerate"):
     from accelerate import Accelerator
-    from accelerate.data_loader import SeedableRandomSampler, get_sampler
+    from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, get_sampler
     from accelerate.utils import DistributedType, gather_object
 
 _log = logging.getLogger("cloudckpt")
 
 _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 _MODELS, _OPTIMIZERS = "models", "optimizers"
+_EPOCH = "_epoch"
+"""Key of the epoch in the state of a data loader: Accelerate leaves it out, and the order follows from it."""
 _VALUES = ("schedulers", "objects", "scaler", "step", "ranks")
 
 
@@ -46,7 +48,8 @@ class AcceleratorState(LiveEntry):
 
     Raises:
         InvalidOptionError: DeepSpeed and Megatron-LM have state formats of their own. And Accelerate does not save the
-            order of a stateful data loader that shuffles with workers, or without ``use_seedable_sampler``.
+            order of a stateful data loader that shuffles with workers, or without ``use_seedable_sampler``, nor the
+            position of one that dispatches the batches of workers.
 
     Example::
 
@@ -189,11 +192,36 @@ class AcceleratorState(LiveEntry):
         return [serialize(each.state_dict()) for each in objects]
 
     def _serialize_rank(self) -> bytes:
-        loaders = [loader.state_dict() if _is_stateful(loader) else None for loader in self._loaders]
+        numbered = enumerate(self._loaders)
+        loaders = [self._position_of(loader, index) if _is_stateful(loader) else None for index, loader in numbered]
         lengths = [length_of(loader) for loader in self._loaders]
         seeds = [getattr(_seedable_sampler_of(loader), "initial_seed", None) for loader in self._loaders]
         random = serialize(tuple(RandomState.capture()))
         return serialize({"random": random, "loaders": loaders, "lengths": lengths, "seeds": seeds})
+
+    def _position_of(self, loader: Any, index: int) -> dict[str, Any]:
+        """Return the state of a stateful data loader and the epoch that it is in.
+
+        At the last batch, Accelerate 1.15 already counts the epoch as ended: a loop that is resumed there would repeat
+        the whole epoch. Here the rest of that loop is empty, and the next loop is the next epoch. Dispatched batches
+        cannot be none.
+        """
+        state = {**loader.state_dict(), _EPOCH: loader.iteration}
+        is_in_loop = any(one is loader for one in loader.gradient_state.dataloader_references)
+        if not (is_in_loop and loader.end_of_dataloader):
+            return state
+        state[_EPOCH] += 1
+        if not isinstance(loader, DataLoaderDispatcher):
+            state["_iterator_finished"] = False
+        elif self._accelerator.is_main_process:
+            _log.warning(
+                "prepared data loader %d is saved at its last batch, and Accelerate counts epoch %d as ended. After a "
+                "resume, begin with epoch %d",
+                index,
+                loader.iteration,
+                loader.iteration + 1,
+            )
+        return state
 
     def _restore_rank(self, state: dict[str, Any]) -> None:
         saved = dict(enumerate(zip(state["loaders"], state.get("lengths", state["loaders"]), strict=True)))
@@ -211,7 +239,10 @@ class AcceleratorState(LiveEntry):
                         "skip_first_batches",
                         uri=self._uri,
                     )
+                epoch = of_loader.pop(_EPOCH, None)
                 loader.load_state_dict(of_loader)
+                if epoch is not None:
+                    loader.set_epoch(epoch)
         self.random = RandomState(*deserialize(state["random"]))
         if self._restores_random:
             self.random.restore()
@@ -227,12 +258,19 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _refuse_unsaved_order(loader: Any, position: int) -> None:
-    """Raise `InvalidOptionError` for a stateful data loader whose samples are shuffled in an order that is not saved.
+    """Raise `InvalidOptionError` for a stateful data loader whose order or position is not saved.
 
-    With workers, Accelerate 1.15 draws the first order before it gives the loader its seedable sampler.
+    With workers, Accelerate 1.15 draws the first order before it gives the loader its seedable sampler. And on several
+    ranks, it does not subtract the batches of workers that it has fetched to dispatch them.
     """
     if not _is_stateful(loader):
         return
+    if isinstance(loader, DataLoaderDispatcher) and loader.num_workers and loader.state.num_processes > 1:
+        raise InvalidOptionError(
+            f"prepared data loader {position} is stateful and dispatches the batches of its workers, and Accelerate "
+            "does not save its position: a resume would continue with other batches. Give the loader num_workers=0; or "
+            "give DataLoaderConfiguration dispatch_batches=False or use_stateful_dataloader=False"
+        )
     is_saved = _seedable_sampler_of(loader) is not None and loader.num_workers == 0
     if isinstance(get_sampler(loader), RandomSampler) and not is_saved:
         raise InvalidOptionError(

@@ -75,7 +75,7 @@ def fit(root: str, *, until: int, kind: str, drop: float) -> tuple[list[float], 
 
 
 def fit_pair(root: str, *, stop_at: int | None) -> list[list[float]]:
-    """Train two models for an epoch of a stateful loader: the samples of each step, and what the models became."""
+    """Train two models for two epochs of a stateful loader: the samples of each step, and what the models became."""
     begin_anew()
     torch.manual_seed(3)
     config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
@@ -84,11 +84,12 @@ def fit_pair(root: str, *, stop_at: int | None) -> list[list[float]]:
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     loader = torch.utils.data.DataLoader(torch.arange(64.0)[:, None], batch_size=4, shuffle=True)
     first, second, *optimizers, loader = accelerator.prepare(*models, *optimizers, loader)
-    state = {"accelerator": AcceleratorState(accelerator)}
+    state = {"accelerator": AcceleratorState(accelerator), "epoch": 0}
     seen = []
     with cloudckpt.CheckpointManager(root) as manager:
         manager.restore(state)
-        for batch in loader:
+        for epoch, batch in ((epoch, batch) for epoch in range(state["epoch"], 2) for batch in loader):
+            state["epoch"] = epoch
             accelerator.backward(second(first(batch)).square().mean())
             for optimizer in optimizers:
                 optimizer.step()
@@ -117,8 +118,18 @@ for place, root in places():
         result[kind] = {"whole": whole, "part": part, "resumed": resumed, "first": first}
     pair = f"{root}/pair"
     if NUM_RANKS == 2:
-        fit_pair(pair, stop_at=3)
-        result["pair"] = {"whole": fit_pair(f"{pair}-whole", stop_at=None), "resumed": fit_pair(pair, stop_at=None)}
+        result["pair"] = {"whole": fit_pair(f"{pair}-whole", stop_at=None)}
+        for stop_at, under in ((3, pair), (8, f"{pair}-8")):  # 8: the last batch of the first epoch
+            part = fit_pair(under, stop_at=stop_at)
+            result["pair"][str(stop_at)] = part + fit_pair(under, stop_at=None)
+        config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=True)
+        begin_anew()
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        accelerator.prepare(torch.utils.data.DataLoader(data(), num_workers=2))
+        try:
+            AcceleratorState(accelerator)
+        except cloudckpt.errors.InvalidOptionError as error:
+            result["pair"]["dispatched"] = str(error)
     else:
         try:
             fit_pair(pair, stop_at=None)

@@ -69,7 +69,14 @@ def sharding_of(kind: str) -> dict[str, Any]:
 
 
 def train(
-    trainer_class: type[Any], root: str, kind: str, *, resume: bool | int | None, stop_at: int | None, **more: Any
+    trainer_class: type[Any],
+    root: str,
+    kind: str,
+    *,
+    resume: bool | int | None,
+    stop_at: int | None,
+    num_samples: int = 64,
+    **more: Any,
 ) -> tuple[Any, Losses]:
     """The trainer that has trained, and the callback that it was given."""
     begin_anew()
@@ -86,7 +93,7 @@ def train(
         **more,
     )
     losses = Losses(stop_at)
-    dataset = [{"x": x} for x in data()]
+    dataset = [{"x": x} for x in data(num_samples)]
     trainer = trainer_class(
         Model(), args, train_dataset=dataset, eval_dataset=dataset, callbacks=[losses], cloud_root=root
     )
@@ -141,9 +148,15 @@ def best(root: str, kind: str) -> dict[str, Any]:
         "greater_is_better": True,
     }
     part, _ = train(ScoredTrainer, root, kind, resume=True, stop_at=6, **wanted)
+    refused = ""
+    try:
+        train(ScoredTrainer, root, kind, resume=True, stop_at=None, num_samples=72, **wanted)
+    except cloudckpt.errors.StateDictMismatchError as error:
+        refused = str(error)
     resumed, _ = train(ScoredTrainer, root, kind, resume=True, stop_at=None, **wanted)
     saved = cloudckpt.CheckpointManager(root)
     return {
+        "refused": refused,
         "part": bias_of(part),
         "resumed": bias_of(resumed),
         "saved": bias_at(saved.uri_of(4)),

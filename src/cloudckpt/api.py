@@ -42,7 +42,7 @@ from cloudckpt.errors import InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.progress import show_progress
-from cloudckpt.uri import parse_location, redacted
+from cloudckpt.uri import parse_location, redact
 
 __all__ = ["async_save", "entries_of", "load", "prepare_async_save", "save"]
 
@@ -325,7 +325,7 @@ def async_save(
                     no_dist=no_dist,
                 )
                 if earlier is not None:
-                    save = save_of(staging=ExternalStaging.failed(earlier), planner=None)
+                    save = save_of(staging=ExternalStaging.from_error(earlier), planner=None)
                     save.begin(is_overlapped=False)
             if planner is None:
                 planner = BalancedSavePlanner(
@@ -363,7 +363,7 @@ def prepare_async_save(
         await_turn()
         writer = ObjectStoreWriter(uri, options=options)
         ranks = background_ranks(writer, process_group, no_dist=no_dist)
-        with ranks.ended() if isinstance(ranks, CollectiveCall) else contextlib.nullcontext():
+        with ranks.ending() if isinstance(ranks, CollectiveCall) else contextlib.nullcontext():
             pass
         own_stager(is_shared=False).begin(states_of(state_dict)).completed.result()
 
@@ -440,8 +440,7 @@ def _show_progress(
 def _location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None) -> PathOrURI:
     if uri is not None and checkpoint_id is not None and uri != checkpoint_id:
         raise InvalidURIError(
-            "uri and checkpoint_id are two names for one thing, but differ: "
-            f"{redacted(uri)!r}, {redacted(checkpoint_id)!r}"
+            f"uri and checkpoint_id are two names for one thing, but differ: {redact(uri)!r}, {redact(checkpoint_id)!r}"
         )
     chosen = uri if uri is not None else checkpoint_id
     if chosen is None:

@@ -159,13 +159,13 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
             "The checkpoint's location is empty. Pass a URI such as 's3://bucket/run/step-1', or a path."
         )
     if _CONTROL.search(text):
-        raise InvalidURIError(f"The location {redacted(text)!r} contains a control character.")
+        raise InvalidURIError(f"The location {redact(text)!r} contains a control character.")
     match = _SCHEME.match(text)
     if match:
         return _parse_uri(text, scheme=match[1].lower(), rest=text[match.end() :])
     if "://" in text:
         raise InvalidURIError(
-            f"{redacted(text)!r} does not begin with a scheme such as 's3://'. Chained fsspec URIs "
+            f"{redact(text)!r} does not begin with a scheme such as 's3://'. Chained fsspec URIs "
             f"('simplecache::s3://…') are not accepted either, because a cache could serve a stale manifest."
         )
     return _parse_path(text)
@@ -209,7 +209,7 @@ def known_schemes() -> frozenset[str]:
 
 
 def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
-    shown = redacted(text)
+    shown = redact(text)
     if scheme not in known_schemes():
         raise InvalidURIError(_unknown_scheme_message(shown, scheme))
     scheme = _ALIASES.get(scheme, scheme)
@@ -243,7 +243,7 @@ def _parse_file_uri(shown: str, rest: str) -> Location:
 def _parse_path(text: str) -> Location:
     scheme = mangled_uri_scheme(text)
     if scheme or text.startswith("file:"):
-        raise InvalidURIError(f"{redacted(text)!r} {_MANGLED_ADVICE}: '{scheme or 'file'}://…'.")
+        raise InvalidURIError(f"{redact(text)!r} {_MANGLED_ADVICE}: '{scheme or 'file'}://…'.")
     if text.startswith("~"):
         expanded = os.path.expanduser(text)  # noqa: PTH111  # Path would also rewrite the rest
         if expanded == text:
@@ -335,7 +335,7 @@ def _unknown_scheme_message(shown: str, scheme: str) -> str:
     )
 
 
-def redacted(location: object) -> str:
+def redact(location: object) -> str:
     """Return the text of a location without credentials (``user:password@``) and query (``?X-Amz-Signature=…``)."""
     text = os.fsdecode(location) if isinstance(location, (str, bytes, os.PathLike)) else str(location)
     text, question, _ = text.partition("?")

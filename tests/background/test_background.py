@@ -453,7 +453,7 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
 
 def test_a_copy_that_failed_is_not_handed_to_a_process() -> None:
     """If this fails, a stager that fails in the background leaves a checkpoint without entries, as a success."""
-    handed = _Staged(ExternalStaging.failed(ValueError("no memory"))).stage({})
+    handed = _Staged(ExternalStaging.from_error(ValueError("no memory"))).stage({})
     assert isinstance(handed, Future)
     assert isinstance(handed.exception(WAIT_S), ValueError)
 

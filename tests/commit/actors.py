@@ -62,7 +62,7 @@ def committed(number: int, attempt: str) -> World:
 
 
 def saver(attempt: str, *, overwrite: bool = False, writes: bool = False) -> Actor:
-    """A save from its set-up on, as `cloudckpt.pipeline.save` puts it together.
+    """A save from its set-up on, as `cloudckpt.pipeline.draft` puts it together.
 
     Without `writes` its data lies there already. That is as good while nobody else can name it; gc can.
     """

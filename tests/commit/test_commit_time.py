@@ -123,7 +123,7 @@ def test_upload_of_hours_is_committed_at_the_own_time(memory: Memory, monkeypatc
     """If this fails, a long save counts as older than what was committed meanwhile: S3 shows when an upload began."""
     set_time(monkeypatch, BEGIN_NS + 3 * 3600 * 10**9)
     real_s = time.monotonic
-    monkeypatch.setattr("cloudckpt.pipeline.save.time.monotonic", lambda: real_s() + hours_passed * 3600)
+    monkeypatch.setattr("cloudckpt.pipeline.draft.time.monotonic", lambda: real_s() + hours_passed * 3600)
     hours_passed = 0
     listed = FaultyStore.list
 

@@ -209,7 +209,7 @@ def test_the_nesting_of_several_ranks_is_that_of_all() -> None:
         Nesting.of(flatten(state, uri=URI), uri=URI)
         for state in ({"a": {0: 1}, "e": {}, "x": [{}]}, {"a": {1: 1}, "e": {}, "x": [{}, {"y": 2}]})
     )
-    both = Nesting.merged([one, two])
+    both = Nesting.merge([one, two])
     rebuilt = unflatten({"a.0": 1, "a.1": 1, "x.1.y": 2}, {**both, **both.typed}, both.empty)
     assert rebuilt == {"a": {0: 1, 1: 1}, "e": {}, "x": [{}, {"y": 2}]}
     assert len(both.empty) == 2

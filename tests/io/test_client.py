@@ -128,7 +128,7 @@ def test_refusal_outlasts_later_stops(clock: FakeClock) -> None:
     assert (caught.value, attempt.num_calls, clock.waits_s) == (refusal, 0, [])
 
 
-# --- what is doubted
+# --- what is confirmed
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
@@ -136,7 +136,7 @@ def test_doubted_answer_is_checked_again(clock: FakeClock, monkeypatch: pytest.M
     """If this fails, one bogus answer is believed, or a gateway that restarts is given no time."""
     monkeypatch.setattr("cloudckpt.io.client.FIRST_LOOK_DELAY_S", 0.1)
     look = Failing([error_of(ObjectNotFoundError) for _ in range(num_failures)])
-    assert client_with(retries=0, timeout_s=60).observe(look, doubted=ObjectNotFoundError) == "done"
+    assert client_with(retries=0, timeout_s=60).confirm(look, errors=ObjectNotFoundError) == "done"
     assert look.num_calls == num_failures + 1
     assert [0.05 * 2**i <= wait_s <= 0.1 * 2**i for i, wait_s in enumerate(clock.waits_s)] == [True] * num_failures
 
@@ -146,7 +146,7 @@ def test_unchecked_answer_is_not_believed(clock: FakeClock) -> None:
     client = client_with(retries=9, timeout_s=60)
     look = Failing([error_of(ObjectNotFoundError)], before=client.stop)
     with pytest.raises(CloudckptError, match="was not looked at again") as caught:
-        client.observe(look, doubted=ObjectNotFoundError)
+        client.confirm(look, errors=ObjectNotFoundError)
     assert not isinstance(caught.value, ObjectNotFoundError)
 
 
@@ -164,24 +164,24 @@ def test_unchecked_answer_is_not_believed(clock: FakeClock) -> None:
 )
 def test_only_looks_in_a_row_count(clock: FakeClock, kinds: str, num_calls: int, end: type[StoreError] | None) -> None:
     """If this fails, three bogus answers among good ones are damage, or contradictions are asked for without end."""
-    doubted = {"A": ObjectNotFoundError, "B": ShortObjectError}
-    look = Failing([error_of(doubted[kind]) for kind in kinds])
+    errors = {"A": ObjectNotFoundError, "B": ShortObjectError}
+    look = Failing([error_of(errors[kind]) for kind in kinds])
     client = client_with(retries=0, timeout_s=60)
     if end is None:
-        assert client.observe(look, doubted=tuple(doubted.values())) == "done"
+        assert client.confirm(look, errors=tuple(errors.values())) == "done"
     else:
         with pytest.raises(StoreError) as caught:
-            client.observe(look, doubted=tuple(doubted.values()))
+            client.confirm(look, errors=tuple(errors.values()))
         assert type(caught.value) is end
     assert look.num_calls == num_calls
 
 
 def test_a_number_of_looks_is_kept_for_each_thing(clock: FakeClock) -> None:
-    """If this fails, the doubts of one look count for the next, and its first bogus answer is believed."""
+    """If this fails, the evidence of one call counts for the next, and its first bogus answer is believed."""
     client = client_with(retries=0, timeout_s=60)
     for _ in range(3):
         look = Failing([error_of(ObjectNotFoundError) for _ in range(2)])
-        assert client.observe(look, doubted=ObjectNotFoundError) == "done"
+        assert client.confirm(look, errors=ObjectNotFoundError) == "done"
 
 
 @pytest.mark.parametrize(("received_bytes", "num_calls"), [(0, 3), (1, 11)])

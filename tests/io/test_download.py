@@ -23,7 +23,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.io.client import Clock, StoreClient
-from cloudckpt.io.download import fetch, find_size, find_wrong_tiles
+from cloudckpt.io.download import download_range, find_size, find_wrong_tiles
 from cloudckpt.stores.base import Store, Views
 from cloudckpt.stores.memory import MemoryStore
 
@@ -82,7 +82,7 @@ def test_a_read_that_breaks_off_goes_on_at_the_byte_reached(
     """If this fails, a bad line makes bytes missing or doubled, or has everything sent again and again."""
     store = CuttingStore(cuts)
     memory, views = target(sizes_bytes)
-    fetch(client_of(store, 1_000_000, InstantClock()), key=KEY, begin=begin, views=views)
+    download_range(client_of(store, 1_000_000, InstantClock()), key=KEY, begin=begin, views=views)
     assert memory == DATA[begin : begin + len(memory)]
     assert sum(min(size, cut) for (_, size), cut in zip(store.reads, [*cuts, 10**9], strict=False)) == len(memory)
     reached = begin
@@ -95,7 +95,7 @@ def test_without_progress_it_gives_up(clock: FakeClock) -> None:
     """If this fails, a server that sends nothing holds a load for ever."""
     store = CuttingStore([5, 0, 0, 0, 0, 0, 0])
     with pytest.raises(InterruptedReadError):
-        fetch(client_of(store, 2), key=KEY, begin=0, views=target([60])[1])
+        download_range(client_of(store, 2), key=KEY, begin=0, views=target([60])[1])
     assert [offset for offset, _ in store.reads] == [0, 5, 5]
 
 
@@ -106,7 +106,7 @@ def crc32cs(data: bytes) -> list[int]:
 def load(client: StoreClient, begin: int, views: Views, expected: Sequence[int]) -> None:
     """Fill `views`. Raises `CorruptCheckpointError` with the wrong tiles, or for an object that was cut."""
     try:
-        fetch(client, key=KEY, begin=begin, views=views)
+        download_range(client, key=KEY, begin=begin, views=views)
     except ShortObjectError as error:
         raise CorruptCheckpointError(str(error), uri=client.uri) from error
     wrong = find_wrong_tiles(

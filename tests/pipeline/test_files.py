@@ -29,9 +29,9 @@ from cloudckpt.errors import (
     InvalidOptionError,
     StoreError,
 )
-from cloudckpt.inspect.files import FileTree
+from cloudckpt.inspect.file_tree import FileTree
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.files import FilesJob, Membership
+from cloudckpt.pipeline.file_saves import FilesJob, Membership
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.uri import parse_location
 
@@ -231,7 +231,7 @@ import os
 import sys
 import cloudckpt
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.files import FilesJob, Membership
+from cloudckpt.pipeline.file_saves import FilesJob, Membership
 from cloudckpt.uri import parse_location
 job = FilesJob(Context(parse_location(sys.argv[1]), cloudckpt.Options(), rank=0), Membership(), save=1)
 job.begin()

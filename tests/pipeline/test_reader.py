@@ -49,7 +49,7 @@ def read_bytes(reader: Reader) -> torch.Tensor:
 def fetch(reader: Reader) -> torch.Tensor:
     """Read the whole object, as a copy does."""
     content = bytearray(reader.manifest.objects[0].size)
-    reader.fetch(
+    reader.read_tiles(
         RangeRead(object_index=0, begin=0, end=len(content)),
         opened=lambda _: contextlib.nullcontext([memoryview(content)]),
         names_in=lambda *_: "'w'",

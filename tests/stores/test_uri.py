@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidURIError
-from cloudckpt.uri import Location, is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location, redacted
+from cloudckpt.uri import Location, is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location, redact
 
 ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-point"
 
@@ -161,7 +161,7 @@ def test_a_user_without_a_password_is_no_secret(text):
 )
 def test_an_encoded_colon_before_an_at_hides_what_is_around_it(text, shown):
     """If this fails, a log shows a password whose colon is encoded, or hides a key that holds no secret."""
-    assert redacted(text) == shown
+    assert redact(text) == shown
 
 
 def test_children_are_joined_by_one_slash():

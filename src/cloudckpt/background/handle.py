@@ -121,7 +121,7 @@ class AsyncSave(OfThisProcess):
         self._staging: SnapshotProgress | None = staging
         self._staged_bytes = 0
         self._tell_others = tell_others
-        staging.completed.add_done_callback(self._staging_ended)
+        staging.completed.add_done_callback(self._end_staging)
 
     def __repr__(self) -> str:
         return f"<AsyncSave to {self.uri}: {self.progress.phase}>"
@@ -150,7 +150,7 @@ class AsyncSave(OfThisProcess):
             TimeoutError: The save has not ended within `timeout`, and continues.
 
         """
-        return _waited(self.committed, self.committed.result, timeout)
+        return _wait_for(self.committed, self.committed.result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save has ended.
@@ -165,7 +165,7 @@ class AsyncSave(OfThisProcess):
             TimeoutError: The save has not ended within `timeout`, and continues.
 
         """
-        return _waited(self.committed, self.committed.exception, timeout)
+        return _wait_for(self.committed, self.committed.exception, timeout)
 
     def done(self) -> bool:
         """Return True if the save has ended, in either way."""
@@ -214,7 +214,7 @@ class AsyncSave(OfThisProcess):
             return None
         return self.committed.result().report
 
-    def _staging_ended(self, staging: concurrent.futures.Future[None]) -> None:
+    def _end_staging(self, staging: concurrent.futures.Future[None]) -> None:
         error = staging.exception()
         if error is None:
             self.staged.set_result(None)
@@ -237,7 +237,7 @@ class AsyncSave(OfThisProcess):
         self.committed.set_exception(outcome)
 
 
-def _waited(future: Outcome, ask: Callable[[float | None], _T], timeout: float | None) -> _T:
+def _wait_for(future: Outcome, ask: Callable[[float | None], _T], timeout: float | None) -> _T:
     refuse_in_fork()
     try:
         return ask(timeout)

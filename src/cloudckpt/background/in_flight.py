@@ -24,7 +24,7 @@ from cloudckpt.dcp.collectives import begin_call
 from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of, failure_of
 from cloudckpt.errors import SaveInFlightError, make_picklable
 from cloudckpt.tensors.host_memory import PINNED
-from cloudckpt.uri import redacted
+from cloudckpt.uri import redact
 
 
 class _Slot:
@@ -135,12 +135,12 @@ def in_flight_on(
     Collective, on a group of its own, because the save may be using the others: ranks that came to different answers
     would wait for each other. Raises `RankLostError` if not all ranks come.
     """
-    uri = redacted(uri)
+    uri = redact(uri)
     try:
         call = begin_call(process_group, "asking", doing="beginning to save", uri=uri, timeout_s=timeout_s)
         if call is None:
             return None if mine is None else (0, mine)
-        with call.ended():
+        with call.ending():
             answers = call.all_gather_object(mine)
     except CheckpointException as error:
         raise failure_of(error, what=f"saving {uri}", is_alone=False) from None

@@ -133,13 +133,13 @@ class ProcessSave:
         except CheckpointException as error:  # DCP has told all ranks
             mine = error
         except BaseException as error:  # the other ranks have to learn of it
-            mine = self._explained(error)
+            mine = self._explain(error)
             if self._call is not None:
                 self._call.cancel()  # their processes may wait for this one
         if self._call is not None:
             self._call.set_on_cancel(None)
         try:
-            with contextlib.nullcontext() if self._call is None else self._call.ended():
+            with contextlib.nullcontext() if self._call is None else self._call.ending():
                 outcomes = dict(enumerate(self._ranks.all_gather_object(None if mine is None else _sendable(mine))))
         except CheckpointException as error:
             end_process()
@@ -171,7 +171,7 @@ class ProcessSave:
             self._is_stopped = True
             process.kill()
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explain(self, error: BaseException) -> BaseException:
         """The failure of this rank, if its process ended or was interrupted."""
         if self._is_stopped:
             return RuntimeError("this rank's process was ended, because the save failed on another rank")

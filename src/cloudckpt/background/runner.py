@@ -120,7 +120,7 @@ class ExternalStaging:
         """The copy, once it is completed."""
 
     @classmethod
-    def failed(cls, error: BaseException) -> ExternalStaging:
+    def from_error(cls, error: BaseException) -> ExternalStaging:
         """Return a copy that failed with `error`."""
         staging = cls()
         staging.completed.set_exception(error)
@@ -178,7 +178,7 @@ def begin_staging(
         stager = own_stager(is_shared=True) if stager is None else stager
         return ExternalStaging.begin(stager, entries, is_sent=by_process)
     except Exception as error:  # it is the save's failure, which all ranks have to learn of
-        return ExternalStaging.failed(error)
+        return ExternalStaging.from_error(error)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -333,7 +333,7 @@ class BackgroundSave:
                 {} if refusal is not None else staging.state_dict,
                 writer,
                 planner=planner,
-                ranks_context=contextlib.nullcontext(self.ranks) if self.call is None else self.call.ended(),
+                ranks_context=contextlib.nullcontext(self.ranks) if self.call is None else self.call.ending(),
                 refusal=refusal,
             )
         finally:

@@ -61,9 +61,9 @@ def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",)) -> Inventory:
     That there is nothing is confirmed. A service that does not list unfinished uploads is no error:
     `Inventory.unlisted` says why. For files it is one, since data looks dead beside an upload that is not seen.
     """
-    return client.observe(
+    return client.confirm(
         functools.partial(_walk_once, client, prefixes),
-        doubt=lambda inventory: not inventory.locations,
+        evidence=lambda inventory: not inventory.locations,
     )
 
 

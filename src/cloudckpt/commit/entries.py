@@ -105,7 +105,7 @@ def read_entry(client: StoreClient, number: int, *, prefix: str = "") -> Manifes
 
     Absence and damage are confirmed.
     """
-    return client.observe(lambda: _read_once(client, number, prefix), doubted=InvalidManifestError)
+    return client.confirm(lambda: _read_once(client, number, prefix), errors=InvalidManifestError)
 
 
 def _read_once(client: StoreClient, number: int, prefix: str) -> Manifest | Fence | None:
@@ -219,7 +219,7 @@ def put_entry(client: StoreClient, number: int, document: bytes, *, conditional:
 
     try:
         # On a path, a deletion of the checkpoint takes the hidden file of a put under way for an unfinished upload.
-        client.observe(lambda: client.call(put), doubted=ObjectNotFoundError)
+        client.confirm(lambda: client.call(put), errors=ObjectNotFoundError)
     except StoreError as error:
         return PutOutcome(error=error, may_have_arrived=may_have_arrived)
     return PutOutcome(error=None, may_have_arrived=False)
@@ -238,7 +238,7 @@ def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditiona
     try:
         found = read_entry(client, number)
     except StoreError as error:
-        raise _unknown(client, number, error) from error
+        raise _unknown_error(client, number, error) from error
     except CheckpointError:
         found = None
     if isinstance(found, Fence) and found.id == fence.id:
@@ -246,11 +246,11 @@ def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditiona
     if outcome.is_refused:
         raise outcome.error
     if not outcome.is_taken:
-        raise _unknown(client, number, outcome.error) from outcome.error
+        raise _unknown_error(client, number, outcome.error) from outcome.error
     return False
 
 
-def _unknown(client: StoreClient, number: int, error: StoreError) -> CommitUnknownError:
+def _unknown_error(client: StoreClient, number: int, error: StoreError) -> CommitUnknownError:
     return CommitUnknownError(
         f"{client.url(manifest_key(number))} was sent, but whether it arrived could not be found out: "
         f"{error}. No data was removed there. Try again when the store answers",
@@ -272,7 +272,7 @@ class SummaryReader:
         """Return the summary of a manifest; None if it has vanished. Raises as `decode_summary`."""
         # Large ones are read one after the other: many would take gigabytes together.
         with self._one_large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
-            return client.observe(lambda: self._read(client, entry.number), doubted=InvalidManifestError)
+            return client.confirm(lambda: self._read(client, entry.number), errors=InvalidManifestError)
 
     def _read(self, client: StoreClient, number: int) -> Summary | None:
         document, key = read_document(client, number), manifest_key(number)
@@ -306,9 +306,9 @@ class CommitTimes:
         if committed_at is not None:
             return committed_at
         try:
-            head = client.observe(
+            head = client.confirm(
                 lambda: _read_head(client, key, entry.size_bytes),
-                doubted=(ObjectNotFoundError, _NoHeadError),
+                errors=(ObjectNotFoundError, _NoHeadError),
             )
         except _NoHeadError:
             # An entry of a fence's size was opened already: if it counts, it cannot be read.

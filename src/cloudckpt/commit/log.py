@@ -47,19 +47,19 @@ class Log:
 
 def list_folders(client: StoreClient) -> list[str]:
     """Return the names of the folders directly in the store. Two listings in a row agree on them."""
-    return client.observe(
+    return client.confirm(
         lambda: sorted(client.list_directories()),
-        doubt=lambda names: ("folders", *names),
-        changing=lambda: _changing(client),
+        evidence=lambda names: ("folders", *names),
+        changing=lambda: _changing_error(client),
     )
 
 
 def list_entries(client: StoreClient) -> tuple[Entry, ...]:
     """Return all entries of a log, lowest number first. That there is none is confirmed."""
-    return client.observe(
+    return client.confirm(
         lambda: _list_once(client, ""),
-        doubt=lambda entries: not entries,
-        changing=lambda: _changing(client),
+        evidence=lambda entries: not entries,
+        changing=lambda: _changing_error(client),
     )
 
 
@@ -78,7 +78,7 @@ def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
         CheckpointChangedError: Fences vanish again and again between the listing and the read.
 
     """
-    return _read_log(client, "", is_lenient=is_lenient, is_doubtful=lambda log: log.current is None)
+    return _read_log(client, "", is_lenient=is_lenient, needs_confirming=lambda log: log.current is None)
 
 
 def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
@@ -86,17 +86,17 @@ def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = F
 
     It is that of the checkpoint whose keys begin with `prefix`. Otherwise as `read_log`.
     """
-    return _read_log(client, prefix, is_lenient=is_lenient, is_doubtful=lambda _: False)
+    return _read_log(client, prefix, is_lenient=is_lenient, needs_confirming=lambda _: False)
 
 
-def _read_log(client: StoreClient, prefix: str, *, is_lenient: bool, is_doubtful: Callable[[Log], bool]) -> Log:
-    found = client.observe(
+def _read_log(client: StoreClient, prefix: str, *, is_lenient: bool, needs_confirming: Callable[[Log], bool]) -> Log:
+    found = client.confirm(
         lambda: _look(client, prefix, opens=False, is_lenient=is_lenient),
-        doubt=lambda found: found.log if found.has_vanished or is_doubtful(found.log) else None,
-        changing=lambda: _changing(client, prefix),
+        evidence=lambda found: found.log if found.has_vanished or needs_confirming(found.log) else None,
+        changing=lambda: _changing_error(client, prefix),
     )
     if found.has_vanished and not is_lenient:
-        raise _changing(client, prefix)
+        raise _changing_error(client, prefix)
     return _without_fence(found.log) if found.has_vanished else found.log
 
 
@@ -107,13 +107,13 @@ def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
     raise, and `CheckpointChangedError` if it is listed and not found. A manifest that vanishes between being listed and
     being read has been superseded or removed, so the listing is made once more.
     """
-    found = client.observe(
+    found = client.confirm(
         lambda: _look(client, "", opens=True, is_lenient=False),
-        doubt=lambda found: None if found.manifest is not None else found.log,
-        changing=lambda: _changing(client),
+        evidence=lambda found: None if found.manifest is not None else found.log,
+        changing=lambda: _changing_error(client),
     )
     if found.manifest is None and found.log.current_entry is not None:
-        raise _changing(client)
+        raise _changing_error(client)
     return found.log, found.manifest
 
 
@@ -160,7 +160,7 @@ def _without_fence(log: Log) -> Log:
     return Log(entries=log.entries, current=max(below, default=log.highest_number))
 
 
-def _changing(client: StoreClient, prefix: str = "") -> CheckpointChangedError:
+def _changing_error(client: StoreClient, prefix: str = "") -> CheckpointChangedError:
     uri = client.url(prefix.rstrip("/"))
     return CheckpointChangedError(
         f"{uri} is being overwritten again and again, or its store lists an entry that it does not find: the "
@@ -184,7 +184,7 @@ def resolve(client: StoreClient) -> Resolved:
     """
     log, manifest = read_current(client)
     if log.current is None:
-        raise _not_found(client, was_fenced=bool(log.entries))
+        raise _not_found_error(client, was_fenced=bool(log.entries))
     if manifest is None:
         raise CheckpointNotFoundError(
             f"the checkpoint at {client.uri} is gone: another program removed {manifest_key(log.current)}. "
@@ -196,7 +196,7 @@ def resolve(client: StoreClient) -> Resolved:
 
 def has_torch_checkpoint(client: StoreClient) -> bool:
     """Return True if the location has a ``.metadata`` of torch's own writers. That it has none is confirmed."""
-    return client.observe(lambda: lists_torch_checkpoint(client), doubt=lambda has: not has)
+    return client.confirm(lambda: lists_torch_checkpoint(client), evidence=lambda has: not has)
 
 
 def lists_torch_checkpoint(client: StoreClient) -> bool:
@@ -209,7 +209,7 @@ def lists_rank_checkpoints(client: StoreClient) -> bool:
     return read_log_once(client, prefix="rank-0/", is_lenient=True).current is not None
 
 
-def _not_found(client: StoreClient, *, was_fenced: bool) -> CheckpointNotFoundError:
+def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotFoundError:
     if client.list("data/", most=1):
         left = "what a deletion or a failed save has left" if was_fenced else "of an unfinished or failed save"
         hint = f"the data there is {left}. {_LOAD_AN_OLDER_ONE}"

@@ -67,7 +67,7 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
     except CommitUnknownError:
         raise
     except Exception as error:
-        raise _unknown(client, manifest_key(number), error) from error
+        raise _unknown_error(client, manifest_key(number), error) from error
 
 
 def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> None:
@@ -81,11 +81,13 @@ def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> No
     if log.current == number:
         return
     if log.highest_number > number:
-        raise _overtaken(client, log, number)
+        raise _overtaken_error(client, log, number)
     found = read_entry(client, number)  # a listing may lag
     if isinstance(found, Manifest) and found.attempt == manifest.attempt:
         return
-    raise _unknown(client, manifest_key(number), "the store has acknowledged it, and neither lists it nor returns it")
+    raise _unknown_error(
+        client, manifest_key(number), "the store has acknowledged it, and neither lists it nor returns it"
+    )
 
 
 def _check_arrived(
@@ -99,11 +101,11 @@ def _check_arrived(
     if outcome.is_refused and (is_absent or found is not None):
         raise error
     if outcome.is_taken and found is not None:
-        raise (_fenced(client, key) if isinstance(found, Fence) else _lost(client, key)) from error
+        raise (_fenced_error(client, key) if isinstance(found, Fence) else _lost_error(client, key)) from error
     if outcome.is_taken and (_is_overtaken(client, number) if is_absent else not outcome.may_have_arrived):
-        raise _lost(client, key) from error
+        raise _lost_error(client, key) from error
     # An entry that cannot be read may be this very manifest, whose data must stay then.
-    raise _unknown(client, key, error) from error
+    raise _unknown_error(client, key, error) from error
 
 
 def remove_superseded(
@@ -155,7 +157,7 @@ def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None
     try:
         found = read_entry(client, number)
     except StoreError as error:
-        raise _unknown(client, manifest_key(number), error) from error
+        raise _unknown_error(client, manifest_key(number), error) from error
     except CheckpointError:
         return None, False  # broken: somebody else's, or damaged since, or on its way
     return found, found is None
@@ -166,17 +168,17 @@ def _is_overtaken(client: StoreClient, number: int) -> bool:
     try:
         return read_log(client).highest_number > number
     except (StoreError, CheckpointError) as error:
-        raise _unknown(client, manifest_key(number), error) from error
+        raise _unknown_error(client, manifest_key(number), error) from error
 
 
-def _lost(client: StoreClient, key: str) -> CheckpointExistsError:
+def _lost_error(client: StoreClient, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"Checkpoint already exists: while this save ran, another one committed {client.url(key)}. {_OWN_ROOT}",
         uri=client.uri,
     )
 
 
-def _fenced(client: StoreClient, key: str) -> CheckpointExistsError:
+def _fenced_error(client: StoreClient, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"this save can no longer be committed: gc or a deletion came between, and has put {client.url(key)} where the "
         "commit was to be. Nothing of this save is visible. Save again, and give gc an older_than that is longer than "
@@ -185,7 +187,7 @@ def _fenced(client: StoreClient, key: str) -> CheckpointExistsError:
     )
 
 
-def _overtaken(client: StoreClient, log: Log, number: int) -> OvertakenError:
+def _overtaken_error(client: StoreClient, log: Log, number: int) -> OvertakenError:
     key, above = manifest_key(number), client.url(manifest_key(log.highest_number))
     if log.entries[-1].is_fence:
         return OvertakenError(
@@ -200,7 +202,7 @@ def _overtaken(client: StoreClient, log: Log, number: int) -> OvertakenError:
     )
 
 
-def _unknown(client: StoreClient, key: str, why: object) -> CommitUnknownError:
+def _unknown_error(client: StoreClient, key: str, why: object) -> CommitUnknownError:
     return CommitUnknownError(
         f"the commit of {client.url(key)} was sent, but whether it arrived could not be found out: "
         f"{why}. Its data was kept. When the store answers, look (cloudckpt ls) before you save there again",
@@ -226,7 +228,8 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
     problems = [
         problem
         for key, size_bytes in wanted.items()
-        if (key not in found or found[key].size_bytes != size_bytes) and (problem := _problem(client, key, size_bytes))
+        if (key not in found or found[key].size_bytes != size_bytes)
+        and (problem := _find_problem(client, key, size_bytes))
     ]
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
@@ -256,7 +259,7 @@ def check_still_next(client: StoreClient, number: int) -> None:
         )
 
 
-def _problem(client: StoreClient, key: str, size_bytes: int) -> str:
+def _find_problem(client: StoreClient, key: str, size_bytes: int) -> str:
     info = client.head(key)
     if info is None:
         return f"{client.url(key)} is gone"

@@ -44,7 +44,7 @@ class CopiedBody:
         """Lend views of bytes ``[begin, end)``. Bounds lie on tiles."""
         with self._arena.lend(end - begin) as buffer:
             views = [bytes_view(buffer)]
-            self._reader.fetch(
+            self._reader.read_tiles(
                 RangeRead(object_index=self._object_index, begin=begin, end=end),
                 opened=lambda _: contextlib.nullcontext(views),
                 names_in=lambda _, low, high: self._contents.names(low, high),

@@ -264,7 +264,7 @@ def head_file(context: Context, key: str) -> ObjectInfo:
 def check_unchanged(context: Context, files: Iterable[ObjectInfo]) -> None:
     """Raise `CheckpointChangedError` if a file of the source was replaced since `head_file` looked at it."""
     for file in files:
-        if context.client.observe(functools.partial(_was_replaced, context, file), doubt=bool):
+        if context.client.confirm(functools.partial(_was_replaced, context, file), evidence=bool):
             raise replaced_error(context.client.url(file.key))
 
 

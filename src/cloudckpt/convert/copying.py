@@ -37,8 +37,8 @@ from cloudckpt.inspect.verification import Verification
 from cloudckpt.io.resume import Leftover, find_leftovers
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.draft import Draft
 from cloudckpt.pipeline.reader import Reader
-from cloudckpt.pipeline.save import Draft
 from cloudckpt.stores.base import combine_tile_crc32cs
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import parse_location

@@ -181,7 +181,7 @@ def _export_safetensors(
     manifest = resolve(source.client).manifest
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
-    reader = Reader(_limited(source, budget_bytes // target.connections), manifest)
+    reader = Reader(_limit_memory(source, budget_bytes // target.connections), manifest)
     dequantizing = DequantizingReader(reader) if dequantize else None
     stored = manifest.tensors if dequantizing is None else dequantizing.tensors
     names = conversion.selection.choose_names([*stored, *manifest.values])
@@ -222,7 +222,7 @@ def _export_safetensors(
     return conversion.report("safetensors", written, num_tensors=len(fqns), left_out=left_out)
 
 
-def _limited(source: Context, budget_bytes: int) -> Context:
+def _limit_memory(source: Context, budget_bytes: int) -> Context:
     """Return a context of which each load holds at most `budget_bytes` beside what it fills."""
     advanced = source.options.advanced
     request_bytes = max(min(advanced.request_bytes, budget_bytes), advanced.tile_bytes)
@@ -283,7 +283,7 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
     num_tensors = sum(isinstance(value, torch.Tensor) for value in flat.values())
     with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
         path = Path(scratch, "state.pt")
-        torch.save(_without_named_tuples(state_dict), path)
+        torch.save(_replace_named_tuples(state_dict), path)
         content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
         written = files.write(
             {name: functools.partial(PieceBody, [new_piece(content, begin=0)])},
@@ -293,14 +293,14 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
     return conversion.report("torch", written, num_tensors=num_tensors, num_values=len(flat) - num_tensors)
 
 
-def _without_named_tuples(value: Any) -> Any:
+def _replace_named_tuples(value: Any) -> Any:
     """Return `value` with tuples in place of named tuples, which a reader of the file would need the classes of."""
     if type(value) is dict:
-        return {key: _without_named_tuples(one) for key, one in value.items()}
+        return {key: _replace_named_tuples(one) for key, one in value.items()}
     if type(value) is list:
-        return list(map(_without_named_tuples, value))
+        return list(map(_replace_named_tuples, value))
     is_tuple = type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
-    return tuple(map(_without_named_tuples, value)) if is_tuple else value
+    return tuple(map(_replace_named_tuples, value)) if is_tuple else value
 
 
 class Files:
@@ -383,7 +383,9 @@ class Files:
                 uri=self._target.uri,
             )
 
-        return self._target.client.observe(self._list_names, doubt=lambda names: ("names", *names), changing=changing)
+        return self._target.client.confirm(
+            self._list_names, evidence=lambda names: ("names", *names), changing=changing
+        )
 
     def _is_there(self, name: str) -> bool:
         return self._target.client.head(name) is not None

@@ -47,10 +47,10 @@ from cloudckpt.errors import (
 from cloudckpt.events import Event
 from cloudckpt.format.build import Content
 from cloudckpt.format.model import Chunk, StoredTensor
-from cloudckpt.io.download import fetch
+from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.save import Draft, require_no_resume
+from cloudckpt.pipeline.draft import Draft, require_no_resume
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.values import unsafe_names
@@ -269,8 +269,8 @@ def _read(conversion: Conversion) -> Iterator[tuple[dict[str, Any], Callable[[],
             return _unpickle(path, location.uri, allow_pickle=conversion.allow_pickle), info
 
         # No checksum covers the file, so an answer that is wrong once must not count.
-        doubted = (CheckpointNotFoundError, CheckpointChangedError, CorruptCheckpointError, ShortObjectError)
-        state_dict, info = context.client.observe(look, doubted=doubted)
+        errors = (CheckpointNotFoundError, CheckpointChangedError, CorruptCheckpointError, ShortObjectError)
+        state_dict, info = context.client.confirm(look, errors=errors)
         yield state_dict, lambda: check_unchanged(context, [info] if is_local else [])
 
 
@@ -278,7 +278,7 @@ def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
     with Path(path).open("wb") as file:
         for begin in range(0, info.size_bytes, _PIECE_BYTES):
             piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
-            fetch(context.client, key=name, begin=begin, views=[memoryview(piece)])
+            download_range(context.client, key=name, begin=begin, views=[memoryview(piece)])
             file.write(piece)
 
 

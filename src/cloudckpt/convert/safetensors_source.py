@@ -23,7 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.format.safetensors import LENGTH_BYTES, MEMBER_DECODER, HeaderMember, find_header_end
-from cloudckpt.io.download import fetch
+from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.wants import TensorBytes
@@ -115,7 +115,7 @@ class SafetensorsSource:
         """Tensors by their names, in the order of the files and of the bytes in them."""
         self._metadata: dict[str, str] = {}
         # No checksum covers these files, so an answer that is wrong once must not count.
-        self._context.client.observe(self._look, doubted=(CheckpointNotFoundError, CorruptCheckpointError))
+        self._context.client.confirm(self._look, errors=(CheckpointNotFoundError, CorruptCheckpointError))
 
     def _look(self) -> None:
         """Find the tensors."""
@@ -173,9 +173,9 @@ class SafetensorsSource:
                 f"{self._uri} lists other files each time, and no index says which there are. Import again",
                 uri=self._uri,
             )
-            keys, here = self._context.client.observe(
-                self._listed,
-                doubt=lambda found: None if INDEX_NAME in found[1] else ("no index", *found[1]),
+            keys, here = self._context.client.confirm(
+                self._list_files,
+                evidence=lambda found: None if INDEX_NAME in found[1] else ("no index", *found[1]),
                 changing=lambda: changing,
             )
             indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
@@ -195,7 +195,7 @@ class SafetensorsSource:
         weight_map = self._index(index_name)
         return [head_file(self._context, key) for key in sorted(set(weight_map.values()))], weight_map
 
-    def _listed(self) -> tuple[list[str], list[str]]:
+    def _list_files(self) -> tuple[list[str], list[str]]:
         """List all keys, and the files of the folder. Without an index, two listings must agree on the files."""
         context = self._context
         keys = sorted(info.key for info in context.client.list())
@@ -204,7 +204,7 @@ class SafetensorsSource:
 
     def _index(self, name: str) -> dict[str, str]:
         context, url = self._context, self._context.client.url(name)
-        with naming_missing_file():  # `observe` looks again at the whole
+        with naming_missing_file():  # `confirm` looks again at the whole
             document = context.client.call(context.store.read, name, max_bytes=_MAX_INDEX_BYTES)
         try:
             weight_map = json.loads(document)["weight_map"]
@@ -249,7 +249,7 @@ class SafetensorsSource:
 
     def _fetch(self, key: str, begin: int, views: Sequence[memoryview]) -> None:
         with naming_missing_file():
-            fetch(self._context.client, key=key, begin=begin, views=views)
+            download_range(self._context.client, key=key, begin=begin, views=views)
 
 
 def _list_links(folder: Location) -> set[str]:

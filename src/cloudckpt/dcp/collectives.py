@@ -154,7 +154,7 @@ class CollectiveCall(DistWrapper):
         self._rendezvous.end(self._number, error)
 
     @contextlib.contextmanager
-    def ended(self) -> Iterator[CollectiveCall]:
+    def ending(self) -> Iterator[CollectiveCall]:
         """End the call with this context, and raise the loss of a rank as DCP's own exception."""
         error: BaseException | None = None
         try:
@@ -234,7 +234,7 @@ def guarded_collectives(
     if call is None:
         yield unguarded_collectives(process_group, no_dist=no_dist)
     else:
-        with call.ended():
+        with call.ending():
             yield call
 
 

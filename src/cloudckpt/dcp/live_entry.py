@@ -158,7 +158,7 @@ def _plan_all(
         is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in found)
         has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
         if source.is_strict or is_empty or has_no_model:
-            raise _lacking(missing, found, entries, saved, where=where, source=source)
+            raise _lacking_error(missing, found, entries, saved, where=where, source=source)
         # On all ranks, since it asks objects for their states.
         rename = _suggest_rename(missing, found, entries, where=where, source=source)
         if source.is_logged:
@@ -167,7 +167,7 @@ def _plan_all(
     return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
 
 
-def _lacking(
+def _lacking_error(
     missing: list[str],
     found: Collection[str],
     entries: Mapping[str, LiveEntry],

@@ -190,9 +190,9 @@ class OptimizerEntry(LiveEntry):
                 held = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)
             return {
                 **others,
-                _STATE: {prefix + _unwrapped(name): value for name, value in held[_STATE].items()},
+                _STATE: {prefix + _strip_compile_prefix(name): value for name, value in held[_STATE].items()},
                 _GROUPS: [
-                    {**group, _PARAMS: [prefix + _unwrapped(name) for name in group[_PARAMS]]}
+                    {**group, _PARAMS: [prefix + _strip_compile_prefix(name) for name in group[_PARAMS]]}
                     for group in held[_GROUPS]
                 ],
             }
@@ -218,12 +218,12 @@ class OptimizerEntry(LiveEntry):
             with _sharded_fsdp1(module):
                 held = {**optimizer.state_dict(), _STATE: {}}  # only the names are of use
                 names = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)[_GROUPS]
-                groups = match([[prefix + _unwrapped(name) for name in group[_PARAMS]] for group in names])
+                groups = match([[prefix + _strip_compile_prefix(name) for name in group[_PARAMS]] for group in names])
                 state = {
-                    raw: loaded[prefix + _unwrapped(raw)]
+                    raw: loaded[prefix + _strip_compile_prefix(raw)]
                     for group in names
                     for raw in group[_PARAMS]
-                    if prefix + _unwrapped(raw) in loaded
+                    if prefix + _strip_compile_prefix(raw) in loaded
                 }
                 for group, raw_names in zip(groups, names, strict=True):
                     group[_PARAMS] = raw_names[_PARAMS]
@@ -518,7 +518,7 @@ def _load_state(optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> N
     load_object(optimizer, {**saved, _STATE: _for_torch(saved[_STATE])}, where=where)
     params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
     for index, loaded in saved[_STATE].items():
-        optimizer.state[params[index]] = _restored(loaded, optimizer.state[params[index]])
+        optimizer.state[params[index]] = _restore_devices(loaded, optimizer.state[params[index]])
 
 
 def _for_torch(value: Any) -> Any:
@@ -530,7 +530,7 @@ def _for_torch(value: Any) -> Any:
     return None if isinstance(value, Iterable) and not isinstance(value, (torch.Tensor, str)) else value
 
 
-def _restored(loaded: Any, cast: Any) -> Any:
+def _restore_devices(loaded: Any, cast: Any) -> Any:
     """Return what was loaded, on the devices that ``Optimizer.load_state_dict`` has chosen.
 
     It casts tensors at any depth to the parameter's dtype, and makes other values of texts and queues.
@@ -538,9 +538,9 @@ def _restored(loaded: Any, cast: Any) -> Any:
     if isinstance(loaded, torch.Tensor):
         return loaded.to(cast.device) if isinstance(cast, torch.Tensor) and cast.dtype is not loaded.dtype else cast
     if isinstance(loaded, dict) and isinstance(cast, dict):
-        return {**cast, **{key: _restored(value, cast[key]) for key, value in loaded.items() if key in cast}}
+        return {**cast, **{key: _restore_devices(value, cast[key]) for key, value in loaded.items() if key in cast}}
     if isinstance(loaded, (list, tuple)) and isinstance(cast, list) and len(cast) == len(loaded):
-        values = [_restored(*pair) for pair in zip(loaded, cast, strict=True)]
+        values = [_restore_devices(*pair) for pair in zip(loaded, cast, strict=True)]
         return values if isinstance(loaded, list) else rebuild_tuple(loaded, values)
     return loaded if isinstance(loaded, Iterable) else cast
 
@@ -569,7 +569,7 @@ def _refuse_containers(optimizer: Optimizer) -> None:
         )
 
 
-def _unwrapped(name: str) -> str:
+def _strip_compile_prefix(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 

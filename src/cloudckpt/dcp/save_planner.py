@@ -134,7 +134,7 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
         check_containers(nestings, uri=self._uri)
         check_replicas(copies_of, all_plans, uri=self._uri)
         plans, metadata = merge_plans(balance_plans(all_plans, copies_of), uri=self._uri)
-        metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
+        metadata.planner_data = Nesting.merge([plan.planner_data for plan in plans])
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
 

@@ -28,7 +28,7 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
 )
 from cloudckpt.io.client import StoreClient
-from cloudckpt.io.download import fetch
+from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB
 from cloudckpt.report import LoadReport
 from cloudckpt.tensors.casts import log_casts, new_cast
@@ -104,7 +104,7 @@ def read_torch_metadata(
                 uri=uri,
             ) from error
 
-    return reader, client.observe(look, doubted=(CorruptCheckpointError, UnsupportedFormatError))
+    return reader, client.confirm(look, errors=(CorruptCheckpointError, UnsupportedFormatError))
 
 
 def _is_cut(client: StoreClient) -> bool:
@@ -193,7 +193,7 @@ class _ObjectFile(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         num_bytes = max(min(len(view), self._size_bytes - self._position), 0)
         if num_bytes:
-            fetch(self._client, key=self._key, begin=self._position, views=[view[:num_bytes]])
+            download_range(self._client, key=self._key, begin=self._position, views=[view[:num_bytes]])
             self._position += num_bytes
             self.num_bytes_read += num_bytes
         return num_bytes

@@ -33,7 +33,7 @@ from cloudckpt.format.model import Chunk, ItemReceipts, ObjectRef, StoredTensor,
 from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.save import Draft, bodies_of, require_no_resume
+from cloudckpt.pipeline.draft import Draft, bodies_of, require_no_resume
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.copying import Staging

@@ -39,7 +39,7 @@ _PAID_UNTIL_GC = "The store bills the data of killed saves until gc runs."
 
 
 @contextlib.contextmanager
-def removed_directories(location: Location) -> Iterator[None]:
+def removing_directories(location: Location) -> Iterator[None]:
     """Remove, on exit, the directories at and above `location` that did not exist before, if they are empty."""
     path = Path(location.path)
     above = (path, *path.parents) if location.scheme == "file" else ()
@@ -60,7 +60,7 @@ def scratch_location(uri: str, options: Options, *, name: str, warn: Callable[[s
     raises because something is left.
     """
     location = parse_location(uri).child(f"{name}-{uuid.uuid4().hex[:12]}")
-    with removed_directories(location):
+    with removing_directories(location):
         _remove_all(location, options)  # a store refuses this without the permission, although nothing is there
         try:
             yield location

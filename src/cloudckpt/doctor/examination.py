@@ -165,7 +165,7 @@ def examine(
     if read_only:
         checklist.run("get", functools.partial(_read_any_object, store), advice=_LOST_WITHOUT["get"])
     else:
-        with environment.removed_directories(location):
+        with environment.removing_directories(location):
             scratch = Scratch(store)
             try:
                 _check_promises(checklist, scratch)

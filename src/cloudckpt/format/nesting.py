@@ -107,10 +107,10 @@ class Nesting(dict[str, Path]):
     @classmethod
     def of(cls, flat: FlatStateDict, *, uri: str) -> Nesting:
         """The nesting to be saved. Raises `UnsupportedValueError` for a key that could not be restored."""
-        typed = {name: _checked(flat.paths[name], uri) for name in flat.keyed}
+        typed = {name: _check_keys(flat.paths[name], uri) for name in flat.keyed}
         paths = {**flat.paths, **{name: _as_text(path) for name, path in typed.items()}} if typed else flat.paths
-        empty = [_checked(path, uri) for path in flat.empty]
-        tuples = {_checked(path, uri): kind for path, kind in flat.tuples.items()}
+        empty = [_check_keys(path, uri) for path in flat.empty]
+        tuples = {_check_keys(path, uri): kind for path, kind in flat.tuples.items()}
         check_names((step for path in (*empty, *tuples) for step in path if isinstance(step, str)), uri=uri)
         nesting = cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers, tuples=tuples)
         # A wrapper without parts and without an entry is an empty shard, whose parts other ranks have.
@@ -122,7 +122,7 @@ class Nesting(dict[str, Path]):
         return nesting
 
     @classmethod
-    def merged(cls, nestings: Sequence[Nesting]) -> Nesting:
+    def merge(cls, nestings: Sequence[Nesting]) -> Nesting:
         """The nesting of all ranks; where two differ, the first of them counts, as in torch."""
         return cls(
             {**nestings[0], **ChainMap(*nestings)},  # in its order: that of a ChainMap begins with the last
@@ -423,27 +423,27 @@ def check_names(names: Iterable[str], *, uri: str) -> None:
 
 def path_to_json(path: Path) -> list[Any]:
     """The path as the manifest's ``typed_nesting`` has it: a key that is no text stands in a list of its own."""
-    return [_listed(step) for step in path]
+    return [_to_lists(step) for step in path]
 
 
 def path_from_json(path: Iterable[Any]) -> Path:
     """The reverse of `path_to_json`."""
-    return tuple(_tupled(step) for step in path)
+    return tuple(_to_tuples(step) for step in path)
 
 
-def _listed(step: Any) -> Any:
-    return [_listed(one) for one in step] if isinstance(step, tuple) else step
+def _to_lists(step: Any) -> Any:
+    return [_to_lists(one) for one in step] if isinstance(step, tuple) else step
 
 
-def _tupled(step: Any) -> Any:
-    return tuple(_tupled(one) for one in step) if isinstance(step, list) else step
+def _to_tuples(step: Any) -> Any:
+    return tuple(_to_tuples(one) for one in step) if isinstance(step, list) else step
 
 
 def _as_text(path: Path) -> Path:
     return tuple(str(step[0]) if isinstance(step, tuple) else step for step in path)
 
 
-def _checked(path: Path, uri: str) -> Path:
+def _check_keys(path: Path, uri: str) -> Path:
     """`path` with keys of Python's own types, each equal to the key that is in the state dict."""
     return tuple((_plain_key(step[0], path, uri),) if isinstance(step, tuple) else step for step in path)
 

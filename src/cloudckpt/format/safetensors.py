@@ -80,7 +80,7 @@ def lay_out(
         tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
         name = entry.fqn if entry.offsets is None else name_entry(entry)
         end = position + entry.num_bytes
-        header[name if name not in header else _unused(name, header)] = HeaderMember(
+        header[name if name not in header else _make_unique_name(name, header)] = HeaderMember(
             tag or "U8", entry.shape if tag else (entry.num_bytes,), (position, end)
         )
         position = end
@@ -103,7 +103,7 @@ def name_entry(entry: HeaderEntry) -> str:
     return f"{entry.fqn}[{','.join(ranges)}]"
 
 
-def _unused(name: str, header: Container[str]) -> str:
+def _make_unique_name(name: str, header: Container[str]) -> str:
     """`name`, or the first variant of it that is free: names must be unique, and ``__metadata__`` is taken."""
     variant, count = name, 1
     while variant in header:
@@ -197,7 +197,7 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
     except _UNDECODABLE as error:
         yield f"its header is not that of a safetensors file: {error}"
         return
-    wanted: Counter[tuple[object, ...]] = Counter(_expected(one, base) for one in contents.placed)
+    wanted: Counter[tuple[object, ...]] = Counter(_expected_member(one, base) for one in contents.placed)
     for name, entry in found.items():
         rest: tuple[object, ...] = (entry.dtype, entry.shape, *entry.data_offsets)
         for key in ((name, *rest), (_VARIANT.sub("", name), *rest)):
@@ -216,7 +216,7 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
         yield "the entries of its header do not lie back to back, from the header's end to the object's"
 
 
-def _expected(one: PlacedEntry, base: int) -> tuple[object, ...]:
+def _expected_member(one: PlacedEntry, base: int) -> tuple[object, ...]:
     entry = one.entry
     tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
     shape = entry.shape if tag else (entry.num_bytes,)

@@ -297,7 +297,7 @@ def _has_fields(kind: Any) -> bool:
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
-def allowed_by_user() -> dict[str, Any]:
+def list_safe_globals() -> dict[str, Any]:
     """Return by name the objects that this process has allowed with ``torch.serialization.add_safe_globals``."""
     pairs = (
         each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
@@ -340,7 +340,7 @@ class Registry:
 
     def __init__(self, *, uri: str) -> None:
         self._uri = uri
-        self._allowed = allowed_by_user()
+        self._allowed = list_safe_globals()
         self._device: torch.device | None = None
 
     def rebuild(self, name: str, stored: StoredWrapper, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

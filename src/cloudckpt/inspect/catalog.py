@@ -256,7 +256,7 @@ def look_at_folders(
         missed = tuple((name, missing) for name, (_, missing) in sorted(found.items()) if missing)
         return names, missed
 
-    client.observe(look_at_all, doubt=lambda seen: (*seen[0], seen[1]), changing=changing)
+    client.confirm(look_at_all, evidence=lambda seen: (*seen[0], seen[1]), changing=changing)
     return {name: one for name, (one, _) in sorted(found.items())}
 
 

@@ -18,7 +18,7 @@ from cloudckpt.format.safetensors import (
     find_header_problems,
     list_contents,
 )
-from cloudckpt.io.download import fetch
+from cloudckpt.io.download import download_range
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
@@ -155,7 +155,7 @@ class Verification:
             pass
 
     def _measure(self, index: int) -> None:
-        size_bytes = self._reader.find_size(index)
+        size_bytes = self._reader.measure_object(index)
         if size_bytes is None:
             self._missing.add(index)
         else:
@@ -194,7 +194,7 @@ class Verification:
         with self._arena.lend(request.num_bytes) as buffer:
             view = bytes_view(buffer)
             self._fetch(request.object_index, request.begin, view)
-            bad = list(self._reader.find_wrong_tiles(request, [view]))
+            bad = list(self._reader.compare_tiles(request, [view]))
             if request.begin == 0 and not bad:
                 self._judge_header(request.object_index, view)
         return bad
@@ -208,7 +208,7 @@ class Verification:
                 raise _DamagedUnitError("its bytes have another checksum than was saved")
 
         try:
-            self._client.observe(look, doubted=_DamagedUnitError)
+            self._client.confirm(look, errors=_DamagedUnitError)
         except _DamagedUnitError:
             return [0]
         if request.begin == 0:
@@ -240,7 +240,7 @@ class Verification:
                 raise _DamagedUnitError(*problems)
 
         try:  # what is read here is not covered by a checksum, and may have been damaged on its way
-            self._client.observe(look, doubted=_DamagedUnitError)
+            self._client.confirm(look, errors=_DamagedUnitError)
         except _DamagedUnitError as error:
             self._header_problems[index] = list(error.args)
 
@@ -252,7 +252,7 @@ class Verification:
         return bytes(content)
 
     def _fetch(self, index: int, begin: int, view: memoryview) -> None:
-        fetch(self._client, key=self._manifest.objects[index].key, begin=begin, views=[view])
+        download_range(self._client, key=self._manifest.objects[index].key, begin=begin, views=[view])
 
     def _problems_of(self, index: int) -> Iterator[str]:
         stored, contents = self._manifest.objects[index], self._contents[index]

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 from typing_extensions import Buffer
 
 from cloudckpt.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidURIError
-from cloudckpt.inspect.files import FileTree
+from cloudckpt.inspect.file_tree import FileTree
 from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations._requirements import require
 from cloudckpt.options import Options
-from cloudckpt.pipeline.files import FilesJob, FileWriter, Membership, has_receipts, join_job
+from cloudckpt.pipeline.file_saves import FilesJob, FileWriter, Membership, has_receipts, join_job
 from cloudckpt.uri import mangled_uri_scheme, parse_location
 
 with require("torch_checkpointing"):

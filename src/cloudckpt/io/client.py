@@ -1,8 +1,8 @@
-"""A store that is asked again and believed with care: the one place that decides how often, how long, and when.
+"""The client of a store: the one place that retries calls, counts them, and confirms answers.
 
-All calls to stores are repeated and counted by a `StoreClient`. It repeats those that may succeed the next time, and
-doubts an answer that would end a save or hide a checkpoint: `StoreClient.observe` is the rule by which absence and
-damage are believed.
+- A *retry* repeats a call that failed and may succeed the next time (`StoreClient.call`, `Retries`).
+- A *confirmation* repeats a call that was answered, if one wrong answer would hide a checkpoint or give it up: "it is
+  absent", "it is damaged" (`StoreClient.confirm`, `Confirmation`). One try of it is a *look*.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _LONGEST_DELAY_S = 10.0
 FIRST_LOOK_DELAY_S = 0.1
 _LONGEST_LOOK_DELAY_S = 3.2
 NUM_LOOKS_AT_DAMAGE = 3
-"""An error in doubt is believed once so many looks in a row found the same: damage, or data that a manifest names."""
+"""Looks in a row that must end with one error before it is raised: damage, or missing data that a manifest names."""
 NUM_LOOKS_AT_ABSENCE = 2
-"""A result in doubt is believed once so many looks in a row found the same: nothing is there, or it has changed."""
+"""Looks in a row that must have one result before it is returned: nothing exists, or something has changed."""
 MOST_LOOKS = 16
-"""After so many looks that differ, the store is said to contradict itself, or its content to change all the time."""
+"""After so many looks without agreement, the store contradicts itself, or its content changes all the time."""
 _MIN_FILE_THREADS = 2  # while one waits for its device, another can copy
 _MAX_FILE_THREADS = 8
 _WITH_BODY = ("put", "upload_part", "read_into")
@@ -109,7 +109,8 @@ class StoreClient:
     (`StoreError.is_unsent`) do not count as repetitions, and the progress of another call is theirs: it may have
     released what they lack.
 
-    A method that can find nothing returns None, once `observe` has confirmed it.
+    `head` and `read` return None for an object that is absent, after `confirm` has confirmed it. A listing is not
+    confirmed: its callers pass it to `confirm` where it matters.
 
     Args:
         store: The store.
@@ -190,7 +191,7 @@ class StoreClient:
 
     def require(self, key: str) -> ObjectInfo:
         """Return size and time of the object at `key`. Raises the store's own `ObjectNotFoundError`, once confirmed."""
-        return self.observe(lambda: self.call(self.store.head, key), doubted=ObjectNotFoundError)
+        return self.confirm(lambda: self.call(self.store.head, key), errors=ObjectNotFoundError)
 
     def read(self, key: str, *, max_bytes: int) -> bytes | None:
         """Return the whole object at `key`, or None. Raises `StoreError` if it is larger than `max_bytes`."""
@@ -203,7 +204,7 @@ class StoreClient:
             except ObjectNotFoundError:
                 return None
 
-        return self.observe(look, doubt=lambda found: found is None)
+        return self.confirm(look, evidence=lambda result: result is None)
 
     def list(self, prefix: str = "", *, most: int | None = None) -> Sequence[ObjectInfo]:
         """List the objects whose keys start with `prefix`, or the first `most`. One listing, which may lag.
@@ -236,41 +237,43 @@ class StoreClient:
         """Begin a multipart upload and return its id."""
         return self.call(self.store.create_multipart, key)
 
-    def observe(
+    def confirm(
         self,
         look: Callable[[], _T],
         *,
-        doubt: Callable[[_T], Hashable] = lambda _: None,
-        doubted: type[Exception] | tuple[type[Exception], ...] = (),
+        evidence: Callable[[_T], Hashable] = lambda _: None,
+        errors: type[Exception] | tuple[type[Exception], ...] = (),
         changing: Callable[[], Exception] | None = None,
     ) -> _T:
-        """Return what `look` finds, or raise the error that it finds, once that is certain.
+        """Call `look` until its outcome is certain. Return its result, or raise its error.
 
-        One look takes its time. A job can meanwhile commit what was not listed yet, and remove what was; a proxy, a
-        cache or a listing that lags can answer wrongly. So a result in doubt counts only if two looks in a row agree
-        (`NUM_LOOKS_AT_ABSENCE`), and an error in doubt only if three do (`NUM_LOOKS_AT_DAMAGE`).
+        An outcome is certain at once, unless `evidence` or `errors` says that it must be confirmed. Then a result is
+        certain if two looks in a row agree (`NUM_LOOKS_AT_ABSENCE`), and an error if three do (`NUM_LOOKS_AT_DAMAGE`).
+        A single look can be wrong: a proxy, a cache or a listing that lags can answer wrongly, and while it runs, a job
+        can commit what was not listed yet, or remove what was.
 
         Args:
-            look: Makes its requests with this client, so that failures are repeated there.
-            doubt: Returns what is missing in a result, falsy for nothing. A result without doubt is returned at once.
-            doubted: Classes of errors in doubt. Time passes before the look after one of them.
+            look: Makes its requests with this client, so that failures are retried there.
+            evidence: Takes a result, and returns the part of it that two looks must agree on. A falsy value says that
+                the result is certain.
+            errors: Classes of the errors that must be confirmed. Time passes before the look after such an error.
             changing: Makes the error to raise if no looks agree.
 
         Raises:
             TransientStoreError: No looks agree, and there is no `changing`.
 
         """
-        observed = Observation(self, changing=changing)
+        confirmation = Confirmation(self, changing=changing)
         while True:
             try:
-                found = look()
-            except doubted as error:  # noqa: PERF203  # looks are rare, and requests
-                if observed.is_confirmed_by(type(error).__name__, error):
+                result = look()
+            except errors as error:  # noqa: PERF203  # looks are rare, and requests
+                if confirmation.add(type(error).__name__, error):
                     raise
             else:
-                evidence = doubt(found)
-                if not evidence or observed.is_confirmed_by(evidence):
-                    return found
+                seen = evidence(result)
+                if not seen or confirmation.add(seen):
+                    return result
 
 
 def open_client(
@@ -389,18 +392,22 @@ class Retries:
         return not is_stopped or shared.refusal is not None
 
 
-class Observation:
-    """The evidence of the looks so far at one thing. `StoreClient.observe` says when it is believed."""
+class Confirmation:
+    """The evidence of the looks so far at one thing. `StoreClient.confirm` has the rule.
+
+    A caller that cannot be a `look`, because it continues where the last try stopped, makes its own loop around `add`.
+    """
 
     def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
         self.shared = client.shared
         self._changing = changing
         self._evidence: list[Hashable] = []
 
-    def is_confirmed_by(self, evidence: Hashable, error: Exception | None = None) -> bool:
-        """Add the evidence of a look. True if the last looks agree; otherwise another look may begin.
+    def add(self, evidence: Hashable, error: Exception | None = None) -> bool:
+        """Add the evidence of a look. Return True if the last looks agree, and False if another look must begin.
 
-        After an `error`, time passes before it. Raises if too many looks differ, and if the client was stopped.
+        After an `error`, it waits before it returns False. Raises if `MOST_LOOKS` do not agree, and if the client was
+        stopped.
         """
         self._evidence.append(evidence)
         num_looks = NUM_LOOKS_AT_ABSENCE if error is None else NUM_LOOKS_AT_DAMAGE

@@ -18,7 +18,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.io.client import Observation, Retries, StoreClient
+from cloudckpt.io.client import Confirmation, Retries, StoreClient
 from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, num_bytes, skip_bytes
 from cloudckpt.telemetry.timeline import now_ns
 
@@ -38,17 +38,17 @@ class _WrongBytesError(Exception):
     """Some tiles do not have the checksums that were saved."""
 
 
-def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
+def download_range(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
     """Fill `views` with the object's bytes from `begin` on. A body that breaks off is resumed at the byte reached.
 
     Raises `ObjectNotFoundError` and `ShortObjectError` only once they are believed.
     """
     remaining, position, end = list(views), begin, begin + num_bytes(views)
     store = client.store
-    observed = Observation(client)
+    confirmation = Confirmation(client)
     retries = Retries(client)
     while True:
-        doubted: StoreError | None = None
+        unconfirmed: StoreError | None = None
         with retries:
             try:
                 return client.hedger.read_into(store, key, position, remaining)
@@ -58,14 +58,14 @@ def fetch(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
                 raise
             except (ObjectNotFoundError, ShortObjectError) as error:
                 _compare(store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short")
-                doubted = error
-        if doubted is None:  # a failure that may pass
+                unconfirmed = error
+        if unconfirmed is None:  # a failure that may pass
             continue
         try:
-            if observed.is_confirmed_by(type(doubted).__name__, doubted):
-                raise doubted
+            if confirmation.add(type(unconfirmed).__name__, unconfirmed):
+                raise unconfirmed
         finally:
-            del doubted  # its traceback holds this frame, and so the views
+            del unconfirmed  # its traceback holds this frame, and so the views
         retries.renew()
 
 
@@ -94,7 +94,7 @@ def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
         return found_bytes
 
     try:
-        return client.observe(look, doubted=_OtherSizeError)
+        return client.confirm(look, errors=_OtherSizeError)
     except _OtherSizeError as error:
         return error.size_bytes
 
@@ -156,17 +156,17 @@ def find_wrong_tiles(
     client.recorder.span("checksum", begun_ns, key=key)
     client.recorder.spent("stage", begun_ns)
     wrong = {index: values[index] for index in _differing(values, expected_crc32cs)}
-    observed = Observation(client)
+    confirmation = Confirmation(client)
     while wrong:
         client.call(_compare, client.store, key, begin + num_bytes(views), by_read="there")
         error = _WrongBytesError(f"{client.url(key)}: {len(wrong)} tiles have other checksums than were saved")
-        if observed.is_confirmed_by("wrong", error):
+        if confirmation.add("wrong", error):
             break
         still_wrong: dict[int, int] = {}
         for first, last in _runs(list(wrong)):
             low, high = first * tile_bytes, last * tile_bytes
             again = next(batches(skip_bytes(views, low), max_bytes=high - low, max_views=len(views)))
-            fetch(client, key=key, begin=begin + low, views=again)
+            download_range(client, key=key, begin=begin + low, views=again)
             actual = compute_tile_crc32cs(again, tile_bytes)
             still_wrong |= {first + index: actual[index] for index in _differing(actual, expected_crc32cs[first:last])}
         wrong = still_wrong

@@ -18,7 +18,7 @@ from cloudckpt._workers import each_done
 from cloudckpt.errors import StoreError
 from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.client import StoreClient
-from cloudckpt.io.download import fetch
+from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB
 from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views, combine_tile_crc32cs, compute_tile_crc32cs
 
@@ -114,7 +114,7 @@ class Resumption:
         def check(begin: int) -> None:
             end = min(begin + step_bytes, body.size_bytes)
             stored = bytearray(end - begin)
-            fetch(self._client, key=key, begin=begin, views=[memoryview(stored)])
+            download_range(self._client, key=key, begin=begin, views=[memoryview(stored)])
             if compute_tile_crc32cs([memoryview(stored)], self._tile_bytes) != self._known(body, begin, end):
                 raise _DifferentBytesError
 

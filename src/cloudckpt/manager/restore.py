@@ -30,7 +30,7 @@ from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import LoadReport, SkippedCheckpoint
-from cloudckpt.uri import redacted
+from cloudckpt.uri import redact
 
 _log = logging.getLogger("cloudckpt")
 
@@ -149,7 +149,7 @@ def load_newest(
     `find` returns nothing.
     """
     timeout_s = (options or (storage_reader.options if storage_reader is not None else Options())).timeout_s
-    ranks = Coordinator(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
+    ranks = Coordinator(process_group, no_dist=no_dist, root=redact(root), timeout_s=timeout_s)
     is_strict = strict is not False and (storage_reader is None or storage_reader.is_strict)
     is_partial = not is_strict and any(isinstance(value, LiveEntry) for value in state_dict.values())
     verify_first = verify_first or is_partial or bool(getattr(planner, "allow_partial_load", False))
@@ -203,8 +203,8 @@ def load_newest(
     problems = [f"{one.uri}: {one.why}" for one in skipped]
     raise ranks.make_failure(
         CorruptCheckpointError(
-            f"none of the {len(skipped)} checkpoints under {redacted(root)} can be loaded. {'; '.join(problems)}",
-            uri=redacted(root),
+            f"none of the {len(skipped)} checkpoints under {redact(root)} can be loaded. {'; '.join(problems)}",
+            uri=redact(root),
             problems=problems,
         )
     )
@@ -216,9 +216,9 @@ def _find_candidates(root: str | os.PathLike[str], options: Options | None) -> l
     if not found:
         hint = ", which is itself a checkpoint (load it with cloudckpt.load)" if is_checkpoint(root, options) else ""
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed directly under {redacted(root)}{hint}. Check the URI. A first run has nothing "
+            f"no checkpoint is committed directly under {redact(root)}{hint}. Check the URI. A first run has nothing "
             "to load: check that with cloudckpt.latest(root) is None",
-            uri=redacted(root),
+            uri=redact(root),
         )
     return found
 

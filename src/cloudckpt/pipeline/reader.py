@@ -36,7 +36,7 @@ from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest, StoredTensor
 from cloudckpt.io.boxes import Box, intersect, split_into_boxes
 from cloudckpt.io.client import choose_hedge_bytes
-from cloudckpt.io.download import fetch, find_size, find_wrong_tiles
+from cloudckpt.io.download import download_range, find_size, find_wrong_tiles
 from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
@@ -44,7 +44,7 @@ from cloudckpt.pipeline.wants import TensorBytes, Want, Wants, want_block, want_
 from cloudckpt.report import LoadReport
 from cloudckpt.stores.base import Views
 from cloudckpt.telemetry.timeline import now_ns
-from cloudckpt.tensors.extensions import ReadTransforms, decoded_chunk
+from cloudckpt.tensors.extensions import ReadTransforms, decode_chunk
 from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.tensors.load_targets import BytesTarget, open_request
 from cloudckpt.tensors.tensor_bytes import synchronize_streams, writable
@@ -66,7 +66,7 @@ class Reader:
     """Reads from the objects of one manifest, and checks each byte.
 
     `read` fills all that a load wants, and `read_bytes` fills buffers with the bytes of tensors, however they are cut
-    into chunks. Both read in threads of their own. `fetch` reads whole tiles of one object in the caller's thread.
+    into chunks. Both read in threads of their own. `read_tiles` reads whole tiles of one object in the caller's thread.
     Safe to share between threads.
 
     Args:
@@ -117,7 +117,7 @@ class Reader:
             reads = each_done(
                 requests,
                 functools.partial(
-                    self.fetch,
+                    self.read_tiles,
                     opened=functools.partial(open_request, targets=wants.targets, arena=arena),
                     names_in=wants.names_in,
                     is_verified=context.options.verify,
@@ -162,7 +162,7 @@ class Reader:
         if wants:
             self.read(Wants(wants))
 
-    def fetch(
+    def read_tiles(
         self,
         request: RangeRead,
         *,
@@ -183,7 +183,7 @@ class Reader:
             names = functools.partial(names_in, request, request.begin, request.end)
 
             def read_copy(reader: Reader) -> None:
-                reader.fetch(
+                reader.read_tiles(
                     request,
                     opened=lambda _: contextlib.nullcontext(views),
                     names_in=names_in,
@@ -192,7 +192,7 @@ class Reader:
 
             with self._or_copy(request.object_index, read_copy, names):
                 self._raise_known_failure(request.object_index)
-                fetch(client, key=key, begin=request.begin, views=views)
+                download_range(client, key=key, begin=request.begin, views=views)
                 if is_verified:
                     self._check_tiles(request, views, names_in)
             begun_ns = now_ns()
@@ -203,7 +203,7 @@ class Reader:
 
     def _check_tiles(self, request: RangeRead, views: Views, names_in: Callable[[RangeRead, int, int], str]) -> None:
         """Raise `CorruptCheckpointError` unless all tiles in `views` are what was saved."""
-        wrong = self.find_wrong_tiles(request, views)
+        wrong = self.compare_tiles(request, views)
         if not wrong:
             return
         client, key = self.context.client, self.manifest.objects[request.object_index].key
@@ -273,7 +273,7 @@ class Reader:
         if self._elsewhere is not None:
             self._elsewhere.context.stop()
 
-    def find_wrong_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
+    def compare_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
         """Return index and actual CRC32C of each tile of the request that is not what was saved. `views` hold it."""
         return find_wrong_tiles(
             self.context.client,
@@ -291,7 +291,7 @@ class Reader:
             self._tiles[index] = unpack_tiles(self.manifest.objects[index].crc32c)
         return self._tiles[index][request.begin // tile_bytes : -(-request.end // tile_bytes)]
 
-    def find_size(self, object_index: int) -> int | None:
+    def measure_object(self, object_index: int) -> int | None:
         """Return the size of an object in the store, or None if it is missing."""
         stored = self.manifest.objects[object_index]
         return find_size(self.context.client, key=stored.key, size_bytes=stored.size)
@@ -362,7 +362,7 @@ class Reader:
 
     def _check_claim(self, *, index: int, claimed_bytes: int, names: str) -> None:
         """Raise unless object `index` is here, with the bytes that were saved and those that are asked for."""
-        store, stored, size_bytes = self.context.store, self.manifest.objects[index], self.find_size(index)
+        store, stored, size_bytes = self.context.store, self.manifest.objects[index], self.measure_object(index)
         if size_bytes is None:
             raise store.error(ObjectNotFoundError, "head", stored.key, "there is no such object.")
         if size_bytes < max(stored.size, claimed_bytes):
@@ -407,7 +407,7 @@ class Reader:
             if location.transforms:
                 received = self._undo_transforms(want, received)
             if tensor is not None and location.dtype is not None:
-                wanted = decoded_chunk(received, location.dtype, location.lengths)[want.box.slices]
+                wanted = decode_chunk(received, location.dtype, location.lengths)[want.box.slices]
                 with writable([tensor]):
                     tensor.copy_(wanted if want.cast is None else want.cast.check(wanted))
                 received = tensor

@@ -243,7 +243,7 @@ class HTTPStore(Store):
         endpoint = self.session.endpoint_url("probe")
         if self.is_genuine(endpoint):
             return self.capabilities
-        return probe.probe(self, endpoint=endpoint, bucket=self.session.bucket, condition=self.condition)
+        return probe.probe_bucket(self, endpoint=endpoint, bucket=self.session.bucket, condition=self.condition)
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
         """Make one ranged request and receive its body into `views`, without a copy."""

@@ -27,7 +27,7 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
         raise InvalidOptionError(
             f"options must be a cloudckpt.Options, not {type(options).__name__}: Options(retries=3)"
         )
-    store = _opened(parse_location(uri), options)
+    store = _make_store(parse_location(uri), options)
     if options.advanced.wrap_store is None:
         return store
     wrapped = options.advanced.wrap_store(store)
@@ -39,7 +39,7 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
     return wrapped
 
 
-def _opened(location: Location, options: Options) -> Store:
+def _make_store(location: Location, options: Options) -> Store:
     service = location.service
     if options.storage_options and not service.takes_options:
         raise InvalidOptionError(

@@ -1,7 +1,8 @@
 """Checks of a store's behaviour, each on small objects of its own.
 
-`probe` runs the one that a save depends on, and that of checksums, for endpoints that only speak the protocol of S3 or
-GCS: some servers accept the condition of a put and overwrite all the same. `cloudckpt doctor` runs all of them.
+`probe_bucket` runs two of them, for endpoints that only speak the protocol of S3 or GCS: create-if-absent, on which a
+save depends, and checksums. Some servers accept the condition of a put, and overwrite all the same. `cloudckpt doctor`
+runs all checks.
 
 A check is a function of a `Scratch`. It returns a sentence about what works, or raises `CheckFailed`, or `StoreError`
 if the store could not be asked.
@@ -46,7 +47,7 @@ _locks: dict[tuple[str, str], threading.Lock] = {}
 _lock = threading.Lock()
 
 
-def probe(store: Store, *, endpoint: str, bucket: str, condition: str) -> Capabilities:
+def probe_bucket(store: Store, *, endpoint: str, bucket: str, condition: str) -> Capabilities:
     """Try out the bucket at `endpoint`, once per process, with an object under the root of `store`.
 
     Makes five or six requests and removes the object again. Raises `StoreError` if the store could not be asked, and

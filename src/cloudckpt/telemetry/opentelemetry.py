@@ -92,9 +92,9 @@ class Instrumentation:
         elif event.name in _COUNTED:
             self._metrics[_COUNTED[event.name]].add(1, {"error.type": event.error, **_store_of(event.uri)})
         elif verb in _REMOVERS:
-            self._removed(event, verb)
+            self._record_removal(event, verb)
         elif event.name == "save.staged":
-            self._staged(event)
+            self._record_staging(event)
         elif kind in ("done", "failed", "cancelled") and verb in ("save", "load"):
             self._end(event)
 
@@ -142,7 +142,7 @@ class Instrumentation:
                 one.span.end()
                 self._metrics["operation.active"].add(-1, one.kind)
 
-    def _removed(self, event: Event, by: str) -> None:
+    def _record_removal(self, event: Event, by: str) -> None:
         of_store = _store_of(event.uri)
         # OpenTelemetry's own word for a cause that the event does not name, as those of retention do not.
         how: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
@@ -150,7 +150,7 @@ class Instrumentation:
         if event.name == "gc.removed":
             self._metrics["garbage"].add(event.num_bytes, of_store)
 
-    def _staged(self, event: Event) -> None:
+    def _record_staging(self, event: Event) -> None:
         running = self._running.get(event.operation)
         if running is not None:
             attributes: Attributes = {"cloudckpt.bytes": event.num_bytes}

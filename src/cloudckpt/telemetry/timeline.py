@@ -144,7 +144,7 @@ def records_waits(meet: Callable[_P, _R]) -> Callable[_P, _R]:
     """Record the calls of a function that waits for other ranks in the timeline of their thread."""
 
     @functools.wraps(meet)
-    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         recorder: Recorder | None = getattr(_current, "recorder", None)
         begun_ns = now_ns()
         try:
@@ -153,7 +153,7 @@ def records_waits(meet: Callable[_P, _R]) -> Callable[_P, _R]:
             if recorder is not None:
                 recorder.span("meeting", begun_ns)
 
-    return drawn
+    return call
 
 
 def new_recorder(trace: str | os.PathLike[str] | None, *, verb: Verb, uri: str, operation: str = "") -> Recorder:
@@ -239,7 +239,7 @@ class Timeline:
                 self._write(self._path)
 
     def _write(self, path: Path) -> None:
-        events = [self._encoded(event) for event in self._buffer]
+        events = [self._encode(event) for event in self._buffer]
         self._buffer.clear()
         if self._has_failed:
             return
@@ -260,7 +260,7 @@ class Timeline:
             self._has_failed = True
             _log.warning("the trace %s ends here, it cannot be written any more: %s", path, error)
 
-    def _encoded(self, event: _Event) -> dict[str, Any]:
+    def _encode(self, event: _Event) -> dict[str, Any]:
         begin_us = (self._epoch_ns + event.begun_ns) // 1000
         encoded: dict[str, Any] = {"ph": event.kind, "name": event.name, "cat": self._verb, "ts": begin_us}
         encoded |= {"pid": self._rank, "tid": event.lane, "args": event.args}

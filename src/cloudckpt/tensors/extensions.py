@@ -157,7 +157,7 @@ def extend_registry(registry: ExtensionRegistry | None, extensions: Iterable[Str
     return both
 
 
-def decoded_chunk(content: bytes | bytearray, dtype: str, lengths: Sequence[int]) -> torch.Tensor:
+def decode_chunk(content: bytes | bytearray, dtype: str, lengths: Sequence[int]) -> torch.Tensor:
     """Return a chunk that was transformed, by its original bytes. It uses the memory of a ``bytearray``."""
     if not content:
         return torch.empty(tuple(lengths), dtype=dtype_of(dtype), device="cpu")

@@ -111,7 +111,7 @@ class EncodedValue:
             return load_stored(self.content, is_json=self.is_json)
         except pickle.UnpicklingError as error:
             if self.allow_pickle:
-                raise self._not_made(error) from error
+                raise self._unloadable_error(error) from error
             raise UnsafePickleError(
                 f"{self.fqn!r} of {self.uri} was not loaded: unpickling it could run any code "
                 f"({describe_refusal(self.content)}){_advise_globals(self.content)}",
@@ -119,7 +119,7 @@ class EncodedValue:
                 hint=ALLOW_PICKLE_HINT,
             ) from None
         except Exception as error:  # the code of a class can raise anything
-            raise self._not_made(error) from error
+            raise self._unloadable_error(error) from error
 
     def to_torch(self) -> io.BytesIO:
         """Return the object in bytes of ``torch.save``, for a planner that unpickles all that it gets.
@@ -138,7 +138,7 @@ class EncodedValue:
         copy.seek(0)
         return copy
 
-    def _not_made(self, error: Exception) -> UnsupportedValueError:
+    def _unloadable_error(self, error: Exception) -> UnsupportedValueError:
         # Its bytes are those that were saved: they were compared before, unless the caller gave that up.
         doubt = "" if self.is_verified else ", or it is damaged, which Options(verify=False) does not tell"
         return UnsupportedValueError(

@@ -168,7 +168,7 @@ def insert(
     except StoreError as error:
         # GCS has no reason of its own for a wrong checksum, only words.
         if type(error) is StoreError and crc32c_of(views) != crc32c:
-            raise _changed(session, operation, name, "GCS refused it, and nothing was written") from None
+            raise _changed_error(session, operation, name, "GCS refused it, and nothing was written") from None
         raise
     stored = describe(session, operation, "objects.insert", name, answer)
     _check_stored(session, operation, stored, crc32c=crc32c, size_bytes=num_bytes(views))
@@ -280,7 +280,7 @@ def _check_stored(
         remove(session, operation, stored.name, generation=stored.generation)
     except StoreError as error:
         removed = f"removing it failed too ({error}), so remove generation {stored.generation} by hand"
-    raise _changed(
+    raise _changed_error(
         session,
         operation,
         stored.name,
@@ -289,7 +289,7 @@ def _check_stored(
     )
 
 
-def _changed(session: GCSSession, operation: str, name: str, problem: str) -> StoreError:
+def _changed_error(session: GCSSession, operation: str, name: str, problem: str) -> StoreError:
     return session.error(
         ChecksumRefusedError,
         operation,

@@ -1,4 +1,4 @@
-"""Read the files of a checkpoint that `cloudckpt.pipeline.files` has saved."""
+"""Read the files of a checkpoint that `cloudckpt.pipeline.file_saves` has saved."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Draft:
         log, *others = _call_together(
             # A conditional commit creates only what is absent, so one look is enough.
             functools.partial(read_log_once if context.options.commit == "conditional" else read_log, client),
-            # As many looks as `observe` takes, but at the same time: a small save has few round trips.
+            # As many looks as `confirm` takes, but at the same time: a small save has few round trips.
             *[functools.partial(lists_torch_checkpoint, client)] * NUM_LOOKS_AT_ABSENCE,
             num_threads=1 if context.store.capabilities.is_near else context.connections,
         )
@@ -252,7 +252,7 @@ class Draft:
             self.remove(keys)  # another save won, or nothing was put
             raise
         except BaseException as error:
-            raise self._interrupted(error) from error
+            raise self._interrupted_error(error) from error
 
     def _tidy_up(self, manifest: Manifest) -> None:
         """Remove what the commit superseded. Raises only interrupts, in a form that keeps the data of all ranks."""
@@ -277,9 +277,9 @@ class Draft:
         try:
             yield
         except BaseException as error:
-            raise self._interrupted(error) from error
+            raise self._interrupted_error(error) from error
 
-    def _interrupted(self, error: BaseException) -> CommitUnknownError:
+    def _interrupted_error(self, error: BaseException) -> CommitUnknownError:
         uri = self.context.uri
         return CommitUnknownError(
             f"the commit of {uri} was interrupted ({type(error).__name__}: {error}); it may be there. Its data was "

@@ -43,7 +43,7 @@ from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.format.validation import MAX_BYTES
 from cloudckpt.io.upload import ObjectUpload, UploadSession, choose_held_part_bytes, plan_parts
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.save import Draft, require_no_resume
+from cloudckpt.pipeline.draft import Draft, require_no_resume
 from cloudckpt.stores.base import Part, crc32c_of
 
 _log = logging.getLogger("cloudckpt")
@@ -190,9 +190,9 @@ class FilesJob:
             self._read_receipts(known)
             return self._find_problems(known.values(), planned)
 
-        problems = context.client.observe(
+        problems = context.client.confirm(
             look,
-            doubt=tuple,
+            evidence=tuple,
             changing=lambda: CheckpointChangedError(f"{context.uri} changes all the time", uri=context.uri),
         )
         if problems:

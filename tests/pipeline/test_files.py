@@ -116,10 +116,10 @@ def test_the_files_of_all_ranks_are_one_checkpoint(memory: Memory) -> None:
     big = data_of(7 * PART_BYTES)
     save(memory.uri(), [{"model_0.pt": big, "sub/x.json": b"{}"}, {"model_1.pt": b"one"}])
     tree = FileTree(parse_location(memory.root), OPTIONS, rank=0)
-    assert tree.look("checkpoint") == ["model_0.pt", "model_1.pt", "sub"]
-    assert tree.look("checkpoint/sub") == ["x.json"]
-    assert tree.look("checkpoint/model_1.pt") == 3
-    assert tree.look("") == ["checkpoint"]
+    assert tree.stat("checkpoint") == ["model_0.pt", "model_1.pt", "sub"]
+    assert tree.stat("checkpoint/sub") == ["x.json"]
+    assert tree.stat("checkpoint/model_1.pt") == 3
+    assert tree.stat("") == ["checkpoint"]
     (info,) = cloudckpt.list_checkpoints(memory.root, all=True)
     assert (info.state, info.world_size, info.num_tensors) == ("committed", 2, 3)
     found: dict[str, bytes] = {}
@@ -150,23 +150,23 @@ def test_uncommitted_files_do_not_exist(memory: Memory) -> None:
     write(jobs[1], "model_1.pt", b"one")
     tree = FileTree(parse_location(memory.root), OPTIONS, rank=0)
     for path in ("", "checkpoint", "checkpoint/model_0.pt", "checkpoint/data"):
-        assert tree.look(path) is None, path
+        assert tree.stat(path) is None, path
     with pytest.raises(FileNotFoundError):
         tree.open("checkpoint/model_0.pt")
     with pytest.raises(CheckpointNotFoundError):
         cloudckpt.verify(memory.uri())
     jobs[0].commit_files()
-    assert tree.look("checkpoint") == ["model_0.pt", "model_1.pt"]
+    assert tree.stat("checkpoint") == ["model_0.pt", "model_1.pt"]
 
 
 def test_files_that_another_rank_deleted_are_gone(memory: Memory) -> None:
     """A rank would go on to see a checkpoint that was deleted, and never see the one that was saved in its place."""
     tree = FileTree(parse_location(memory.root), OPTIONS, rank=1)
     save(memory.uri(), [{"model_0.pt": b"zero"}])
-    assert tree.look("checkpoint/model_0.pt") == 4
+    assert tree.stat("checkpoint/model_0.pt") == 4
     cloudckpt.delete(memory.uri())
-    assert tree.look("checkpoint") is None
-    assert tree.look("checkpoint/model_0.pt") is None
+    assert tree.stat("checkpoint") is None
+    assert tree.stat("checkpoint/model_0.pt") is None
     save(memory.uri(), [{"model_0.pt": b"other"}])
     assert tree.open("checkpoint/model_0.pt").readall() == b"other"
 
@@ -178,7 +178,7 @@ def test_trouble_is_not_absence(memory: Memory) -> None:
         memory.at(name).fail("list", error=lambda: permanent("list"), times=100)
     for path in ("run", "run/step-1", "run/step-1/model_0.pt"):
         with pytest.raises(StoreError):
-            FileTree(parse_location(memory.root), OPTIONS, rank=0).look(path)
+            FileTree(parse_location(memory.root), OPTIONS, rank=0).stat(path)
 
 
 @pytest.mark.parametrize("operation", ["create_multipart", "upload_part", "complete_multipart", "put"])
@@ -286,7 +286,7 @@ def test_a_file_that_has_failed_or_ended_takes_no_more(memory: Memory) -> None:
         with pytest.raises(ValueError, match="is closed"):
             closed.write(data_of(9 * PART_BYTES))
     job.commit_files()
-    assert FileTree(parse_location(memory.root), OPTIONS, rank=0).look("checkpoint") == ["model_1.pt"]
+    assert FileTree(parse_location(memory.root), OPTIONS, rank=0).stat("checkpoint") == ["model_1.pt"]
 
 
 def test_a_file_with_a_long_name_in_small_objects(memory: Memory) -> None:
@@ -326,7 +326,7 @@ def test_the_job_after_a_crash_saves_again(memory: Memory) -> None:
     assert session is not None
     session.__exit__(None, None, None)  # its threads end
     tree = FileTree(parse_location(memory.root), OPTIONS, rank=0)
-    assert tree.look("checkpoint") == ["model_0.pt", "model_1.pt"]
+    assert tree.stat("checkpoint") == ["model_0.pt", "model_1.pt"]
     report = cloudckpt.gc(memory.root, older_than=0, dry_run=False, options=OPTIONS)
     assert (report.num_objects, report.num_uploads) == (2, 1)  # a data object with its receipt, and an upload
     assert cloudckpt.verify(memory.uri()).num_objects == len(memory.data_keys()) == 2

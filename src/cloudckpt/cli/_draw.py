@@ -150,11 +150,11 @@ def draw_series(series: Series) -> Figure:
     radius = 3.0 if len(series.points) <= 60 else 1.5  # noqa: PLR2004  # more dots would touch each other
     for point in series.points:
         shapes.append(Dot(*place(point), radius, "series", f"step {point[0]:,}: {point[1]:.6g} {series.unit}".rstrip()))
-    told = f"last {series.points[-1][1]:.4g}"
+    note = f"last {series.points[-1][1]:.4g}"
     if series.best is not None:
-        told = f"best {series.best[1]:.4g} at step {series.best[0]:,}"
-        shapes.append(Dot(*place(series.best), 5, "best", told))
-    shapes.append(Text(right, 14, told, "muted" if series.best is None else "best", 12, "end"))
+        note = f"best {series.best[1]:.4g} at step {series.best[0]:,}"
+        shapes.append(Dot(*place(series.best), 5, "best", note))
+    shapes.append(Text(right, 14, note, "muted" if series.best is None else "best", 12, "end"))
     return Figure(series.title, PANEL_WIDTH, _PANEL_HEIGHT, shapes)
 
 
@@ -254,9 +254,9 @@ def _draw_lane(
         if end - begin < _MIN_SPAN and begin < ends.get(color, -1.0) + _MIN_SPAN:
             continue
         ends[color] = max(end, begin + _MIN_SPAN)
-        told = "".join(f", {name} {value}" for name, value in details.items())
+        note = "".join(f", {name} {value}" for name, value in details.items())
         yield Rect(
-            begin, y, max(end - begin, _MIN_SPAN), height, color, f"{one['name']}: {seconds(one['dur'] / 1e6)}{told}"
+            begin, y, max(end - begin, _MIN_SPAN), height, color, f"{one['name']}: {seconds(one['dur'] / 1e6)}{note}"
         )
 
 
@@ -301,15 +301,15 @@ def to_svg(figure: Figure, *, is_file: bool = True) -> str:
         parts.append(f'<style>{style()}</style><rect class="surface" {full}/>')
     for shape in figure.shapes:
         match shape:
-            case Rect(x, y, width, height, color, told):
+            case Rect(x, y, width, height, color, tooltip):
                 place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}"'
-                parts.append(f'<rect class="{color}" {place}>{_tooltip(told)}</rect>')
+                parts.append(f'<rect class="{color}" {place}>{_tooltip(tooltip)}</rect>')
             case Line(points, color, width):
                 path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
                 parts.append(f'<polyline class="{color}-line" stroke-width="{width:g}" points="{path}"/>')
-            case Dot(x, y, radius, color, told):
+            case Dot(x, y, radius, color, tooltip):
                 parts.append(
-                    f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{_tooltip(told)}</circle>'
+                    f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{_tooltip(tooltip)}</circle>'
                 )
             case Text(x, y, text, color, font_size, anchor, is_bold):
                 look = f'font-size="{font_size:g}" text-anchor="{anchor}"' + (' font-weight="600"' if is_bold else "")
@@ -360,16 +360,16 @@ def to_lines(series: Series, width: int = 60, height: int = 8) -> list[str]:
             rows[round(y + (next_y - y) * (between - x) / (next_x - x))][between] = "·"
     for x, y in map(place, series.points):
         rows[y][x] = "•"
-    told = ""
+    note = ""
     if series.best is not None:
         x, y = place(series.best)
         rows[y][x] = "*"
-        told = f"   * best: {series.best[1]:.4g} at step {series.best[0]:,}"
+        note = f"   * best: {series.best[1]:.4g} at step {series.best[0]:,}"
     labels = [f"{high:.4g}", *[""] * (height - 2), f"{low:.4g}"]
     margin = max(map(len, labels))
     lines = [f"{label:>{margin}} │{''.join(row).rstrip()}" for label, row in zip(labels, rows, strict=True)]
     ends = f"{first:,}" + (f"{last:>{width - len(f'{first:,}')},}" if last > first else "")
-    return [series.title + told, *lines, f"{'':>{margin}} └{'─' * width}", f"{'':>{margin}}  {ends}"]
+    return [series.title + note, *lines, f"{'':>{margin}} └{'─' * width}", f"{'':>{margin}}  {ends}"]
 
 
 def _ticks(low: float, high: float) -> list[float]:

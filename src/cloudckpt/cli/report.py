@@ -139,8 +139,8 @@ def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
         ]
         for one in reversed(found)
     ]
-    told = f"<p>* marks the best: {escape(describe_modes(modes, best_of))}.</p>" if best_of else ""
-    return _table(titles, rows, numbers=range(1, len(titles) - 2)) + told
+    note = f"<p>* marks the best: {escape(describe_modes(modes, best_of))}.</p>" if best_of else ""
+    return _table(titles, rows, numbers=range(1, len(titles) - 2)) + note
 
 
 def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
@@ -169,7 +169,7 @@ def _differences(
     if has_values:
         with common.console.progress("comparing") as on_progress:
             found = compare(before.uri, after.uri, options=common.options(), on_progress=on_progress)
-        differences, told = list(found.differences), f"{count(found.num_same, 'entry')} the same."
+        differences, note = list(found.differences), f"{count(found.num_same, 'entry')} the same."
     else:
         olds, news = (
             {one.name: f"{one.dtype} {[*one.shape]}" for one in each.tensors}
@@ -186,14 +186,14 @@ def _differences(
             for name in {**olds, **news}
             if olds.get(name) != news.get(name)
         ]
-        told = "Compared by name, dtype and shape; --values compares the values, too."
+        note = "Compared by name, dtype and shape; --values compares the values, too."
     title = f"<h2>{escape(before.uri.rpartition('/')[2])} to {escape(after.uri.rpartition('/')[2])}</h2>"
-    told = f"{count(len(differences), 'difference')}. {told}"
+    note = f"{count(len(differences), 'difference')}. {note}"
     if len(differences) > _MAX_DIFFERENCES:
-        told += f" The first {_MAX_DIFFERENCES} are shown."
+        note += f" The first {_MAX_DIFFERENCES} are shown."
     titles = ["name", "change", "before", "after", "elements", "largest", "relative"][: 7 if has_values else 4]
     rows = [row_of_difference(one)[: len(titles)] for one in differences[:_MAX_DIFFERENCES]]
-    return f"{title}<p>{escape(told)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "")
+    return f"{title}<p>{escape(note)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "")
 
 
 def _figures(figures: Iterable[Figure]) -> str:

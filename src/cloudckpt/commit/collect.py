@@ -216,12 +216,12 @@ def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
 def _references(client: StoreClient, entry: Entry) -> frozenset[str]:
     """Return the keys that a superseded manifest names; none if it cannot be read."""
     try:
-        found = read_entry(client, entry.number)
+        entry_content = read_entry(client, entry.number)
     except CheckpointError:
         return frozenset()
-    if found is None or isinstance(found, Fence):
+    if entry_content is None or isinstance(entry_content, Fence):
         return frozenset()
-    return frozenset(stored.key for stored in found.objects)
+    return frozenset(stored.key for stored in entry_content.objects)
 
 
 def _holds_nothing_but(client: StoreClient, fence: Entry) -> bool:

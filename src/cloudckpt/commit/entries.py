@@ -157,8 +157,8 @@ def read_manifest(client: StoreClient, number: int) -> Manifest | None:
 
     A fence is none: the number was freed meanwhile, and a gc that did not know it has put it there.
     """
-    found = read_entry(client, number)
-    return None if isinstance(found, Fence) else found
+    entry = read_entry(client, number)
+    return None if isinstance(entry, Fence) else entry
 
 
 def check_ours(client: StoreClient, entries: Iterable[Entry]) -> None:
@@ -236,12 +236,12 @@ def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditiona
     if outcome.error is None:
         return True
     try:
-        found = read_entry(client, number)
+        entry = read_entry(client, number)
     except StoreError as error:
         raise _unknown_error(client, number, error) from error
     except CheckpointError:
-        found = None
-    if isinstance(found, Fence) and found.id == fence.id:
+        entry = None
+    if isinstance(entry, Fence) and entry.id == fence.id:
         return True
     if outcome.is_refused:
         raise outcome.error

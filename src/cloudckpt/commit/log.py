@@ -64,8 +64,8 @@ def list_entries(client: StoreClient) -> tuple[Entry, ...]:
 
 
 def _list_once(client: StoreClient, prefix: str) -> tuple[Entry, ...]:
-    found = (parse_entry(info.key.removeprefix(prefix), info) for info in client.list(prefix + MANIFEST_PREFIX))
-    return tuple(sorted((entry for entry in found if entry is not None), key=lambda entry: entry.number))
+    parsed = (parse_entry(info.key.removeprefix(prefix), info) for info in client.list(prefix + MANIFEST_PREFIX))
+    return tuple(sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.number))
 
 
 def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
@@ -90,14 +90,14 @@ def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = F
 
 
 def _read_log(client: StoreClient, prefix: str, *, is_lenient: bool, needs_confirming: Callable[[Log], bool]) -> Log:
-    found = client.confirm(
+    look = client.confirm(
         lambda: _look(client, prefix, opens=False, is_lenient=is_lenient),
-        evidence=lambda found: found.log if found.has_vanished or needs_confirming(found.log) else None,
+        evidence=lambda look: look.log if look.has_vanished or needs_confirming(look.log) else None,
         changing=lambda: _changing_error(client, prefix),
     )
-    if found.has_vanished and not is_lenient:
+    if look.has_vanished and not is_lenient:
         raise _changing_error(client, prefix)
-    return _without_fence(found.log) if found.has_vanished else found.log
+    return _without_fence(look.log) if look.has_vanished else look.log
 
 
 def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
@@ -107,14 +107,14 @@ def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
     raise, and `CheckpointChangedError` if it is listed and not found. A manifest that vanishes between being listed and
     being read has been superseded or removed, so the listing is made once more.
     """
-    found = client.confirm(
+    look = client.confirm(
         lambda: _look(client, "", opens=True, is_lenient=False),
-        evidence=lambda found: None if found.manifest is not None else found.log,
+        evidence=lambda look: None if look.manifest is not None else look.log,
         changing=lambda: _changing_error(client),
     )
-    if found.manifest is None and found.log.current_entry is not None:
+    if look.manifest is None and look.log.current_entry is not None:
         raise _changing_error(client)
-    return found.log, found.manifest
+    return look.log, look.manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,17 +139,17 @@ def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) ->
     if not opens and not highest.is_fence:
         return _Look(log=log)
     try:
-        found = read_entry(client, highest.number, prefix=prefix)
+        entry = read_entry(client, highest.number, prefix=prefix)
     except (InvalidManifestError, UnsupportedFormatError):
         if not is_lenient:
             raise
         return _Look(log=_without_fence(log))
-    if not isinstance(found, Fence):
-        return _Look(log=log, manifest=found, has_vanished=found is None)
-    log = Log(entries=entries, current=found.keeps)
-    if found.keeps is None or not opens:
+    if not isinstance(entry, Fence):
+        return _Look(log=log, manifest=entry, has_vanished=entry is None)
+    log = Log(entries=entries, current=entry.keeps)
+    if entry.keeps is None or not opens:
         return _Look(log=log)
-    kept = read_entry(client, found.keeps, prefix=prefix)
+    kept = read_entry(client, entry.keeps, prefix=prefix)
     manifest = None if isinstance(kept, Fence) else kept
     return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
 

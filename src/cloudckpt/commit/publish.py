@@ -82,8 +82,8 @@ def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> No
         return
     if log.highest_number > number:
         raise _overtaken_error(client, log, number)
-    found = read_entry(client, number)  # a listing may lag
-    if isinstance(found, Manifest) and found.attempt == manifest.attempt:
+    entry = read_entry(client, number)  # a listing may lag
+    if isinstance(entry, Manifest) and entry.attempt == manifest.attempt:
         return
     raise _unknown_error(
         client, manifest_key(number), "the store has acknowledged it, and neither lists it nor returns it"
@@ -95,13 +95,13 @@ def _check_arrived(
 ) -> None:
     """Return where this very put has arrived. No answer says that it has not: a proxy can refuse what it passed on."""
     key = manifest_key(number)
-    found, is_absent = _entry_at(client, number)
-    if isinstance(found, Manifest) and found.attempt == manifest.attempt:
+    entry, is_absent = _entry_at(client, number)
+    if isinstance(entry, Manifest) and entry.attempt == manifest.attempt:
         return
-    if outcome.is_refused and (is_absent or found is not None):
+    if outcome.is_refused and (is_absent or entry is not None):
         raise error
-    if outcome.is_taken and found is not None:
-        raise (_fenced_error(client, key) if isinstance(found, Fence) else _lost_error(client, key)) from error
+    if outcome.is_taken and entry is not None:
+        raise (_fenced_error(client, key) if isinstance(entry, Fence) else _lost_error(client, key)) from error
     if outcome.is_taken and (_is_overtaken(client, number) if is_absent else not outcome.may_have_arrived):
         raise _lost_error(client, key) from error
     # An entry that cannot be read may be this very manifest, whose data must stay then.
@@ -140,7 +140,7 @@ def remove_superseded(
 
 def _data_keys(client: StoreClient, number: int) -> list[str]:
     try:
-        found = read_entry(client, number)
+        entry = read_entry(client, number)
     except CheckpointError as error:
         _log.warning(
             "cannot tell which data belongs to %s: %s. %s",
@@ -149,18 +149,18 @@ def _data_keys(client: StoreClient, number: int) -> list[str]:
             gc_advice(client.uri),
         )
         return []
-    return [stored.key for stored in found.objects] if isinstance(found, Manifest) else []
+    return [stored.key for stored in entry.objects] if isinstance(entry, Manifest) else []
 
 
 def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None, bool]:
     """Return the entry with that number, and True if there certainly is none. One that is damaged is neither."""
     try:
-        found = read_entry(client, number)
+        entry = read_entry(client, number)
     except StoreError as error:
         raise _unknown_error(client, manifest_key(number), error) from error
     except CheckpointError:
         return None, False  # broken: somebody else's, or damaged since, or on its way
-    return found, found is None
+    return entry, entry is None
 
 
 def _is_overtaken(client: StoreClient, number: int) -> bool:
@@ -224,11 +224,11 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
         return None
     folders = {key.rpartition("/")[0] + "/" for key in wanted}
     prefix = folders.pop() if len(folders) == 1 else "data/"
-    found = {info.key: info for info in client.list(prefix) if info.key in wanted}
+    listed = {info.key: info for info in client.list(prefix) if info.key in wanted}
     problems = [
         problem
         for key, size_bytes in wanted.items()
-        if (key not in found or found[key].size_bytes != size_bytes)
+        if (key not in listed or listed[key].size_bytes != size_bytes)
         and (problem := _find_problem(client, key, size_bytes))
     ]
     if problems:
@@ -238,7 +238,7 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
             "replaced what this save wrote (a gc with a short older_than, a lifecycle rule?): save again",
             uri=client.uri,
         )
-    return max((info.modified_at for info in found.values()), default=None)
+    return max((info.modified_at for info in listed.values()), default=None)
 
 
 def check_still_next(client: StoreClient, number: int) -> None:
@@ -270,9 +270,9 @@ def _find_problem(client: StoreClient, key: str, size_bytes: int) -> str:
 
 def check_conditional_create(client: StoreClient) -> None:
     """Raises `NoConditionalCommitError` unless the store can create an object only if it is absent."""
-    found = client.call(client.store.probe)
-    if not found.conditional_create:
-        saw = found.observed or "this store cannot create an object only if it is absent"
+    capabilities = client.call(client.store.probe)
+    if not capabilities.conditional_create:
+        saw = capabilities.observed or "this store cannot create an object only if it is absent"
         raise NoConditionalCommitError(
             f"{client.uri}: {saw}. So nothing would keep two saves from overwriting each other, and nothing was "
             "written. Use another store, a newer version of this one's server, or, on Ceph, a bucket without "

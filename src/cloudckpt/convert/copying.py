@@ -124,16 +124,16 @@ def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
 
 def _read_manifest(source: Context) -> Manifest:
     """Read the manifest to copy. One without a commit time (format 1.0) gets the store's time."""
-    found = resolve(source.client)
-    if found.manifest.committed_at_ns is not None:
-        return found.manifest
-    info = source.client.head(manifest_key(found.number))
+    resolved = resolve(source.client)
+    if resolved.manifest.committed_at_ns is not None:
+        return resolved.manifest
+    info = source.client.head(manifest_key(resolved.number))
     if info is None:
         raise CheckpointChangedError(
             f"{source.uri} was overwritten or removed while it was being looked at. Copy again", uri=source.uri
         )
-    version = max(found.manifest.version, (FORMAT_MAJOR, FORMAT_MINOR))
-    return msgspec.structs.replace(found.manifest, version=version, committed_at_ns=ns_of(info.modified_at))
+    version = max(resolved.manifest.version, (FORMAT_MAJOR, FORMAT_MINOR))
+    return msgspec.structs.replace(resolved.manifest, version=version, committed_at_ns=ns_of(info.modified_at))
 
 
 def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
@@ -276,8 +276,8 @@ class CopyJob:
         mark = self._mark()
         names = {key.split("/")[1] for key in keys if key.count("/") > 1} - {attempt}
         earlier = sorted((name for name in names if name.endswith(mark) and ATTEMPT.fullmatch(name)), reverse=True)
-        found = find_leftovers(target.client, [data_prefix(name, target.rank) for name in earlier])
-        return {data_prefix(attempt, target.rank) + rest: leftovers for rest, leftovers in found.items()}
+        by_prefix = find_leftovers(target.client, [data_prefix(name, target.rank) for name in earlier])
+        return {data_prefix(attempt, target.rank) + rest: leftovers for rest, leftovers in by_prefix.items()}
 
     def _ask_service(self, keys: list[str], arena: Arena) -> None:
         """Ask the service to copy all objects. Those that it refuses or copies wrongly remain to be streamed."""
@@ -289,15 +289,16 @@ class CopyJob:
         def ask(number: int) -> None:
             stored = objects[number]
             try:
-                said = target.store.copy_from(source.store.url(stored.key), keys[number], run=target.client.call)
+                crc32c = target.store.copy_from(source.store.url(stored.key), keys[number], run=target.client.call)
             # Copies need a permission of their own. A missing object is the source, or an aborted upload: reading the
             # source tells which.
             except (UnsupportedOperationError, AccessDeniedError, ObjectNotFoundError) as error:
                 refused.append(error)
                 return
-            if said == combine_tile_crc32cs(unpack_tiles(stored.crc32c), tile_bytes=tile_bytes, size_bytes=stored.size):
+            expected = combine_tile_crc32cs(unpack_tiles(stored.crc32c), tile_bytes=tile_bytes, size_bytes=stored.size)
+            if crc32c == expected:
                 copied[number] = "by checksum"
-            elif said is None and self._is_good(number, keys[number], arena):
+            elif crc32c is None and self._is_good(number, keys[number], arena):
                 copied[number] = "read back"
             else:
                 # The object is read from the source next, which shows if that is damaged. A good copy with a wrong

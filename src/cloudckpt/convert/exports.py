@@ -348,12 +348,12 @@ class Files:
         )
         return {receipt.key: receipt.size_bytes for receipt in receipts}
 
-    def _refuse(self, found: Sequence[str]) -> None:
-        if found:
-            more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    def _refuse(self, names: Sequence[str]) -> None:
+        if names:
+            more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
             raise CheckpointExistsError(
-                f"{', '.join(self._target.store.url(name) for name in found[:_MAX_SHOWN])}{more} "
-                f"{'exist' if len(found) > 1 else 'exists'} already: nothing was written",
+                f"{', '.join(self._target.store.url(name) for name in names[:_MAX_SHOWN])}{more} "
+                f"{'exist' if len(names) > 1 else 'exists'} already: nothing was written",
                 uri=self._target.uri,
                 hint=Hint(advice="Choose another place, or {option} to replace it.", option="overwrite", value="True"),
             )
@@ -367,10 +367,10 @@ class Files:
         if not self._overwrite:
             self._refuse([name for name in names if self._is_there(name)])
             return
-        found = self._find_names()
-        first = [name for name in found if name in self._patterns]
+        names = self._find_names()
+        first = [name for name in names if name in self._patterns]
         # Two calls, since a store removes many siblings in any order.
-        for doomed in (first, [name for name in found if name not in first]):
+        for doomed in (first, [name for name in names if name not in first]):
             if doomed:
                 target.client.delete(doomed)
 

@@ -198,16 +198,16 @@ _DCP_SUFFIXES = (".metadata", ".distcp")
 
 
 def _import_torch(conversion: Conversion) -> ConversionReport:
-    with _read(conversion) as (found, check_unchanged):
-        return _save_state_dict("torch", conversion.selection.rename_entries(found), conversion, check_unchanged)
+    with _read(conversion) as (state_dict, check_unchanged):
+        return _save_state_dict("torch", conversion.selection.rename_entries(state_dict), conversion, check_unchanged)
 
 
 def _import_dcp(conversion: Conversion) -> ConversionReport:
     source = conversion.source
 
     def files() -> list[ObjectInfo]:
-        found = source.client.list()
-        return sorted((info for info in found if info.key.endswith(_DCP_SUFFIXES)), key=lambda info: info.key)
+        infos = source.client.list()
+        return sorted((info for info in infos if info.key.endswith(_DCP_SUFFIXES)), key=lambda info: info.key)
 
     def check_unchanged() -> None:
         now = files()
@@ -285,7 +285,7 @@ def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
 def _unpickle(path: str, uri: str, *, allow_pickle: bool) -> dict[str, Any]:
     try:
         mmap = zipfile.is_zipfile(path)  # files of older versions of torch cannot be mapped into memory
-        found = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mmap)
+        state_dict = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mmap)
     except Exception as error:  # a pickle can raise any exception
         if isinstance(error, pickle.UnpicklingError) and not allow_pickle:
             raise UnsafePickleError(
@@ -297,11 +297,11 @@ def _unpickle(path: str, uri: str, *, allow_pickle: bool) -> dict[str, Any]:
         raise CorruptCheckpointError(
             f"{uri} cannot be read as a file of torch.save ({type(error).__name__}: {error})", uri=uri
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if not isinstance(state_dict, dict) or not all(isinstance(key, str) for key in state_dict):
         what = (
-            f"a dict with the keys {quote_names([repr(key) for key in found])}"
-            if isinstance(found, dict)
-            else type(found).__name__
+            f"a dict with the keys {quote_names([repr(key) for key in state_dict])}"
+            if isinstance(state_dict, dict)
+            else type(state_dict).__name__
         )
         raise UnsupportedValueError(f"{uri} holds no state dict with names, but {what}", uri=uri)
-    return found
+    return state_dict

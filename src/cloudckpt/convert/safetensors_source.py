@@ -269,8 +269,8 @@ def _instead(keys: Sequence[str]) -> str:
         return ", but a checkpoint of torch's own writer: import it in the format 'dcp'"
     if any(manifest_number(key) is not None for key in keys):
         return ", but a checkpoint of cloudckpt's: cloudckpt cp copies it"
-    found = {key.rpartition("/")[0] for key in keys if key.endswith((_SUFFIX, _INDEX_SUFFIX))}
+    with_files = {key.rpartition("/")[0] for key in keys if key.endswith((_SUFFIX, _INDEX_SUFFIX))}
     # Hidden folders are of huggingface_hub's own use, and what data/ holds is mostly of checkpoints.
-    if folders := sorted(folder for folder in found if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/"):
+    if folders := sorted(folder for folder in with_files if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/"):
         return f", but its folders {quote_names(folders)} hold some: name one of them"
     return ". Check the URI; import a file of torch.save in the format 'torch'"

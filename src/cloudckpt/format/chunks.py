@@ -63,14 +63,14 @@ def find_overlapping_chunks(
     at_or_before = bisect_right(chunks, offsets[dim], 0, end, key=begin)
     if not at_or_before:
         return None
-    found: list[int] = []
+    positions: list[int] = []
     num_held = 0
     for position in range(bisect_left(chunks, begin(chunks[at_or_before - 1]), 0, end, key=begin), end):
         shared = _num_shared(chunks[position], offsets, lengths)
         if shared:
-            found.append(position)
+            positions.append(position)
             num_held += shared
-    return found if num_held == math.prod(lengths) else None
+    return positions if num_held == math.prod(lengths) else None
 
 
 def _num_shared(chunk: Chunk, offsets: Sequence[int], lengths: Sequence[int]) -> int:

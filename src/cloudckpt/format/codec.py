@@ -97,8 +97,8 @@ class _ManifestHead(msgspec.Struct):
     @property
     def writer(self) -> str:
         """The version of cloudckpt that wrote it, where it says that."""
-        found = self.software.get("cloudckpt") if isinstance(self.software, dict) else None
-        return f" by cloudckpt {found:.40}" if isinstance(found, str) else ""
+        version = self.software.get("cloudckpt") if isinstance(self.software, dict) else None
+        return f" by cloudckpt {version:.40}" if isinstance(version, str) else ""
 
 
 _HEAD_DECODER = msgspec.json.Decoder(_ManifestHead)  # made on import, too

@@ -292,11 +292,11 @@ def _find_class(name: str) -> type[tuple[Any, ...]] | None:
     """Return the class of named tuples of this name. It must be imported already: a checkpoint imports nothing."""
     parts = name.split(".")
     for at in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:at]))
+        member: Any = sys.modules.get(".".join(parts[:at]))
         for part in parts[at:]:
-            found = getattr(found, "__dict__", {}).get(part)
-        if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
-            return found
+            member = getattr(member, "__dict__", {}).get(part)
+        if isinstance(member, type) and issubclass(member, tuple) and hasattr(member, "_fields"):
+            return member
     return None
 
 

@@ -383,10 +383,10 @@ def _decode_tensor(content: Any) -> torch.Tensor:
 
 def _member_of_torch(kind: type) -> _Coder:
     def decode(name: str) -> Any:
-        found = vars(torch).get(name)
-        if not isinstance(found, kind):
+        member = vars(torch).get(name)
+        if not isinstance(member, kind):
             raise ValueError(f"this version of torch has no {name!r:.100}")  # noqa: TRY004  # another torch wrote it
-        return found
+        return member
 
     return decode
 

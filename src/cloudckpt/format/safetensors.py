@@ -193,12 +193,12 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
         members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         if _METADATA_KEY in members:
             msgspec.json.decode(members.pop(_METADATA_KEY), type=dict[str, str])
-        found = {name: MEMBER_DECODER.decode(raw) for name, raw in members.items()}
+        entries = {name: MEMBER_DECODER.decode(raw) for name, raw in members.items()}
     except _UNDECODABLE as error:
         yield f"its header is not that of a safetensors file: {error}"
         return
     wanted: Counter[tuple[object, ...]] = Counter(_expected_member(one, base) for one in contents.placed)
-    for name, entry in found.items():
+    for name, entry in entries.items():
         rest: tuple[object, ...] = (entry.dtype, entry.shape, *entry.data_offsets)
         for key in ((name, *rest), (_VARIANT.sub("", name), *rest)):
             if wanted[key] > 0:
@@ -206,11 +206,11 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
                 break
         else:
             yield f"its header has {name!r:.200} as {_shown(rest)}, which the manifest does not say"
-    named = {(entry.dtype, entry.shape, *entry.data_offsets) for entry in found.values()}
+    named = {(entry.dtype, entry.shape, *entry.data_offsets) for entry in entries.values()}
     for missing, count in wanted.items():
         if count > 0 and not (missing[1:] in named and _has_bytes(missing)):
             yield f"its header lacks {missing[0]!r:.200} as {_shown(missing[1:])}, which the manifest says"
-    ranges = sorted(entry.data_offsets for entry in found.values())
+    ranges = sorted(entry.data_offsets for entry in entries.values())
     bounds = [(0, 0), *ranges, (size_bytes - base, size_bytes - base)]
     if any(low[1] != high[0] for low, high in pairwise(bounds)):
         yield "the entries of its header do not lie back to back, from the header's end to the object's"

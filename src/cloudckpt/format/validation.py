@@ -49,8 +49,8 @@ def find_problems(manifest: Manifest) -> list[str]:
     object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
     for fqn, tensor in manifest.tensors.items():
         if not _is_one_sound_chunk(tensor, manifest.objects):
-            found = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
-            problems.extend(f"tensor {fqn!r}: {text}" for text in found)
+            texts = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
+            problems.extend(f"tensor {fqn!r}: {text}" for text in texts)
     for fqn, value in manifest.values.items():
         problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
     problems.extend(find_name_problems(manifest.tensors, manifest.values))

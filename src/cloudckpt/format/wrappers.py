@@ -354,13 +354,13 @@ class Registry:
         try:
             kind, context = self._find(stored.kind), self._decode(stored.context)
         except Exception as error:  # noqa: BLE001  # another program may have written it, and a class raise anything
-            found = error.args[0] if isinstance(error, LookupError) else f"{type(error).__name__}: {error}"
+            problem = error.args[0] if isinstance(error, LookupError) else f"{type(error).__name__}: {error}"
         else:
             if isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__"):
                 return kind, context
-            found = f"{stored.kind} is no tensor class with __tensor_unflatten__"
+            problem = f"{stored.kind} is no tensor class with __tensor_unflatten__"
         raise UnsupportedValueError(
-            f"{name!r} of {self._uri} was saved as a {stored.kind}, which is not made here: {found}. Import the "
+            f"{name!r} of {self._uri} was saved as a {stored.kind}, which is not made here: {problem}. Import the "
             "library that defines it, or allow it with torch.serialization.add_safe_globals([…]). Its parts can be "
             f"read by themselves: include={name + '.' + stored.tensors[0]!r}",
             uri=self._uri,

@@ -116,8 +116,8 @@ _MODE_WORDS: Mapping[Mode, re.Pattern[str]] = {
 def mode_of_name(metric: str) -> Mode | None:
     """Return the direction that the words of a metric's name tell, or None. ``neg`` turns it, so it tells nothing."""
     words = re.split(r"[\W_]+", metric.lower())
-    told = [mode for mode, known in _MODE_WORDS.items() if any(map(known.fullmatch, words))]
-    return told[0] if len(told) == 1 and "neg" not in words else None
+    modes = [mode for mode, known in _MODE_WORDS.items() if any(map(known.fullmatch, words))]
+    return modes[0] if len(modes) == 1 and "neg" not in words else None
 
 
 def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:

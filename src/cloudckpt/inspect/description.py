@@ -187,14 +187,14 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
     """
     options = options or Options()
     client = open_client(uri, options)
-    found = resolve(client)
-    manifest = found.manifest
+    resolved = resolve(client)
+    manifest = resolved.manifest
     return CheckpointDescription(
         uri=client.uri,
         attempt=manifest.attempt,
         created_at=manifest.created_at,
         world_size=manifest.world_size,
-        num_overwrites=found.number,
+        num_overwrites=resolved.number,
         software=manifest.software,
         metadata=manifest.metadata,
         tile_bytes=manifest.tile_bytes,

@@ -30,7 +30,7 @@ class CommittedFiles:
     context: Context
     manifest: Manifest
 
-    def look(self, inside: str) -> list[str] | int | None:
+    def stat(self, inside: str) -> list[str] | int | None:
         """Return the size of a file, the names in a directory, or None."""
         sizes = find_file_sizes(self.manifest)
         prefix = f"{inside}/" if inside else ""
@@ -55,17 +55,17 @@ class FileTree:
         location = self._root.child(path) if path else self._root
         return Context(location, self._options, rank=self._rank)
 
-    def look(self, path: str) -> list[str] | int | None:
+    def stat(self, path: str) -> list[str] | int | None:
         """Return the size of a file, the names in a directory, or None."""
-        found = self._find(path)
-        return found[0].look(found[1]) if found is not None else self._list_folder(path) or None
+        place = self._find(path)
+        return place[0].stat(place[1]) if place is not None else self._list_folder(path) or None
 
     def open(self, path: str) -> FileReader:
         """Open a file. Raises `FileNotFoundError`."""
-        found = self._find(path)
-        if found is None or not isinstance(found[0].look(found[1]), int):
+        place = self._find(path)
+        if place is None or not isinstance(place[0].stat(place[1]), int):
             raise FileNotFoundError(f"no committed checkpoint has the file {self.context(path).uri}")
-        return FileReader(found[0].context, found[0].manifest, found[1])
+        return FileReader(place[0].context, place[0].manifest, place[1])
 
     def _find(self, path: str) -> tuple[CommittedFiles, str] | None:
         """Return the committed checkpoint at or above `path`, and the rest of the path.
@@ -78,8 +78,8 @@ class FileTree:
         parts = path.split("/")
         # Most paths are those of files in a checkpoint.
         for depth in (len(parts) - 1, len(parts), *reversed(range(len(parts) - 1))):
-            if (found := self._open("/".join(parts[:depth]))) is not None:
-                return found, "/".join(parts[depth:])
+            if (checkpoint := self._open("/".join(parts[:depth]))) is not None:
+                return checkpoint, "/".join(parts[depth:])
         return None
 
     def forget(self) -> None:
@@ -179,10 +179,10 @@ class FileReader(io.RawIOBase):
             ahead = bytearray(min(self._ahead_bytes, self.size_bytes - self._position))
             self._fetch(self._position, memoryview(ahead))
             self._ahead, self._ahead_begin, offset = memoryview(ahead), self._position, 0
-        found = self._ahead[offset : offset + len(view)]
-        view[: len(found)] = found
-        self._position += len(found)
-        return len(found)
+        piece = self._ahead[offset : offset + len(view)]
+        view[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
 
     def _fetch(self, begin: int, view: memoryview) -> None:
         buffer = torch.frombuffer(view, dtype=torch.uint8)

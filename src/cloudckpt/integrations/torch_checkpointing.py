@@ -189,7 +189,7 @@ class _CloudStorage(Storage):
         return self._tree.context(self._relative(path)).uri
 
     def _look(self, path: Path) -> list[str] | int | None:
-        return self._tree.look(self._relative(path))
+        return self._tree.stat(self._relative(path))
 
     def _relative(self, path: PurePath) -> str:
         if mangled_uri_scheme(path):

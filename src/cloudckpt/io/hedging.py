@@ -385,7 +385,7 @@ def _name_part(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int
 
 def _with_held_token(done: UploadedPart, held: Sequence[FoundPart]) -> UploadedPart:
     """Return the part with the token that the store has for it now, if the store's part certainly has its bytes."""
-    for found in held:
-        if (found.number, found.size_bytes, found.crc32c) == (done.part.number, done.part.size_bytes, done.crc32c):
-            return replace(done, token=found.token)
+    for part in held:
+        if (part.number, part.size_bytes, part.crc32c) == (done.part.number, done.part.size_bytes, done.crc32c):
+            return replace(done, token=part.token)
     return done

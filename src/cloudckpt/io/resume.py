@@ -82,7 +82,7 @@ class _DifferentBytesError(Exception):
 
 def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, list[Leftover]]:
     """Return the leftovers under `prefixes` by the rest of the key, those under an earlier prefix first."""
-    found: defaultdict[str, list[Leftover]] = defaultdict(list)
+    by_key: defaultdict[str, list[Leftover]] = defaultdict(list)
     try:
         for prefix in prefixes:
             here: dict[str, Leftover] = {}
@@ -91,11 +91,11 @@ def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, li
             for upload in client.list_uploads(prefix):
                 here.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
             for key, leftover in here.items():
-                found[key[len(prefix) :]].append(leftover)
+                by_key[key[len(prefix) :]].append(leftover)
     except StoreError as error:
         _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", client.uri, error)
         return {}
-    return dict(found)
+    return dict(by_key)
 
 
 class Resumption:
@@ -163,22 +163,22 @@ class Resumption:
         held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
         listed: defaultdict[int, list[FoundPart]] = defaultdict(list)
         try:
-            for found in self._client.list_parts(key, upload_id):
-                listed[found.number].append(found)
+            for part in self._client.list_parts(key, upload_id):
+                listed[part.number].append(part)
         except StoreError as error:
             _log.info("the upload to %s cannot be used: %s", self._client.url(key), error)
             return held
 
         def check(part: Part) -> None:
-            candidates = [found for found in listed[part.number] if found.size_bytes == part.size_bytes]
+            candidates = [one for one in listed[part.number] if one.size_bytes == part.size_bytes]
             begin, end = part.offset_bytes, part.offset_bytes + part.size_bytes
             values = self._known(body, begin, end)
             whole = combine_tile_crc32cs(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
-            same = next((found for found in candidates if found.crc32c == whole), None)
-            if same is None and any(found.crc32c is None for found in candidates):
+            same = next((one for one in candidates if one.crc32c == whole), None)
+            if same is None and any(one.crc32c is None for one in candidates):
                 with body.open(begin, end) as views:
                     md5 = _md5_of(views)
-                same = next((found for found in candidates if found.crc32c is None and found.md5 == md5), None)
+                same = next((one for one in candidates if one.crc32c is None and one.md5 == md5), None)
             if same is not None:
                 held.crc32cs[part.number] = values
                 held.uploaded[part.number] = UploadedPart(part=part, token=same.token, crc32c=whole)

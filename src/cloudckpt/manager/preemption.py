@@ -301,10 +301,10 @@ def _unblock_after_fork() -> None:
 
 def _restore_in_child() -> None:
     """Let SIGTERM do what it did before: a forked child has no training loop that could answer."""
-    found: Any = signal.getsignal(signal.SIGTERM)
-    while isinstance(found, _Handler):
-        found = found.before
-        signal.signal(signal.SIGTERM, found)
+    handler: Any = signal.getsignal(signal.SIGTERM)
+    while isinstance(handler, _Handler):
+        handler = handler.before
+        signal.signal(signal.SIGTERM, handler)
     _unblock_after_fork()
 
 

@@ -233,10 +233,10 @@ def _cause_of(error: BaseException) -> BaseException:
     """Return the cause on the first failing rank of torch's exception; `error` itself if it is another one."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
-        found = failures[min(failures)]
-        found = found[0] if isinstance(found, tuple) else found
-        if isinstance(found, BaseException):
-            return found
+        failure = failures[min(failures)]
+        failure = failure[0] if isinstance(failure, tuple) else failure
+        if isinstance(failure, BaseException):
+            return failure
     return error
 
 

@@ -227,10 +227,10 @@ class Draft:
         client = context.client.restarted()
         try:
             for entry in list_entries(client):
-                found = read_entry(client, entry.number)
-                if found is None:
+                content = read_entry(client, entry.number)
+                if content is None:
                     return True  # it was listed, and cannot be ruled out unread
-                if isinstance(found, Manifest) and not {stored.key for stored in found.objects}.isdisjoint(keys):
+                if isinstance(content, Manifest) and not {stored.key for stored in content.objects}.isdisjoint(keys):
                     return True
         except CloudckptError as error:
             _log.warning("kept what a failed save left at %s, because it cannot be judged: %s", context.uri, error)
@@ -345,12 +345,12 @@ def _call_together(*calls: Callable[[], Any], num_threads: int) -> list[Any]:
     """Return the results of `calls`, in their order. Raises the first failure, once nothing runs any more."""
     if num_threads == 1:
         return [call() for call in calls]
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
 
     def make(number: int) -> None:
-        found[number] = calls[number]()
+        results[number] = calls[number]()
 
     numbers = range(len(calls))
     for _ in each_done(numbers, make, num_threads=num_threads, name="cloudckpt-look", on_failure=lambda: None):
         pass
-    return [found[number] for number in numbers]
+    return [results[number] for number in numbers]

@@ -233,14 +233,14 @@ class FilesJob:
         ):
             pass
 
-    def _find_problems(self, found: Collection[FileReceipt], planned: Collection[str]) -> list[str]:
-        receipts = [receipt for receipt in found if receipt.save == self._save]
+    def _find_problems(self, receipts_of_job: Collection[FileReceipt], planned: Collection[str]) -> list[str]:
+        receipts = [receipt for receipt in receipts_of_job if receipt.save == self._save]
         paths = Counter(receipt.path for receipt in receipts)
         by_rank: dict[int, list[int]] = {}
         for receipt in receipts:
             by_rank.setdefault(receipt.rank, []).append(receipt.index)
         lost = [rank for rank, indices in by_rank.items() if sorted(indices) != list(range(len(indices)))]
-        apart = sorted({receipt.rank for receipt in found} - by_rank.keys())
+        apart = sorted({receipt.rank for receipt in receipts_of_job} - by_rank.keys())
         late = sorted({receipt.rank for receipt in receipts if receipt.number != self._draft.number})
         checks = (
             (sorted(set(planned) - paths.keys()), "these files were planned, and no rank has written them: {}"),

@@ -517,13 +517,13 @@ class CopyElsewhere:
                 raise copy.copy(self._refusal)
             if self._reader is None:
                 try:
-                    found = resolve(self.context.client).manifest
-                    if not found.is_copy_of(self._manifest):
+                    manifest = resolve(self.context.client).manifest
+                    if not manifest.is_copy_of(self._manifest):
                         raise CheckpointNotFoundError(f"{self.context.uri} holds another save", uri=self.context.uri)
                 except (StoreError, CheckpointError) as error:
                     self._refusal = copy.copy(error)
                     raise
-                self._reader = Reader(self.context, found)
+                self._reader = Reader(self.context, manifest)
             return self._reader
 
     def warn(self, index: int, url: str, failure: Exception) -> None:

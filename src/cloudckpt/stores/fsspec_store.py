@@ -155,8 +155,8 @@ class FsspecStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with self._call("list", prefix, is_key=False) as (filesystem, _):
             folder = prefix.rpartition("/")[0]
-            found = _find(filesystem, f"{self._root}/{folder}" if folder else self._root or "/")
-        for path, info in found.items():
+            infos = _find(filesystem, f"{self._root}/{folder}" if folder else self._root or "/")
+        for path, info in infos.items():
             key = str(path)[len(self._root) + 1 :]
             if str(path).startswith(f"{self._root}/") and key.startswith(prefix) and info.get("type") != "directory":
                 yield _object_info(key, info)
@@ -272,13 +272,13 @@ def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
     if (kind._find is AsyncFileSystem._find) if kind.async_impl else (kind.find is AbstractFileSystem.find):
         return dict(_walk(filesystem, path))
     try:
-        found = filesystem.find(path, detail=True)
+        infos = filesystem.find(path, detail=True)
     except FileNotFoundError as error:
         if is_absence_error(error):
             return {}
         raise
     # adlfs returns an empty list if the folder is an object.
-    return found if isinstance(found, Mapping) else {}
+    return infos if isinstance(infos, Mapping) else {}
 
 
 def _walk(filesystem: Filesystem, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

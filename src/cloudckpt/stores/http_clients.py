@@ -53,10 +53,10 @@ Config = TypeVar("Config")
 def require_sdk(module: str, *, store: str, extra: str) -> None:
     """Raise `MissingDependencyError` if the SDK's `module` is not installed."""
     try:
-        found = importlib.util.find_spec(module)
+        specification = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # not even the package around it
-        found = None
-    if found is None:
+        specification = None
+    if specification is None:
         raise MissingDependencyError(
             f"{store} needs {module.replace('.', '-')}, which is not installed: {install_advice(extra)}"
         )
@@ -135,10 +135,10 @@ class ClientCache(Generic[Config, Client]):
         with self._replacing:
             if not refused.is_refused and refused.identity() is not None:
                 self.clear()
-                found = self.client_for(key)
-                found.fetch_credentials()
-                if found.identity() not in (None, refused.identity()):
-                    refused.successor = found
+                renewed = self.client_for(key)
+                renewed.fetch_credentials()
+                if renewed.identity() not in (None, refused.identity()):
+                    refused.successor = renewed
             self.discard(refused)
             successor: Client | None = refused.successor
             return successor

@@ -70,8 +70,8 @@ class HTTPSession(abc.ABC):
         Raises `error` if not.
         """
         translated = self.translate(error, "", self.get_api, "")
-        found = self.cache.replace(client, self.client_key) if isinstance(translated, CredentialsError) else None
-        if found is None:
+        successor = self.cache.replace(client, self.client_key) if isinstance(translated, CredentialsError) else None
+        if successor is None:
             raise error
         return self.client()
 

@@ -196,9 +196,9 @@ class MemoryStore(Store):
         bucket = self._bucket("list")
         with bucket.lock:
             objects = list(bucket.objects.items())
-        for full_key, found in objects:
+        for full_key, stored in objects:
             if full_key.startswith(self._prefix + prefix):
-                yield found.info(full_key[len(self._prefix) :])
+                yield stored.info(full_key[len(self._prefix) :])
 
     def list_directories(self) -> Iterator[str]:
         yield from {info.key.split("/")[0] for info in self.list() if "/" in info.key}
@@ -248,10 +248,10 @@ class MemoryStore(Store):
         check_key(self, key, operation)
         bucket = self._bucket(operation)
         with bucket.lock:
-            found = bucket.objects.get(self._prefix + key)
-        if found is None:
+            stored = bucket.objects.get(self._prefix + key)
+        if stored is None:
             raise self.error(ObjectNotFoundError, operation, key, "there is no object here.")
-        return found
+        return stored
 
     def _upload(self, bucket: _Bucket, operation: str, key: str, upload_id: str) -> _Upload:
         upload = bucket.uploads.get(upload_id)

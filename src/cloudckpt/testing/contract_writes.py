@@ -265,14 +265,14 @@ class WriteClauses(Clauses):
         body = bytes(range(256)) * 33
         put(store, "a/source", body)
         try:
-            said = store.copy_from(store.url("a/source"), "b/target")
+            crc32c = store.copy_from(store.url("a/source"), "b/target")
         except UnsupportedOperationError:
             assert keys(store) == ["a/source"]
             assert store.probe().copies_within == ""
             pytest.skip("the store has no copies by the service from other stores, and refuses the call")
         assert content(store, "b/target") == content(store, "a/source") == body
         # A store that does not verify checksums may report wrong ones; the copy is then read and verified.
-        assert said in {None, crc(body)} or not store.probe().verifies_crc32c
+        assert crc32c in {None, crc(body)} or not store.probe().verifies_crc32c
         with pytest.raises(ObjectNotFoundError):
             store.copy_from(store.url("missing"), "c/target")
         assert keys(store) == ["a/source", "b/target"]

@@ -319,8 +319,8 @@ class GCSClient(SDKClient):
     def secrets(self) -> tuple[str, ...]:
         """Texts that must never be printed: of the credentials in use and of those that they come from."""
         sources = (self.credentials, getattr(self.credentials, "_source_credentials", None))
-        found = (getattr(source, name, None) for source in sources for name in _SECRET_FIELDS)
-        return tuple(secret for secret in found if isinstance(secret, str))
+        values = (getattr(source, name, None) for source in sources for name in _SECRET_FIELDS)
+        return tuple(secret for secret in values if isinstance(secret, str))
 
     def renew(self, refused_token: str | None) -> bool:
         """Fetch another access token than `refused_token`, if need be. Returns True if there is one."""
@@ -404,9 +404,9 @@ class GCSSession(HTTPSession):
         sent = _sent_token(error)  # which may have been renewed since
         request = self.failed_request(operation, api, key, secrets=(sent,) if sent else ())
         if self._client is not None and _status_of(error) == _NOT_FOUND and api in _ABOUT_OBJECTS:
-            found = self._look_into_absence(self._client, api, key, is_own=is_genuine_error(error))
-            if found is not None:
-                return build_error(found, request, reason=f"status {_NOT_FOUND}")
+            why_absent = self._look_into_absence(self._client, api, key, is_own=is_genuine_error(error))
+            if why_absent is not None:
+                return build_error(why_absent, request, reason=f"status {_NOT_FOUND}")
         return translate(error, request, is_zonal=self._is_zonal)
 
     def location_type(self, client: GCSClient) -> str:
@@ -444,10 +444,10 @@ class GCSSession(HTTPSession):
             return None  # it does not matter
         name = key if api in _ABOUT_ONE_OBJECT else ""
         try:
-            found = client.storage.list_blobs(
+            listing = client.storage.list_blobs(
                 client.bucket(self.bucket), prefix=name, max_results=1, fields="kind,items/name", **client.each_call
             )
-            page = next(found.pages)
+            page = next(listing.pages)
             names = [blob.name for blob in page]
         except Exception as error:  # noqa: BLE001  # the caller raises the first error
             is_bucket = _status_of(error) == _NOT_FOUND and is_genuine_error(error)

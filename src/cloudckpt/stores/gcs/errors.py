@@ -202,8 +202,8 @@ def is_metadata_busy(status: int | None) -> bool:
 def describe_metadata_server(status: int | None) -> str:
     """Return which server has given which answer."""
     host = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
-    said = "did not answer" if status is None else f"answered with status {status}"
-    return f"Google's metadata server at {host} {said}"
+    answer = "did not answer" if status is None else f"answered with status {status}"
+    return f"Google's metadata server at {host} {answer}"
 
 
 def is_genuine_error(error: Any) -> bool:
@@ -243,11 +243,11 @@ def _translate_answer(error: Any, status: int, request: FailedRequest, is_zonal:
 def _parse_document(text: Any) -> tuple[str, str]:
     """Return GCS's reason and message from an error's body."""
     try:
-        found = json.loads(text)["error"]
+        details = json.loads(text)["error"]
     except (KeyError, TypeError, ValueError):
         return "", str(text)
-    if not isinstance(found, dict):  # OAuth's answers name the error so
-        return str(found), ""
-    errors = found.get("errors")
+    if not isinstance(details, dict):  # OAuth's answers name the error so
+        return str(details), ""
+    errors = details.get("errors")
     first = errors[0] if isinstance(errors, list) and errors and isinstance(errors[0], dict) else {}
-    return str(first.get("reason") or ""), str(found.get("message") or first.get("message") or "")
+    return str(first.get("reason") or ""), str(details.get("message") or first.get("message") or "")

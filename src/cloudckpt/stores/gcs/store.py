@@ -197,9 +197,9 @@ class GCSStore(HTTPStore):
         upload = self._open_upload(key, upload_id, "list_parts")
         for blobs, _ in self._pages("list_parts", prefix=upload.prefix, fields=_PARTS):
             for blob in blobs:
-                found = upload.parse_part(blob.name)
-                if found is not None:
-                    number, nonce = found
+                place = upload.parse_part(blob.name)
+                if place is not None:
+                    number, nonce = place
                     facts = uploads.facts_of(blob)
                     stored = uploads.describe(self.session, "list_parts", "objects.list", blob.name, facts)
                     token = uploads.make_token(nonce, stored.generation, upload)
@@ -269,8 +269,8 @@ class GCSStore(HTTPStore):
         def ask(client: GCSClient) -> tuple[Any, Sequence[Any], Sequence[str]]:
             bucket = client.bucket(self.session.bucket)
             # One listing for each page: the library's iterator ends without an error after a page has failed.
-            found = client.storage.list_blobs(bucket, prefix=prefix, page_token=token, **arguments, **client.each_call)
-            page = next(found.pages)
+            blobs = client.storage.list_blobs(bucket, prefix=prefix, page_token=token, **arguments, **client.each_call)
+            page = next(blobs.pages)
             # Read here, where the library's failure to parse an odd answer is known from a fault of ours.
             return page.raw_page, list(page), list(page.prefixes)
 

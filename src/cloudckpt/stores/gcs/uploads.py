@@ -207,8 +207,8 @@ def _is_composed(session: GCSSession, name: str, parts: Sequence[ObjectGeneratio
         )
     except ObjectNotFoundError:
         return False
-    found = describe(session, _COMPLETE, "objects.get", name, answer)
-    return (found.crc32c, found.size_bytes) == _add_up(parts)
+    stored = describe(session, _COMPLETE, "objects.get", name, answer)
+    return (stored.crc32c, stored.size_bytes) == _add_up(parts)
 
 
 def _compose(

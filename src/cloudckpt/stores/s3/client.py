@@ -241,11 +241,11 @@ def check_directory_options(bucket: str, config: S3Config) -> None:
         ),
         "tags: objects have none here": config.tags,
     }
-    found = [problem for problem, exists in problems.items() if exists]
-    if found:
+    clashes = [problem for problem, exists in problems.items() if exists]
+    if clashes:
         raise InvalidOptionError(
             f"Storage options that a directory bucket (S3 Express One Zone) does not know, such as {bucket!r}: "
-            + "; ".join(found)
+            + "; ".join(clashes)
         )
 
 
@@ -318,8 +318,8 @@ class S3Client(SDKClient):
     def secrets(self) -> tuple[str, ...]:
         """Texts that must never be printed: of the options, and of the credentials in use. Renews none for it."""
         held = getattr(self._credentials, "__dict__", {})
-        found = (held.get(name) for name in _SECRET_FIELDS)
-        return (*self._configured_secrets, *(secret for secret in found if isinstance(secret, str)))
+        values = (held.get(name) for name in _SECRET_FIELDS)
+        return (*self._configured_secrets, *(secret for secret in values if isinstance(secret, str)))
 
     def region_of(self, bucket: str) -> str:
         """Return the region that requests about `bucket` are sent to."""
@@ -421,15 +421,15 @@ class S3Session(HTTPSession):
             except Exception as unknown:  # it may be denied, or redirected as well
                 if getattr(unknown, "response", None) is None:
                     raise
-        said = code_of(error) or f"status {status_of(error)}"
+        code = code_of(error) or f"status {status_of(error)}"
         if region is None:
             message = str(getattr(error, "response", {}).get("Error", {}).get("Message", "")).rstrip(".")
             named = f"{message}. No region is named" if message else "no region is named"
-            raise OtherRegionError(f"{said}: {named}, and the request was sent to {last_region!r}") from None
+            raise OtherRegionError(f"{code}: {named}, and the request was sent to {last_region!r}") from None
         if region == last_region:
             if status_of(error) == _TEMPORARY:
                 raise error  # the names of a new bucket are still being spread
-            raise SameRegionError(f"{said}: the bucket is in region {region!r}, where the request was sent") from None
+            raise SameRegionError(f"{code}: the bucket is in region {region!r}, where the request was sent") from None
         client.regions[self.bucket] = region
 
     def prepare_get(

@@ -57,13 +57,13 @@ class MetadataServices:
         url, answer = session.last
         if isinstance(answer, int):
             is_busy = answer >= _SERVER_ERROR or answer == _TOO_MANY
-            said = f"answered with status {answer}"
+            outcome = f"answered with status {answer}"
         else:
             # A refresh needs a role that the service has handed out before.
             is_expected = provider == "container-role" or session.has_succeeded
             is_busy = isinstance(answer, ReadTimeoutError) or is_expected
-            said = f"did not answer ({type(answer).__name__})"
-        return f"{SOURCES[provider]} at {url} {said}" if is_busy else None
+            outcome = f"did not answer ({type(answer).__name__})"
+        return f"{SOURCES[provider]} at {url} {outcome}" if is_busy else None
 
 
 class _NotedSession:

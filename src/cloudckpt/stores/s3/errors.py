@@ -232,12 +232,12 @@ def status_of(error: Exception) -> int:
 
 def region_in(error: Any) -> str | None:
     """Return the region that a redirection names in a header, its body or an address; None if it names none."""
-    found, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+    details, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
     headers = answer.get("HTTPHeaders", {})
-    named = headers.get("x-amz-bucket-region") or found.get("Region")
-    addresses = (str(found.get("Endpoint", "")), str(headers.get("location", "")))
+    named = headers.get("x-amz-bucket-region") or details.get("Region")
+    addresses = (str(details.get("Endpoint", "")), str(headers.get("location", "")))
     matches = [_REGION_IN_ADDRESS.search(address) for address in addresses]
-    matches.append(_REGION_IN_MESSAGE.search(str(found.get("Message", ""))))
+    matches.append(_REGION_IN_MESSAGE.search(str(details.get("Message", ""))))
     return named or next((match[1] for match in matches if match), None)
 
 
@@ -253,9 +253,9 @@ def translate_code(code: str, detail: str, request: FailedRequest) -> StoreError
 
 
 def _translate_answer(response: dict[str, Any], request: FailedRequest) -> StoreError:
-    found = response.get("Error", {})
+    details = response.get("Error", {})
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    code, detail = str(found.get("Code", "") or status), str(found.get("Message", "") or "")
+    code, detail = str(details.get("Code", "") or status), str(details.get("Message", "") or "")
     if not status and code.isdigit():
         status = int(code)
     if detail in ("Not Found", "Forbidden", "Bad Request", "Moved Permanently", "Unknown"):

@@ -250,9 +250,9 @@ class S3Store(HTTPStore):
                 about = {"UploadId": upload_id, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{end - 1}"}
                 answer = ask("UploadPartCopy", CopySource=place, **about)
                 result = self.session.require(answer, "CopyPartResult", "copy_from", "UploadPartCopy", target)
-                said = {name: result[name] for name in ("ETag", "ChecksumCRC32C") if result.get(name)}
-                parts.append({"PartNumber": number, **said})
-                part_crc32c = decode_crc32c(said.get("ChecksumCRC32C"))
+                reported = {name: result[name] for name in ("ETag", "ChecksumCRC32C") if result.get(name)}
+                parts.append({"PartNumber": number, **reported})
+                part_crc32c = decode_crc32c(reported.get("ChecksumCRC32C"))
                 is_known = is_known and part_crc32c is not None
                 crc32c = combine_crc32c(crc32c, part_crc32c or 0, end - begin)
             try:
@@ -306,8 +306,8 @@ def _list_objects(session: S3Session, operation: str, *, prefix: str) -> Iterato
     for page in _pages(session, operation, "ListObjectsV2", None, {"Prefix": directory, "Delimiter": "/"}):
         yield from (item for item in page.get("Contents", []) if item["Key"].startswith(prefix))
         matching += [item["Prefix"] for item in page.get("CommonPrefixes", []) if item["Prefix"].startswith(prefix)]
-    for found in matching:
-        yield from _list_objects(session, operation, prefix=found)
+    for folder in matching:
+        yield from _list_objects(session, operation, prefix=folder)
 
 
 def _pages(
@@ -343,10 +343,10 @@ def _check_page(session: S3Session, operation: str, key: str, page: dict[str, An
     """Raise `TransientStoreError` for a page that answers another request, or from which something was lost."""
     echoed = {name: page.get(name) for name in about}
     others = [name for name, echo in echoed.items() if echo is not None and _normalize(echo) != _normalize(about[name])]
-    entries = [(found, names) for kind, names in _ENTRIES.items() for found in page.get(kind, [])]
+    entries = [(entry, names) for kind, names in _ENTRIES.items() for entry in page.get(kind, [])]
     if others:
         problem = f"it is about another {others[0]} ({echoed[others[0]]!a:.200})"
-    elif any(name not in found for found, names in entries for name in names):
+    elif any(name not in entry for entry, names in entries for name in names):
         problem = "an entry of it lacks a member that S3's have"
     elif page.get("KeyCount", 0) > len(entries):
         problem = f"it says that it has {page['KeyCount']:,} entries, and has {len(entries):,}"

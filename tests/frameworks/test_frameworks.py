@@ -39,15 +39,21 @@ def test_lightning_on_ddp(every_place: str, jobs: Jobs) -> None:
 
 
 def test_lightning_resumes_within_an_epoch(place: str, jobs: Jobs) -> None:
-    """A run with two callbacks would resume from `last.ckpt` with other batches on a rank, or would not be told that it
-    does with Lightning's sampler.
+    """A run with two callbacks would resume from `last.ckpt` with other batches on a rank, or in other data; or nobody
+    would hear that it may without the states of its loaders.
     """
     found = jobs.at(place, "lightning_ddp")["within"]
-    assert found["resumed"] == found["whole"][6:]
-    assert len(found["resumed"]) == 6
+    for of_rank in found["ranks"]:
+        assert of_rank["resumed"] == of_rank["whole"][6:]
+        assert len(of_rank["resumed"]) == 6
+        assert of_rank["order"][0] == of_rank["order"][1]
+        other_length, unsaved = of_rank["refused"]
+        assert "samples=64. The loader of this job has samples=80" in other_length
+        assert "the order of stateful data loader 0 is not saved by its sampler (DistributedSamplerWrapper)" in unsaved
+    assert found["ranks"][0]["whole"] != found["ranks"][1]["whole"]
     assert sorted(found["names"]["steps"]) == ["last.ckpt", "step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
     assert found["names"]["best"]
-    num_warned = [sum("use_distributed_sampler=False" in text for text in texts) for texts in found["warned"]]
+    num_warned = [sum("LoaderStates()" in text for text in texts) for texts in found["warned"]]
     assert num_warned == [0, 1], found["warned"]
 
 
@@ -203,6 +209,7 @@ def test_the_document(one_bucket: str, jobs: Jobs) -> None:
         "torch_checkpointing",
     }
     assert "last.ckpt" in found["Lightning"]
+    assert "epoch=24-step=200.ckpt" in found["Lightning"]
     assert found["Fabric"] == ["step-0", "step-1"]
     assert found["Accelerate"] == ["step-2", "step-4"]
     assert found["Transformers' Trainer"] == ["step-1", "step-2"]

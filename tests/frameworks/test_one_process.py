@@ -27,7 +27,7 @@ import cloudckpt
 from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.integrations._nested_state import serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
-from cloudckpt.integrations.lightning import CloudCheckpointIO
+from cloudckpt.integrations.lightning import CloudCheckpointIO, LoaderStates
 from cloudckpt.integrations.transformers import CloudCheckpoints
 
 FEATURES = 4
@@ -429,6 +429,109 @@ def test_lightning_removes_at_a_uri_what_it_removes_on_a_path(kind: str, how: st
     fit(f"{root}/d", until=6, resume=f"{root}/d/step=4/all.ckpt", **nested)
     made = [step for step in (2, 4, 6) if names_under(f"{root}/d/step={step}")]
     assert made == [4, 6]
+
+
+def fit_batches(
+    loader: Any, root: Path, *, resume: str | None = None, states: bool = True, **limits: int
+) -> list[list[float]]:
+    """Train with saves of each step and of the end of each epoch; return the batches."""
+    seen: list[list[float]] = []
+
+    class Recorder(Module):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            seen.append(batch[:, 0].tolist())
+            return super().training_step(batch, index)
+
+    steps = ModelCheckpoint(root / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    ends = ModelCheckpoint(root / "ends", save_top_k=-1, filename="{step}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = LightningTrainer(
+            accelerator="cpu",
+            devices=1,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[steps, ends, *([LoaderStates()] if states else [])],
+            plugins=[CloudCheckpointIO()],
+            **{"max_epochs": None, "max_steps": -1, **limits},
+        )
+        trainer.fit(Recorder(), loader, ckpt_path=None if resume is None else str(root / resume))
+    return seen
+
+
+def lightning_loader(kind: str = "shuffled", *, num_workers: int = 0, num_samples: int = 20, seed: int = 1) -> Any:
+    data = samples(num_samples)
+    order: Any = None
+    if kind == "shuffled":
+        order = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
+    elif kind == "distributed":
+        order = StatefulDistributedSampler(data, num_replicas=2, rank=0, seed=seed)
+    elif kind == "torch's":  # as Lightning adds it
+        order = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0, seed=seed)
+    return StatefulDataLoader(data, batch_size=4 if order is None else 2, sampler=order, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 15}, {"max_epochs": 3}], ids=["steps", "epochs"])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"), [("in order", 0), ("shuffled", 2), ("distributed", 0), ("distributed", 2), ("torch's", 2)]
+)
+def test_lightning_goes_on_with_the_batches_of_uninterrupted_training(
+    kind: str, num_workers: int, limits: dict[str, int], tmp_path: Path
+) -> None:
+    """If this fails, training that is resumed within an epoch, at its last batch or at its end sees other batches."""
+    length = len(lightning_loader(kind))
+    limits = {name: value if name == "max_epochs" else 3 * length for name, value in limits.items()}
+    expected = fit_batches(lightning_loader(kind, num_workers=num_workers), tmp_path, **limits)
+    assert len(expected) == 3 * length
+    for name, num_seen in (("steps", 2), ("steps", length), ("steps", length + 1), ("ends", length)):
+        resumed = lightning_loader(kind, num_workers=num_workers, seed=2 if kind == "shuffled" else 1)
+        rest = fit_batches(resumed, tmp_path, resume=f"{name}/step={num_seen}.ckpt", **limits)
+        assert rest == expected[num_seen:], (name, num_seen)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"num_samples": 24}, "samples=20.* samples=24"),
+        ({"kind": "in order"}, "sampler=RandomSampler.* sampler=SequentialSampler"),
+        ({"num_workers": 1}, "workers=0.* workers=1"),
+    ],
+)
+def test_lightning_with_other_data_within_an_epoch_is_refused(
+    other: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """If this fails, a job that gets more data, or another loader, skips samples that it has not seen, and repeats
+    others, without a word; or data that grow from epoch to epoch cannot be trained on.
+    """
+    whole = fit_batches(lightning_loader(), tmp_path, max_epochs=2)
+    resume = "steps/step=3.ckpt"
+    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match=f"'data loader 0' of .*{resume} .*{named}"):
+        fit_batches(lightning_loader(**other), tmp_path, resume=resume, max_epochs=2)
+    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match="samples=24"):  # Lightning runs the end again
+        fit_batches(lightning_loader(num_samples=24), tmp_path, resume="ends/step=10.ckpt", max_steps=20)
+    grown = fit_batches(lightning_loader(num_samples=24), tmp_path, resume="ends/step=10.ckpt", max_epochs=2)
+    assert (len(whole), len(grown)) == (20, 12)
+
+
+def test_lightning_without_the_states_of_its_loaders_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, nobody hears that a resume may go on with other batches; or a stream of which one would be lost,
+    and a loader whose order would be lost, are trained on.
+    """
+    monkeypatch.setattr("cloudckpt._this_process.given_warnings", {})
+    fit_batches(torch.utils.data.DataLoader(samples(4)), tmp_path / "plain", states=False, max_steps=1)
+    fit_batches(lightning_loader(), tmp_path / "with", max_steps=1)
+    assert "LoaderStates" not in caplog.text
+    fit_batches(lightning_loader(), tmp_path / "without", states=False, max_steps=1)
+    assert caplog.text.count("Give the Trainer the callback cloudckpt.integrations.lightning.LoaderStates()") == 1
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="data loader 0 has no length"):
+        fit_batches(StatefulDataLoader(Stream()), tmp_path / "stream", max_steps=1)
+    order = torch.utils.data.RandomSampler(samples())
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match=r"loader 0 is not saved by its sampler \(Random"):
+        fit_batches(StatefulDataLoader(samples(), sampler=order), tmp_path / "order", max_steps=1)
 
 
 class Stream(torch.utils.data.IterableDataset):

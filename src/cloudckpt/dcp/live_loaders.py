@@ -32,7 +32,7 @@ def describe_loader(loader: Any) -> dict[str, Any]:
 
     It never raises: a save must not fail because a class of the user's cannot be described.
     """
-    order = _sampler_of(loader)
+    order = sampler_of(loader)
     data = next((one for name in ("dataset", "data_source") if (one := _get(loader, name)) is not None), loader)
     settings = {"sampler": type(order).__name__, **{name: _get(order, name) for name in _OF_SAMPLER}}
     is_stream = isinstance(data, IterableDataset)
@@ -56,10 +56,13 @@ def find_differences(saved: Mapping[str, Any], held: Mapping[str, Any]) -> tuple
 class LoaderEntry(LiveEntry):
     """A data loader or sampler with a state, and the settings that its position depends on."""
 
-    def __init__(self, entry: LiveEntry, loader: DataLoader[Any] | Sampler[Any]) -> None:
+    def __init__(
+        self, entry: LiveEntry, loader: DataLoader[Any] | Sampler[Any], *, uri: str = "", advice: str | None = None
+    ) -> None:
         self._entry = entry
         self._loader = loader
-        self._uri = ""
+        self._uri = uri
+        self._advice = advice
 
     def state_dict(self) -> Any:
         state = self._entry.state_dict()
@@ -73,9 +76,8 @@ class LoaderEntry(LiveEntry):
         made_with = state.pop(_MADE_WITH, {}) if isinstance(state, dict) else {}
         if made_with:
             _begin_epoch_whole(state)
-            order = _sampler_of(self._loader)
-            if "epoch" in made_with and _get(order, "set_epoch") is not None:
-                order.set_epoch(made_with["epoch"])  # torchdata 0.11 does not save it, and the order follows from it
+            if "epoch" in made_with:
+                set_epoch(self._loader, made_with["epoch"])  # torchdata 0.11 does not save it
         self._entry.load_state_dict(state, where=where)
         self._check_settings(made_with, where=where)
 
@@ -83,7 +85,7 @@ class LoaderEntry(LiveEntry):
         """Raise `StateDictMismatchError` if other settings remain; a class of the user's may have restored its own."""
         saved.pop("epoch", None)
         loader, held = self._loader, describe_loader(self._loader)
-        parts = (_sampler_of(loader), _get(loader, "batch_sampler"))
+        parts = (sampler_of(loader), _get(loader, "batch_sampler"))
         # A sampler of the user's restores its order in its own way, perhaps only when an epoch begins.
         if any(map(_has_own_state, parts)):
             of_sampler = {name: saved.pop(name) for name in _OF_SAMPLER if name in saved}
@@ -97,10 +99,10 @@ class LoaderEntry(LiveEntry):
                 )
         if differing := find_differences(saved, held):
             then, now = differing
+            leave_out = f"leave {where.partition('.')[0]} out, pass strict=False, and set the position yourself"
             raise StateDictMismatchError(
                 f"{where!r} of {self._uri} was saved with {then}. The loader of this job has {now}, so it would give "
-                f"other batches. Make it as that run did; or leave {where.partition('.')[0]} out, pass strict=False, "
-                "and set the position yourself",
+                f"other batches. Make it as that run did; or {self._advice or leave_out}",
                 uri=self._uri,
             )
 
@@ -118,7 +120,7 @@ def _has_own_state(held: Any) -> bool:
     return module.partition(".")[0] not in {"torch", "torchdata"}
 
 
-def _sampler_of(loader: Any) -> Any:
+def sampler_of(loader: Any) -> Any:
     """Return what orders the samples; a batch sampler of the user's may do so itself."""
     batches = _get(loader, "batch_sampler")
     held = loader if batches is None else batches
@@ -126,7 +128,24 @@ def _sampler_of(loader: Any) -> Any:
     return held if order is None else order
 
 
-def _begin_epoch_whole(state: dict[str, Any]) -> None:
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch that the order of a data loader's samples follows from, if it has one."""
+    order = sampler_of(loader)
+    if _get(order, "set_epoch") is not None:
+        order.set_epoch(epoch)
+
+
+def begin_next_epoch(state: dict[str, Any]) -> None:
+    """Change the state of a data loader at the last batch of an epoch to one in front of the next epoch.
+
+    Other data, and another number of ranks, may follow.
+    """
+    _begin_epoch_whole(state, is_between=True)
+    for name in ("samples", "num_replicas", "rank"):
+        state[_MADE_WITH].pop(name, None)
+
+
+def _begin_epoch_whole(state: dict[str, Any], *, is_between: bool = False) -> None:
     """Set the position of a sampler to 0 in a state of torchdata's at the start or the end of an epoch.
 
     The position then is still that of the epoch before, so that the loader would skip the next epoch without an error
@@ -134,9 +153,10 @@ def _begin_epoch_whole(state: dict[str, Any]) -> None:
     """
     has_workers = isinstance(state.get("_snapshot"), dict)
     main = state["_snapshot"].get("_main_snapshot", {}) if has_workers else state
-    is_between = main.get("_sampler_iter_yielded") == 0 or (not has_workers and state.get("_iterator_finished"))
+    is_ended = not has_workers and state.get("_iterator_finished")
     of_sampler = (main.get("_sampler_iter_state") or {}).get("sampler_state")
-    if is_between and isinstance(of_sampler, dict) and "yielded" in of_sampler:
+    is_whole = is_between or is_ended or main.get("_sampler_iter_yielded") == 0
+    if is_whole and isinstance(of_sampler, dict) and "yielded" in of_sampler:
         of_sampler["yielded"] = 0
 
 

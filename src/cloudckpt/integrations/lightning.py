@@ -18,9 +18,10 @@ from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import load, save
 from cloudckpt.convert.state_dicts import Selection, load_whole
 from cloudckpt.dcp.live_entry import LiveEntry
-from cloudckpt.dcp.live_objects import ModelEntry
+from cloudckpt.dcp.live_loaders import LoaderEntry, begin_next_epoch, length_of, sampler_of, set_epoch
+from cloudckpt.dcp.live_objects import ModelEntry, StatefulEntry
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
-from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, StateDictMismatchError
 from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations._nested_state import SKELETON, deserialize, from_state_dict, serialize, to_state_dict
 from cloudckpt.integrations._requirements import require
@@ -29,13 +30,16 @@ from cloudckpt.uri import parse_location
 
 with require("lightning", note="; pytorch_lightning is another package, and its Trainer does not accept these classes"):
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-    from lightning.pytorch import LightningModule
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import CombinedLoader
 
 _log = logging.getLogger("cloudckpt")
 
+_OTHER_DATA = "resume, with max_epochs, from a checkpoint of the end of an epoch"
 _Path = str | os.PathLike[str]
 _is_training_state = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_schedulers|loops|callbacks").fullmatch
 
@@ -117,7 +121,7 @@ class CloudCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None) -> None:
         """Save `checkpoint` from rank 0, and return once it is committed."""
         _refuse_storage_options(storage_options)
-        _warn_of_lost_order(checkpoint)
+        _warn_of_positions(checkpoint)
         state = to_state_dict(checkpoint, uri=parse_location(path).uri)
         save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
         self._removals.note_save(path, checkpoint.get("callbacks"))
@@ -149,6 +153,119 @@ class CloudCheckpointIO(CheckpointIO):
         folders under which it saves.
         """
         self._removals.remove(path)
+
+
+class LoaderStates(Callback):
+    """Saves the state of each rank's stateful data loaders, and resumes with the batches of uninterrupted training.
+
+    Lightning saves the position of rank 0's loader alone. From it, a resume may repeat or skip an epoch, shuffle as in
+    another one, or continue in other data. With this callback, a resume within an epoch raises `StateDictMismatchError`
+    before its first batch if the number of ranks or of samples, the seed, or another setting has changed. Between two
+    epochs, data and ranks may change; but not with ``max_steps``.
+
+    The loaders are torchdata's ``StatefulDataLoader``. Those that shuffle need torchdata's ``RandomSampler``, or on
+    several ranks its ``StatefulDistributedSampler``.
+
+    Raises:
+        InvalidOptionError: The order of a stateful data loader is not saved. Or it has no length: Lightning fetches its
+            batches ahead, so that a resume would skip one.
+
+    Example::
+
+        callbacks = [ModelCheckpoint("s3://bucket/steps", every_n_train_steps=100), LoaderStates()]
+        trainer = Trainer(max_steps=200, plugins=[CloudCheckpointIO()], callbacks=callbacks)
+
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._saved: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note the trainer."""
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks. A collective call, as ``trainer.save_checkpoint`` is."""
+        trainer = self._trainer
+        if trainer is None or trainer.train_dataloader is None:
+            return {}
+        entries = self._entries(trainer)
+        states: list[Any] = [{"loaders": [one.state_dict() for one in entries], "is_ended": trainer.is_last_batch}]
+        if trainer.world_size > 1:
+            states *= trainer.world_size
+            dist.all_gather_object(states, states[0])
+        return {"ranks": states}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take Lightning's own state of the loaders away, with which other loaders fail in torchdata."""
+        if self.state_key in checkpoint["callbacks"]:
+            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states until the loaders are there."""
+        self._saved = state_dict.get("ranks", [])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the loaders to the saved positions, in the place of those that Lightning has set."""
+        for position, loader in enumerate(self._loaders(trainer)):
+            _refuse_lost_position(loader, position)
+        saved, self._saved = self._saved, []
+        if not saved:
+            return
+        loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_progress
+        # With max_steps, Lightning 2.6 runs the end of an epoch again that was saved there, and counts it twice.
+        is_repeated = loop.restarted_on_epoch_end
+        is_between = saved[0]["is_ended"] and not is_repeated
+        if not is_between and len(saved) != trainer.world_size:
+            raise StateDictMismatchError(
+                f"{trainer.ckpt_path} was saved within an epoch by {len(saved)} ranks, and this job has "
+                f"{trainer.world_size}: positions in the data cannot be shared out anew. Keep the number, or "
+                f"{_OTHER_DATA}",
+                uri=str(trainer.ckpt_path),
+            )
+        if is_repeated:
+            progress.current.processed -= 1
+            progress.total.processed -= 1
+        of_rank = saved[min(trainer.global_rank, len(saved) - 1)]
+        pairs = zip(self._loaders(trainer), self._entries(trainer), of_rank["loaders"], strict=False)
+        for position, (loader, entry, state) in enumerate(pairs):
+            if is_between:
+                begin_next_epoch(state)
+            entry.load_state_dict(state, where=f"data loader {position}")
+            if is_between:
+                iter(loader)  # applies the state to its sampler, so that the next iterator begins the next epoch
+            set_epoch(loader, progress.current.processed)
+        if trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting:  # otherwise Lightning does
+            iter(loop._data_fetcher)
+
+    def _entries(self, trainer: Trainer) -> list[LoaderEntry]:
+        uri = str(trainer.ckpt_path)
+        return [
+            LoaderEntry(StatefulEntry(loader), loader, uri=uri, advice=_OTHER_DATA) for loader in self._loaders(trainer)
+        ]
+
+    @staticmethod
+    def _loaders(trainer: Trainer) -> list[Any]:
+        loaders: list[Any] = CombinedLoader(trainer.train_dataloader).flattened
+        return [loader for loader in loaders if hasattr(loader, "load_state_dict")]
+
+
+def _refuse_lost_position(loader: Any, position: int) -> None:
+    """Raise `InvalidOptionError` for a stateful data loader from whose state a resume would give other batches."""
+    order = sampler_of(loader)
+    if length_of(loader) is None:
+        raise InvalidOptionError(
+            f"stateful data loader {position} has no length. Lightning fetches its batches ahead, so a resume would "
+            "skip one: give the data set a __len__, or remove LoaderStates"
+        )
+    if type(order) is torch.utils.data.RandomSampler or isinstance(order, DistributedSamplerWrapper):
+        raise InvalidOptionError(
+            f"the order of stateful data loader {position} is not saved by its sampler ({type(order).__name__}), so a "
+            "resume would continue with other batches. On one rank, pass sampler=torchdata.stateful_dataloader.sampler."
+            "RandomSampler(data, generator=torch.Generator()). On several, pass StatefulDistributedSampler(data) from "
+            "there, and the Trainer use_distributed_sampler=False"
+        )
 
 
 _Module = TypeVar("_Module", bound="LightningModule")
@@ -224,7 +341,7 @@ class _CloudShards(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any = None) -> None:
         """Save from all ranks, and return once the checkpoint is committed."""
         _refuse_storage_options(storage_options)
-        _warn_of_lost_order(checkpoint)
+        _warn_of_positions(checkpoint)
         state = {"state_dict": checkpoint.pop("state_dict")}
         for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer_state
@@ -310,20 +427,14 @@ def _refuse_storage_options(storage_options: Any) -> None:
         )
 
 
-def _warn_of_lost_order(checkpoint: Mapping[str, Any]) -> None:
-    """Warn of a stateful data loader that Lightning 2.6 resumes in the order of the first epoch, on several ranks.
-
-    It applies the position in front of `set_epoch`, and the sampler that it adds has no state.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+def _warn_of_positions(checkpoint: Mapping[str, Any]) -> None:
+    """Warn of stateful data loaders that only Lightning's own state tells of."""
     with contextlib.suppress(Exception):  # Fabric saves values of any form under these names
-        for state in checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]:
-            of_batches = (state.get("_snapshot") or {}).get("_main_snapshot", state).get("_sampler_iter_state")
-            is_lost = of_batches and "sampler_state" not in of_batches and not state.get("_iterator_finished")
-            if is_lost and is_first_warning("lightning", "order"):
-                _log.warning(
-                    "Lightning resumes this data loader with other batches, because the sampler that it adds has no "
-                    "state. Give the loader torchdata's StatefulDistributedSampler, and the Trainer "
-                    "use_distributed_sampler=False"
-                )
+        loaders = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+        is_lacking = LoaderStates.__qualname__ not in checkpoint["callbacks"]
+        if loaders and is_lacking and is_first_warning("lightning", "positions"):
+            _log.warning(
+                "Lightning saves rank 0's position in the data without its epoch, its length and its seed, so a resume "
+                "may continue with other batches. Give the Trainer the callback "
+                "cloudckpt.integrations.lightning.LoaderStates()"
+            )

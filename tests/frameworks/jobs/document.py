@@ -41,7 +41,7 @@ class ModelWithLoss(Noisy):
 
 
 def of_lightning() -> dict[str, Any]:
-    return {"module": Module(), "sharded_module": ShardedModule(), "loader": loader()}
+    return {"module": Module(), "sharded_module": ShardedModule(), "loader": loader(), "dataset": data()}
 
 
 def of_fabric() -> dict[str, Any]:
@@ -92,7 +92,9 @@ for place, root in places():
             exec(compile(snippet.replace("s3://bucket", under), name, "exec"), variables)  # noqa: S102  # ours
         cloudckpt.close()
         found = [
-            each for below in ("run", "shards", "fabric") for each in cloudckpt.list_checkpoints(f"{under}/{below}")
+            each
+            for below in ("run", "shards", "steps", "fabric")
+            for each in cloudckpt.list_checkpoints(f"{under}/{below}")
         ]
         told[name] = [each.name for each in found]
     tell(place, told)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import cloudckpt
 from cloudckpt import _this_process
-from cloudckpt.integrations.lightning import CloudCheckpointIO, load_from_checkpoint
+from cloudckpt.integrations.lightning import CloudCheckpointIO, LoaderStates, load_from_checkpoint
 
 
 class Module(pl.LightningModule):
@@ -63,7 +62,9 @@ def fit(
     return module.losses, keep
 
 
-def fit_within(root: str, *, until: int, resume: str | None = None, is_stateful: bool = True) -> list[list[float]]:
+def fit_within(
+    root: str, *, until: int, resume: str | None = None, num_samples: int = 64, states: bool = True, kind: str = "own"
+) -> list[list[float]]:
     """Train until a step, with two callbacks that save to places of their own: the first number of each sample."""
     seen: list[list[float]] = []
 
@@ -73,7 +74,6 @@ def fit_within(root: str, *, until: int, resume: str | None = None, is_stateful:
             return super().training_step(batch, index)
 
     pl.seed_everything(1, verbose=False)
-    sampler = StatefulDistributedSampler(data(), num_replicas=2, rank=int(os.environ["RANK"])) if is_stateful else None
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -82,16 +82,29 @@ def fit_within(root: str, *, until: int, resume: str | None = None, is_stateful:
         callbacks=[
             ModelCheckpoint(f"{root}/steps", every_n_train_steps=3, save_top_k=-1, save_last=True, filename="{step}"),
             ModelCheckpoint(f"{root}/best", monitor="loss", filename="{epoch}"),
+            *([LoaderStates()] if states else []),
         ],
         plugins=[CloudCheckpointIO()],
-        use_distributed_sampler=not is_stateful,
+        use_distributed_sampler=kind != "own",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Recorder(), StatefulDataLoader(data(), batch_size=8, sampler=sampler), ckpt_path=resume)
+    samples = data(num_samples)
+    sampler = StatefulDistributedSampler(samples, num_replicas=2, rank=trainer.global_rank) if kind == "own" else None
+    # Otherwise Lightning adds one. In order, its state is complete.
+    loader = StatefulDataLoader(samples, batch_size=8, sampler=sampler, shuffle=kind == "shuffled", num_workers=2)
+    trainer.fit(Recorder(), loader, ckpt_path=resume)
     trainer.strategy.barrier()
     return seen
+
+
+def refusal_of(root: str, **settings: Any) -> str:
+    try:
+        fit_within(f"{root}/other", until=12, **settings)
+    except cloudckpt.errors.CloudckptError as error:
+        return str(error)
+    return ""
 
 
 def within(root: str) -> dict[str, Any]:
@@ -105,12 +118,22 @@ def within(root: str) -> dict[str, Any]:
     fit_within(f"{root}/part", until=6)
     num_warned = len(warned)
     last = f"{root}/part/steps/last.ckpt"
+    refused = [refusal_of(root, resume=last, num_samples=80), refusal_of(root, kind="shuffled")]
     resumed = fit_within(f"{root}/part", until=12, resume=last)
-    fit_within(f"{root}/lost", until=3, is_stateful=False)
+    in_order = fit_within(f"{root}/order", until=12, kind="in order")
+    of_order = (
+        in_order[6:],
+        fit_within(f"{root}/x", until=12, kind="in order", resume=f"{root}/order/steps/step=6.ckpt"),
+    )
+    fit_within(f"{root}/lost", until=3, states=False)
     names = {
         name: [info.name for info in cloudckpt.list_checkpoints(f"{root}/part/{name}")] for name in ("steps", "best")
     }
-    return {"whole": whole, "resumed": resumed, "names": names, "warned": [warned[:num_warned], warned[num_warned:]]}
+    found = [None] * 2
+    torch.distributed.all_gather_object(
+        found, {"whole": whole, "resumed": resumed, "refused": refused, "order": of_order}
+    )
+    return {"ranks": found, "names": names, "warned": [warned[:num_warned], warned[num_warned:]]}
 
 
 whole, _ = fit(None, num_epochs=4)

@@ -11,9 +11,16 @@ from common import NUM_RANKS, Noisy, data, end, places, tell
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_next import NextFSDPStrategy, NextModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import cloudckpt
-from cloudckpt.integrations.lightning import CloudFSDPStrategy, CloudModelParallelStrategy, load_from_checkpoint
+from cloudckpt.integrations.lightning import (
+    CloudFSDPStrategy,
+    CloudModelParallelStrategy,
+    LoaderStates,
+    load_from_checkpoint,
+)
 
 KINDS = ("fsdp1", "fsdp2") if NUM_RANKS == 2 else ("fsdp2",)
 _make = FullyShardedDataParallel.__init__
@@ -77,7 +84,8 @@ def fit(
     else:
         make = NextModelParallelStrategy if is_next else CloudModelParallelStrategy
         strategy = make(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
-    callbacks: list[Any] = [ModelCheckpoint(dirpath=root, save_top_k=keeps, filename="{epoch}")] if is_kept else []
+    callbacks: list[Any] = [LoaderStates()]
+    callbacks += [ModelCheckpoint(dirpath=root, save_top_k=keeps, filename="{epoch}")] if is_kept else []
     callbacks += [SavesFirst(first)] if first is not None else []
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -91,7 +99,8 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=8), ckpt_path=resume)
+    order = RandomSampler(data(), generator=torch.Generator().manual_seed(NUM_RANKS if resume is None else 7))
+    trainer.fit(module, StatefulDataLoader(data(), batch_size=8, sampler=order), ckpt_path=resume)
     trainer.strategy.barrier()
     return module.losses
 

@@ -98,13 +98,13 @@ class SnapshotSegment(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPlan:
-    """`copies` hold what the tensors do as soon as all `tasks` are done."""
+    """The copies of tensors, and the tasks that fill them. Each copy has its values once all `tasks` are done."""
 
     copies: list[torch.Tensor]
     num_bytes: int
     """The number of bytes that the tasks copy."""
     batched: frozenset[int]
-    """The positions of the tensors that are copied as tensors, and not as memory."""
+    """The positions of the small tensors that a task copies in one call with others (`CopyTask.small_tensors`)."""
     tasks: list[CopyTask]
     tasks_of_device: dict[torch.device, range]
     begins: list[int]

@@ -8,15 +8,21 @@ belongs to it, asks `is_forked` and does nothing.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 from cloudckpt.errors import ForkedProcessError
 
 _GC_THRESHOLD = 1_000_000
+_NOT_A_USERS = frozenset({"cloudckpt", "torch", "concurrent", "contextlib", "functools", "threading"})
+"""Packages and modules whose lines a warning does not point at."""
+_users_line: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("users_line", default=None)
 
 _user_processes: set[int] = set()
 given_warnings: dict[tuple[str, str], object] = {}
@@ -46,6 +52,26 @@ def is_first_warning(topic: str, key: str) -> bool:
     """Return True once in a process for each key of a topic, so that its user warns once. Safe between threads."""
     mine = object()
     return given_warnings.setdefault((topic, key), mine) is mine
+
+
+def note_users_line() -> None:
+    """Let `warn_user` point at the line that led to this call, from threads that run in copies of this context."""
+    _users_line.set(_find_users_line())
+
+
+def warn_user(text: str) -> None:
+    """Give a `UserWarning` that points at the line of the user's code that led to it."""
+    warnings.warn_explicit(text, UserWarning, **_find_users_line())
+
+
+def _find_users_line() -> dict[str, Any]:
+    frame = sys._getframe()  # noqa: SLF001  # as `warnings` does
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_A_USERS:
+        frame = frame.f_back
+    if frame.f_back is None and (noted := _users_line.get()) is not None:  # the first frame of a thread
+        return noted
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    return {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno, "registry": registry}
 
 
 class OfThisProcess:

@@ -41,7 +41,7 @@ LOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rename": (STATE, {"net": nn.Linear(2, 2).state_dict()}),
     "partial": (STATE, {**STATE, "added": 1}),
     "cast": (STATE, {"count": torch.zeros(1, dtype=torch.int8)}),
-    "pickle": ({"config": Config}, {"config": None}),
+    "pickle": ({"config": Config()}, {"config": None}),
     "state": ({"o": adam(nn.Linear(2, 1), has_stepped=True)}, {"o": adam(nn.Linear(2, 1), has_stepped=False)}),
 }
 

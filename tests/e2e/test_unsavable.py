@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import threading
 from collections.abc import Callable
@@ -16,6 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.errors import CloudckptError, InvalidOptionError, StateDictMismatchError, UnsupportedValueError
+
+
+class Color(enum.Enum):
+    RED = 1
 
 
 class Broken:
@@ -44,6 +49,8 @@ UNSAVABLE: dict[str, tuple[Callable[[], object], str]] = {
     "generator": (lambda: (one for one in ()), "'extra.d' .*generator"),
     "open stream": (lambda: io.TextIOWrapper(io.BytesIO()), "'extra.d' .*TextIOWrapper"),
     "lambda": (lambda: lambda: 1, "'extra.d' .*function"),
+    "class in a list": (lambda: [io.StringIO], r"'extra\.d\.0' .*_io\.StringIO.*no code.* or admit it by torch.*IO\]"),
+    "function in a dict": (lambda: {"e": freed}, r"'extra\.d\.e' .*the function .*\.freed, and .* its name as text$"),
     "lock": (threading.Lock, "'extra.d' .*lock"),
     "lock in an object": (threading.Event, r"'extra\.d\._cond\._lock' .*lock"),
     "module": (lambda: threading, "'extra.d' .*module"),
@@ -79,6 +86,23 @@ def test_value_that_cannot_be_saved_is_named_by_its_entry(kind: str, call: str) 
     assert "rank" not in str(caught.value).partition(" rank has it")[0]
     assert isinstance(caught.value, (UnsupportedValueError, InvalidOptionError)) or kind == "broken object"
     assert cloudckpt.latest("memory://unsavable") is None
+
+
+def test_admitted_class_is_saved() -> None:
+    """If this fails, a user who admits a class of a framework's state to loads cannot save it."""
+    with torch.serialization.safe_globals([Broken]):
+        cloudckpt.save({"d": [Broken]}, "memory://unsavable/admitted")
+        state: dict[str, Any] = {"d": None}
+        cloudckpt.load(state, "memory://unsavable/admitted")
+    assert state["d"] == [Broken]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_warning_points_at_the_line_of_the_user(call: str) -> None:
+    """If this fails, the warning names a line of the library, or of a thread, and a user cannot find the call."""
+    with pytest.warns(UserWarning, match=r"'extra\.d' is of class .*Color.*add_safe_globals") as caught:
+        CALLS[call](f"memory://unsavable/warned-{call}", {"d": Color.RED})
+    assert [one.filename for one in caught] == [__file__]
 
 
 TARGETS: dict[str, tuple[Callable[[], object], str]] = {

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from cloudckpt._this_process import refuse_in_fork
+from cloudckpt._this_process import note_users_line, refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.hook_answers import refuse_attributes
@@ -230,9 +230,9 @@ class BackgroundSave:
             tell_others=tell_others,
         )
         run = functools.partial(self._run, staging, handle, cancellation, is_overlapped=is_overlapped)
-        self.thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(run,), name="cloudckpt-async", daemon=False
-        )
+        context = contextvars.copy_context()
+        context.run(note_users_line)
+        self.thread = threading.Thread(target=context.run, args=(run,), name="cloudckpt-async", daemon=False)
         set_in_flight(handle, self.thread)
         self.thread.start()
         if is_overlapped:

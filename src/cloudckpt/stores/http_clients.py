@@ -9,7 +9,6 @@ import importlib.util
 import os
 import socket
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
-from cloudckpt._this_process import is_first_warning
+from cloudckpt._this_process import is_first_warning, warn_user
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
 from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
@@ -174,11 +173,10 @@ def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
         raise InvalidOptionError(f"The {store} endpoint (see {variables}) {error}") from None
     if not is_clear_text(endpoint_url) or not is_first_warning("endpoint", endpoint_url):
         return
-    text = (
+    warn_user(
         f"The {store} endpoint {endpoint_url} is plain HTTP: anyone on the way can read and change checkpoints, and "
         "take tokens from it. Use https:// where you can."
     )
-    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 _current = threading.local()

@@ -10,7 +10,6 @@ import io
 import pathlib
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._this_process import warn_user
 from cloudckpt._torch_compat import ShardedTensor
 from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedValueError
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
@@ -42,7 +42,8 @@ _INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
 def check_value(value: object, name: str, *, uri: str) -> bytes | None:
     """Return `value` as tagged JSON, or None if it is saved as a pickle, with a warning if a load would refuse that.
 
-    Raises `UnsupportedValueError` if it cannot be saved. Both name the part that is the cause, by its path and class.
+    Raises `UnsupportedValueError` if it cannot be saved, or holds a class or function that a load would refuse. Both
+    name the part that is the cause, by its path and class.
     """
     encoded = encode_plain(value)
     if encoded is not None:
@@ -67,13 +68,18 @@ def check_value(value: object, name: str, *, uri: str) -> bytes | None:
     if refused is None:
         return None
     path, part = _find_cause(value, name, _parts, is_cause=_is_refused)
-    classes = f" or torch.serialization.add_safe_globals([{', '.join(sorted(refused))}])" if refused else ""
-    instead = "its state_dict()" if hasattr(part, "state_dict") and not isinstance(part, type) else _INSTEAD
-    warnings.warn(
+    admit = _advise_globals(refused)
+    if _qualified_name(part) is not None:
+        or_admit = f", or admit it by {admit}" if admit and isinstance(part, type) else ""
+        raise UnsupportedValueError(
+            f"cannot save {path!r} to {uri}: it is {_describe(part)}, and a checkpoint holds no code. Leave it out of "
+            f"the state dict, or save its name as text{or_admit}",
+            uri=uri,
+        )
+    instead = "its state_dict()" if hasattr(part, "state_dict") else _INSTEAD
+    warn_user(
         f"{path!r} is {_describe(part)}: unpickling it could run any code, so a load refuses it without "
-        f"allow_pickle=True{classes}. Save {instead} to load it without",
-        UserWarning,
-        stacklevel=2,
+        f"allow_pickle=True{f' or {admit}' if admit else ''}. Save {instead} to load it without"
     )
     return None
 
@@ -112,9 +118,10 @@ class EncodedValue:
         except pickle.UnpicklingError as error:
             if self.allow_pickle:
                 raise self._unloadable_error(error) from error
+            advice = _advise_globals(_find_unsafe_globals(io.BytesIO(self.content)))
             raise UnsafePickleError(
                 f"{self.fqn!r} of {self.uri} was not loaded: unpickling it could run any code "
-                f"({describe_refusal(self.content)}){_advise_globals(self.content)}",
+                f"({describe_refusal(self.content)}){f'. Admit it with {advice}' if advice else ''}",
                 uri=self.uri,
                 hint=ALLOW_PICKLE_HINT,
             ) from None
@@ -175,9 +182,10 @@ def describe_refusal(stored: bytes | bytearray) -> str:
     return f"it uses {', '.join(sorted(names))}" if names else "torch's weights_only unpickler refuses it"
 
 
-def _advise_globals(stored: bytes | bytearray) -> str:
-    names = _find_unsafe_globals(io.BytesIO(stored))
-    return f". Admit it with torch.serialization.add_safe_globals([{', '.join(sorted(names))}])" if names else ""
+def _advise_globals(names: list[str]) -> str:
+    """Return the call that admits `names`; "" if one is a function of Python, such as getattr, that runs any code."""
+    is_safe = names and not any(name.startswith("builtins.") for name in names)
+    return f"torch.serialization.add_safe_globals([{', '.join(sorted(names))}])" if is_safe else ""
 
 
 def unsafe_names(file: str) -> str:
@@ -246,6 +254,7 @@ def _find_refusal(value: object) -> list[str] | None:
     try:
         load_stored(stored.getvalue(), is_json=False, map_location="cpu")
     except Exception:  # noqa: BLE001  # the code of a class that the user allowed can raise anything
+        stored.seek(0)
         return _find_unsafe_globals(stored)
     return None
 

@@ -1,6 +1,7 @@
-"""The log of a checkpoint: its entries, and the current manifest, or what is at the location instead.
+"""The log of a checkpoint: its entries, which are manifests and fences, and the manifest that they make current.
 
-The entry with the highest number decides.
+The entry with the highest number decides: a manifest is current itself, and a fence names the manifest that stays
+current, or none.
 """
 
 from __future__ import annotations
@@ -69,12 +70,18 @@ def _list_once(client: StoreClient, prefix: str) -> tuple[Entry, ...]:
 
 
 def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
-    """Return the log. Only an entry that looks like a fence is opened; raises what the decoders raise.
+    """Return the log. It reads no manifest: it opens the highest entry only if that has the size of a fence.
 
-    That nothing is current is confirmed. With `is_lenient`, below a fence that cannot be read the highest manifest is
-    current. If there is none, the fence is: it may be a manifest that was cut, and opening it shows the damage.
+    A result without a current manifest is confirmed.
+
+    Args:
+        client: Client of the checkpoint's location.
+        is_lenient: Do not raise if that entry cannot be read, but take the highest manifest below it for current. If
+            there is none, that entry itself is current: it may be a manifest that was cut, and its reader sees that.
 
     Raises:
+        InvalidManifestError: The entry is damaged.
+        UnsupportedFormatError: A newer version wrote the entry.
         CheckpointChangedError: Fences vanish again and again between the listing and the read.
 
     """
@@ -82,9 +89,9 @@ def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
 
 
 def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
-    """Return the log of one listing, which can lack what is there, for a caller that looks again by itself.
+    """Return the log from a single listing, which can lack entries. It is for callers that confirm it themselves.
 
-    It is that of the checkpoint whose keys begin with `prefix`. Otherwise as `read_log`.
+    The keys of the checkpoint begin with `prefix`. Otherwise this is `read_log`.
     """
     return _read_log(client, prefix, is_lenient=is_lenient, needs_confirming=lambda _: False)
 
@@ -101,11 +108,16 @@ def _read_log(client: StoreClient, prefix: str, *, is_lenient: bool, needs_confi
 
 
 def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
-    """Return the log and its current manifest, or None; that there is none is confirmed.
+    """Return the log and its current manifest, or None if there is none.
 
-    A manifest that a fence keeps is none if it is not listed: another program removed it. Raises what the decoders
-    raise, and `CheckpointChangedError` if it is listed and not found. A manifest that vanishes between being listed and
-    being read has been superseded or removed, so the listing is made once more.
+    None is confirmed. A fence can keep a manifest that is not listed, because another program removed it: None. If a
+    manifest vanishes between the listing and the read, it was superseded or removed, and the next look lists again.
+
+    Raises:
+        InvalidManifestError: The entry is damaged.
+        UnsupportedFormatError: A newer version wrote the entry.
+        CheckpointChangedError: Each look lists a manifest that it does not find.
+
     """
     look = client.confirm(
         lambda: _look(client, "", opens=True, is_lenient=False),
@@ -127,9 +139,9 @@ class _Look:
 
 
 def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) -> _Look:
-    """Look once at a log; with `opens` at its current manifest, too.
+    """Read a log once. With `opens`, also read its current manifest.
 
-    A size in a listing may be wrong, so that only the content says that an entry is a fence.
+    An entry whose listed size is that of a fence is read: the size may be wrong, and only the content says what it is.
     """
     entries = _list_once(client, prefix)
     if not entries:
@@ -155,7 +167,7 @@ def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) ->
 
 
 def _without_fence(log: Log) -> Log:
-    """Return the log as it is if its highest entry, which looks like a fence, cannot be read."""
+    """Return the log for the case that its highest entry, which has the size of a fence, cannot be read."""
     below = [entry.number for entry in log.entries if not entry.is_fence]
     return Log(entries=log.entries, current=max(below, default=log.highest_number))
 

@@ -1,4 +1,4 @@
-"""The commit: one conditional put, and what has to be known about its answer."""
+"""The commit: one conditional put of the manifest, and the checks that find out whether it arrived, and counts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _log = logging.getLogger("cloudckpt")
 
 
 class OvertakenError(CheckpointExistsError, CommitUnknownError):
-    """Another save's commit counts, but this one's manifest was put too, under a lower number.
+    """Another save's commit counts, although this save's manifest was put too, under a lower number.
 
-    Who removes the other commit makes this one count, so it must keep its data. Nor may it be removed from here:
-    meanwhile the number can have been freed again, and taken by a save that has reported success.
+    If somebody deletes the other commit, this manifest counts. So the data of this save must stay. This save must not
+    delete its manifest either: the number can have been freed since then, and a third save can have taken it.
     """
 
 
@@ -44,12 +44,24 @@ _OWN_ROOT = "Nothing of this one is visible. If another job saves here too, give
 
 
 def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional: bool) -> None:
-    """Make `manifest` the checkpoint, as the commit with `number`.
+    """Make `manifest` the checkpoint, as the commit with `number`. Returns only if it is.
 
-    Returns only if it is. Raises `CheckpointExistsError` if another save's commit counts instead, a `StoreError` if
-    the store refused, `UnsupportedValueError` if no reader would take a manifest of its size, and `CommitUnknownError`
-    if it cannot be known; only in this last case, of which `OvertakenError` is one, may the manifest be there or still
-    appear, so that its data must stay.
+    After a `CommitUnknownError`, the manifest may exist, or may still appear, so its data must stay. After each other
+    error it does not exist, and never will.
+
+    Args:
+        client: Client of the checkpoint's location.
+        manifest: The manifest.
+        number: Its number in the log, which was free when the save began.
+        conditional: Put it only if no entry has this number.
+
+    Raises:
+        CheckpointExistsError: Another save's commit counts.
+        StoreError: The store refused the put.
+        UnsupportedValueError: The manifest is larger than readers accept.
+        CommitUnknownError: The outcome cannot be found out.
+        OvertakenError: Another save's commit counts, and this manifest exists. It is a `CommitUnknownError`.
+
     """
     document = encode(manifest)
     if len(document) > (max_bytes := max_manifest_bytes(stored.size for stored in manifest.objects)):
@@ -71,11 +83,11 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
 
 
 def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> None:
-    """Look that the store has kept the manifest that it acknowledged, and that no later entry counts.
+    """Check that the store has kept the manifest that it acknowledged, and that no higher entry counts.
 
-    The number was free, but perhaps only because a later overwrite removed the entry that had it. In that case the
-    later one is there already: it was put before the removal. What lies above may also be gc's fence, which keeps
-    this commit.
+    The number can have been free only because an overwrite has removed the entry that had it. Then the log already has
+    the overwrite's own entry, which is higher: it was put before the removal. A higher entry can also be a fence of gc
+    that keeps this commit current.
     """
     log = read_log(client)
     if log.current == number:
@@ -93,7 +105,10 @@ def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> No
 def _check_arrived(
     client: StoreClient, manifest: Manifest, error: StoreError, outcome: PutOutcome, *, number: int
 ) -> None:
-    """Return where this very put has arrived. No answer says that it has not: a proxy can refuse what it passed on."""
+    """Return if this put has arrived, although its answer was `error`. Otherwise raise what is known.
+
+    No answer alone shows that it has not arrived: a proxy can refuse what it has passed on.
+    """
     key = manifest_key(number)
     entry, is_absent = _entry_at(client, number)
     if isinstance(entry, Manifest) and entry.attempt == manifest.attempt:
@@ -111,11 +126,11 @@ def _check_arrived(
 def remove_superseded(
     client: StoreClient, manifest: Manifest, *, number: int, on_removing: Callable[[str], None]
 ) -> int:
-    """After the commit of `manifest` as `number`: remove the entries below it, lowest first, and then their data.
+    """Remove the entries below `number`, which `manifest` was committed as, lowest first, and then their data.
 
-    The order matters: whatever is left at any moment, the highest number is the newest commit. What cannot be
-    removed is logged, invisible to readers, and left to gc. `on_removing` gets the first key of each request before
-    it is made. Returns how many objects were removed.
+    The order matters: at any moment, the highest entry that is left is the newest commit. It logs a failure, and leaves
+    the rest to gc; readers do not see it. `on_removing` gets the first key of each request before it is made. Returns
+    the number of removed objects.
     """
     kept = {stored.key for stored in manifest.objects}
     num_removed = 0
@@ -153,7 +168,7 @@ def _data_keys(client: StoreClient, number: int) -> list[str]:
 
 
 def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None, bool]:
-    """Return the entry with that number, and True if there certainly is none. One that is damaged is neither."""
+    """Return the entry with that number, and True if there certainly is none; None and False if it is damaged."""
     try:
         entry = read_entry(client, number)
     except StoreError as error:
@@ -164,7 +179,7 @@ def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None
 
 
 def _is_overtaken(client: StoreClient, number: int) -> bool:
-    """Return whether a higher number is there: an overwrite can have removed the entry that had this one."""
+    """Return True if the log has a higher number: an overwrite can have removed the entry that had this one."""
     try:
         return read_log(client).highest_number > number
     except (StoreError, CheckpointError) as error:
@@ -216,8 +231,8 @@ _MAX_SHOWN = 3
 def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime | None:
     """Return the time of the newest data object of `manifest`, as the store lists it; None if it lists none.
 
-    Raises `IncompleteSaveError` unless each of them lies on the store with its size. One listing; what it lacks is
-    asked for by itself, since a listing may lag.
+    Raises `IncompleteSaveError` unless each of them exists with its size. It makes one listing, and a HEAD for each
+    object that the listing lacks, since a listing may lag.
     """
     wanted = {stored.key: stored.size for stored in manifest.objects}
     if not wanted:
@@ -242,10 +257,10 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
 
 
 def check_still_next(client: StoreClient, number: int) -> None:
-    """Raises `CheckpointExistsError` if the entry before `number` is gone: then this number decides nothing any more.
+    """Raise `CheckpointExistsError` if the entry before `number` is gone: a commit under `number` would not count.
 
-    It was the highest one when the save began. It is removed only when a higher one has come, or together with the
-    whole log, long after a deletion; the numbers then begin anew.
+    That entry was the highest one when the save began. Two things remove it: an overwrite, after it has put a higher
+    entry; and gc, which removes the whole log long after a deletion, so that the numbers begin anew.
     """
     if not number:
         return
@@ -269,7 +284,7 @@ def _find_problem(client: StoreClient, key: str, size_bytes: int) -> str:
 
 
 def check_conditional_create(client: StoreClient) -> None:
-    """Raises `NoConditionalCommitError` unless the store can create an object only if it is absent."""
+    """Raise `NoConditionalCommitError` unless the store can create an object only if it is absent."""
     capabilities = client.call(client.store.probe)
     if not capabilities.conditional_create:
         saw = capabilities.observed or "this store cannot create an object only if it is absent"
@@ -285,6 +300,6 @@ _BATCH = 1000  # keys that one request of S3 can delete
 
 
 def split_into_batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`keys` in their order, in runs of what one request can remove."""
+    """Yield `keys` in their order, in batches that one request can delete."""
     for begin in range(0, len(keys), _BATCH):
         yield keys[begin : begin + _BATCH]

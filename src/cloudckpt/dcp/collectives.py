@@ -1,7 +1,8 @@
 """Collectives of Python objects that begin only once all ranks have come to them.
 
-A collective of gloo cannot be taken back: where a rank is missing, it waits for its timeout. So a barrier whose wait
-ends (`Rendezvous`) precedes it. See ``docs/design/009-waiting-for-ranks.md``.
+A collective of gloo cannot be taken back: if a rank is missing, it waits for gloo's own timeout, and names nobody. So a
+barrier (`Rendezvous.barrier`) precedes each collective. If a rank is lost, the barrier names it within
+`Options.timeout_s`. See ``docs/design/009-waiting-for-ranks.md``.
 """
 
 from __future__ import annotations
@@ -74,10 +75,22 @@ _connections_lock = threading.RLock()  # a signal's handler may come while its o
 
 
 class CollectiveCall(DistWrapper):
-    """One save or load of all ranks: torch's steps, on ranks that wait for each other in bounded time.
+    """The collectives of one save or load, in which no rank waits for a lost one longer than `timeout_s`.
 
-    In the main thread, an interrupt comes before the collective of an object or after it, and never within, so that no
-    rank leaves the others in gloo. `end` must be called.
+    It takes the place of the ``_DistWrapper`` on which torch runs the steps of DCP, and begins with its construction.
+    Leave it through `ending`, or call `end`. A Ctrl-C never interrupts a collective, since the other ranks would wait
+    in gloo: it is raised before the collective or after it.
+
+    Args:
+        source: The process group, whose store the ranks share.
+        purpose: Calls of different purposes may run at a time.
+        doing: What the ranks do, as a participle, for the error.
+        uri: The place that they do it to, for the error; saves of different URIs fail.
+        timeout_s: Seconds without a sign of life after which a rank is lost.
+
+    Raises:
+        RankLostError: The group has lost a rank, or, in the first call of a purpose, not all ranks come.
+
     """
 
     def __init__(self, source: dist.ProcessGroup, purpose: Purpose, *, doing: str, uri: str, timeout_s: float) -> None:
@@ -155,7 +168,7 @@ class CollectiveCall(DistWrapper):
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[CollectiveCall]:
-        """End the call with this context, and raise the loss of a rank as DCP's own exception."""
+        """End the call with this context. Raise a `RankLostError` of the body as torch's ``CheckpointException``."""
         error: BaseException | None = None
         try:
             yield self
@@ -209,9 +222,10 @@ class CollectiveCall(DistWrapper):
 def begin_call(
     process_group: dist.ProcessGroup | None, purpose: Purpose, *, doing: str, uri: str, timeout_s: float
 ) -> CollectiveCall | None:
-    """Begin a call of all ranks of `process_group`; None if there is no other rank, or no way to guard the group.
+    """Begin a `CollectiveCall` of all ranks of `process_group`.
 
-    Raises DCP's exception for a `RankLostError` if the group has lost a rank, or, on the first call, if not all come.
+    Returns None if there is no other rank, or if the backend of the group is none of `_GUARDED_BACKENDS`. Raises a
+    `RankLostError` as torch's ``CheckpointException``.
     """
     source = _guardable(process_group)
     if source is None:
@@ -226,9 +240,9 @@ def begin_call(
 def guarded_collectives(
     process_group: dist.ProcessGroup | None, *, doing: str, uri: str, timeout_s: float, no_dist: bool = False
 ) -> Iterator[DistWrapper]:
-    """Give the ranks for one call of DCP, in which none waits for one that is lost; unguarded if that cannot be.
+    """Give the collectives of one save or load: a `CollectiveCall`, or torch's own where `begin_call` returns None.
 
-    A lost rank fails the call with torch's own exception.
+    A lost rank fails the call with torch's ``CheckpointException``.
     """
     call = None if no_dist else begin_call(process_group, "foreground", doing=doing, uri=uri, timeout_s=timeout_s)
     if call is None:
@@ -253,9 +267,9 @@ def as_checkpoint_exception(error: RankLostError) -> CheckpointException:
 
 
 def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], object]) -> _T:
-    """Run `work` in another thread if this is the main thread, where signals raise; it always runs to its end.
+    """Run `work` to its end, and return its result; in another thread if this is the main thread, where signals raise.
 
-    Raises the interrupt that came meanwhile, which `on_interrupt` gets at once, or what `work` raises.
+    `on_interrupt` gets an interrupt (Ctrl-C) at once. It is raised after `work` has ended, in place of its outcome.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

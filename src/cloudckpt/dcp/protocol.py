@@ -1,8 +1,9 @@
-"""One save or load of all ranks, by DCP's protocol, and the error that its failures become.
+"""One save or load of all ranks: the steps of torch's ``dcp.save`` and ``dcp.load``, and the error that they raise.
 
-The calls to planner, writer and reader are those of torch's ``save`` and ``load``, in their order. torch's functions
-turn an error of ``read_metadata`` into text, and ask each entry of the state dict twice whether it is ``Stateful``,
-which takes longer than all else that is done with a small tensor (``docs/design/012-load-planning.md``).
+`run_save` and `run_load` call planner, writer and reader in the order in which torch's functions do. They take the
+place of these for two reasons: torch's ``load`` turns an error of ``read_metadata`` into text, and asks each entry of
+the state dict twice if it is ``Stateful``, which costs most of the time of a small tensor
+(``docs/design/012-load-planning.md``).
 """
 
 from __future__ import annotations

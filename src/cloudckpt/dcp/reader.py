@@ -1,4 +1,4 @@
-"""The DCP storage reader."""
+"""The DCP storage reader: it finds the manifest, shows it to torch as metadata, and fills what a plan asks for."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlanData:
-    """Travels with the plan of a rank."""
+    """The message of a rank to the coordinator, which travels with its plan (``storage_data``)."""
 
     attempt: str
     """The commit that the rank found."""
@@ -86,7 +86,7 @@ class RankPlanData:
     objects: Sequence[str] = ()
     """Top-level keys of this rank's ``Stateful`` objects, which can take more than they ask for."""
     left: Sequence[str] = ()
-    """Names of what was saved of such objects and no rank asks for, so that all ranks plan again."""
+    """Saved entries of such objects that no rank has asked for. If there are any, all ranks plan a second time."""
 
 
 class ObjectStoreReader(StorageReader):
@@ -206,10 +206,13 @@ class ObjectStoreReader(StorageReader):
         return is_valid_location(checkpoint_id)
 
     def begin_call(self, ranks: DistWrapper, *, is_lazy: bool, whole_keys: Collection[str] | None = ()) -> None:
-        """Begin a load of `cloudckpt.load` on all `ranks`: the coordinator looks for the manifest, once, for all.
+        """Begin a load of `cloudckpt.load` on all `ranks`. The coordinator reads the manifest once for all of them.
 
-        `is_lazy` if no other code sees the metadata: entries of tensors are then made when they are asked for.
-        `whole_keys` are the top-level keys of which the load must ask for all that was saved; None for all of them.
+        Args:
+            ranks: The collectives of the load.
+            is_lazy: Make the metadata of a tensor when it is asked for. Only if no code of the user sees the metadata.
+            whole_keys: Top-level keys of which the load must ask for all that was saved. None stands for all keys.
+
         """
         self._begin(ranks.rank)
         self._recorder.open(ranks.rank)
@@ -283,10 +286,15 @@ class ObjectStoreReader(StorageReader):
         return dataclasses.replace(plan, storage_data=data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits.
+        """Check the plans of all ranks, on the coordinator.
 
-        Raises `StateDictMismatchError` if all ranks together ask for less than they must. Tells all of them if an
-        object asks for less than was saved of it.
+        If an object asks for less than was saved of it, the returned plans name the rest (`RankPlanData.left`), and all
+        ranks plan again.
+
+        Raises:
+            CheckpointChangedError: The ranks found different saves, and would mix them.
+            StateDictMismatchError: All ranks together ask for less than they must, or rename differently.
+
         """
         found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
         if len({one.names for one in found if one is not None}) > 1:
@@ -379,10 +387,10 @@ class ObjectStoreReader(StorageReader):
         self.lifecycle.begin(self._location.uri, operation=self.load_id, rank=rank, is_set_up=True)
 
     def _look_up(self, *, is_sent: bool) -> ManifestLookup:
-        """Look for the manifest; the result has the document if it `is_sent` to other ranks.
+        """Look for the manifest. If the result `is_sent` to other ranks, it holds the document.
 
-        Raises nothing, since they wait for the result. torch's checkpoints are looked for only after the store has said
-        twice that no manifest is committed.
+        Returns an error instead of raising it, since the other ranks wait for the result. It looks for a checkpoint of
+        torch's own only after the absence of a manifest is confirmed.
         """
         uri, failure = self.checkpoint_id, None
         for is_of_copy in (False,) if self._copy is None else (False, True):

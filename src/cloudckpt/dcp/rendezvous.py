@@ -1,6 +1,7 @@
 """Barriers whose wait ends when a rank is lost. See ``docs/design/009-waiting-for-ranks.md``.
 
-One thread per call talks to the process group's key-value store, which may hang. Callers only wait for that thread.
+The ranks exchange heartbeats and decisions over the key-value store of their process group. Calls to that store may
+hang, so a thread of its own makes them for each save or load, and callers only wait for that thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cloudckpt.errors import RankLostError, limit_text, name_ranks
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one rank, posted again and again under its number."""
+    """The state of one rank. The rank posts it again and again, under its number as the key."""
 
     beat: int = 0
     call: int = 0
@@ -29,11 +30,11 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     task: str = ""
     """Digest of what the rank is to do in this call."""
     has_ended: bool = False
-    """True once the rank has ended this call, in whichever way."""
+    """True once the rank has ended this call, with or without an error."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why no rank completes a call."""
+    """The reason why a call fails on all ranks."""
 
     ranks: tuple[int, ...] = ()
     reason: str = ""
@@ -42,7 +43,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions of all ranks. It changes by compare-and-set alone, so ranks never decide differently."""
+    """The decisions that hold for all ranks: one value on the store, which changes by compare-and-set alone."""
 
     call: int = 0
     step: int = 0
@@ -64,7 +65,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, call=call, step=step)
 
     def has_failed(self, call: int) -> bool:
-        """True if all ranks raise an error in this call, unless they may leave a barrier first."""
+        """True if the call fails on all ranks. A rank in a barrier that was permitted before leaves it first."""
         return self.failure.is_final or self.failed_call >= call
 
     def fail(self, call: int, failure: Failure) -> GroupState:
@@ -92,9 +93,16 @@ c10d: Any = dist  # with names that torch's stubs leave out
 class Rendezvous:
     """The calls of one rank in one process group, one after the other, and their barriers.
 
-    Rank 0 watches all ranks and permits each barrier; the others watch rank 0. Any rank can fail a call. Both are one
-    compare-and-set of the same key, so a barrier is permitted for all ranks or for none. `store_keeper` is the rank
-    whose process holds the store, if one does.
+    A call is one save or load, from `begin` to `end`. Rank 0 watches the heartbeats of all ranks, and permits each
+    barrier; the others watch rank 0. Any rank can fail a call. Both are one compare-and-set of the same key, so a
+    barrier is permitted for all ranks or for none.
+
+    Args:
+        store: The process group's key-value store, under a prefix that nothing else uses.
+        rank: This rank.
+        num_ranks: Number of ranks in the group.
+        store_keeper: The rank whose process holds the store; empty if no rank's does.
+
     """
 
     def __init__(self, store: Any, *, rank: int, num_ranks: int, store_keeper: tuple[int, ...]) -> None:
@@ -131,9 +139,9 @@ class Rendezvous:
         return self._mine.call
 
     def begin(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
-        """Begin to post heartbeats for this call.
+        """Begin the call with this number, which is the same on all ranks, and post heartbeats until `end`.
 
-        Raises `RankLostError` if the call has failed on another rank, or if the group has lost a rank.
+        Raises `RankLostError` if the call has failed on another rank already, or if the group has lost a rank.
         """
         self.end(self.call, InterruptedError("the call was interrupted"))  # unless it has ended
         with self._changed:
@@ -157,8 +165,9 @@ class Rendezvous:
     def barrier(self) -> None:
         """Wait until all ranks have come to this barrier of the call.
 
-        Raises `RankLostError` on all ranks if one has failed, has gone to another call or has come to do something
-        else; and if one gave no sign of life for `timeout_s`, after which this group cannot be used any more.
+        Raises `RankLostError` on all ranks if one of them has failed, has gone on to another call, or does another task
+        (`Heartbeat.task`). Raises it too if a rank gave no sign of life for `timeout_s`: after that, the group cannot
+        be used any more.
         """
         with self._changed:
             step = self._mine.step + 1
@@ -169,14 +178,14 @@ class Rendezvous:
             self._wait_until(lambda: self._state.permits(self._mine.call, step))
 
     def fail(self, error: BaseException) -> None:
-        """Fail this call on all ranks because of `error` on this one. A barrier that all may leave is left first."""
+        """Fail this call on all ranks because of `error` on this one. A barrier that was permitted is left first."""
         text = limit_text(f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0])
         with self._changed:
             self._failure = self._failure or Failure((self.rank,), f"rank {self.rank} left before the end ({text})")
             self._changed.notify_all()
 
     def explain(self, error: Exception) -> RankLostError:
-        """Return the error for a collective that broke: find the rank that is lost, within `timeout_s`."""
+        """Return the error to raise for a broken collective. It names the lost rank, if one is found in `timeout_s`."""
         try:
             self.barrier()
             with self._changed:
@@ -193,7 +202,7 @@ class Rendezvous:
                 self._on_cancel = on_cancel
 
     def cancel(self, call: int) -> None:
-        """Tell all ranks that this one wants the call to come to nothing, if it has not ended."""
+        """Tell all ranks that this one cancels the call, if that has not ended."""
         with self._changed:
             self._wants_cancel = self._wants_cancel or self._mine.call == call
             self._changed.notify_all()

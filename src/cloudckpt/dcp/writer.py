@@ -1,4 +1,4 @@
-"""The DCP storage writer, and the content of a checkpoint from what torch planned and the ranks wrote."""
+"""The DCP storage writer; and `content_of`, which compares what torch planned with what the ranks wrote."""
 
 from __future__ import annotations
 
@@ -147,7 +147,10 @@ class ObjectStoreWriter(StorageWriter):
         return self._snapshot
 
     def follow(self, cancellation: Cancellation | None, snapshot: Staging | None = None) -> None:
-        """Let the next save be watched and cancelled, and read a `snapshot` in progress. None ends that."""
+        """Give the next save the `cancellation` that watches and cancels it, and the `snapshot` that it reads from.
+
+        The snapshot may still be in progress. None means that there is none.
+        """
         self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -174,7 +177,7 @@ class ObjectStoreWriter(StorageWriter):
         return self._storage_meta()
 
     def begin(self, rank: int) -> None:
-        """Tell that a save begins, before `set_up_storage_writer`."""
+        """Emit the event that a save begins, before `set_up_storage_writer`."""
         self.lifecycle.begin(self._location.uri, operation=self.save_id, rank=rank, is_set_up=False)
 
     def set_up_storage_writer(
@@ -203,7 +206,7 @@ class ObjectStoreWriter(StorageWriter):
         return dataclasses.replace(plan, storage_data=AttemptMessage(nonce=self._require_draft().attempt))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell all ranks the attempt that they write under."""
+        """Give all ranks the coordinator's attempt, under which they write."""
         with self.lifecycle.ending_on_error():
             draft = self._require_draft()
             self._cancellation.check()
@@ -266,7 +269,7 @@ class ObjectStoreWriter(StorageWriter):
         nothing, if the outcome cannot be found out.
         """
         with self.lifecycle.ending_on_error():
-            # Made before the commit: afterwards nothing may fail.
+            # Before the commit, because a failure after it would report a committed save as failed.
             storage_data = StoredRanges(result.storage_data for of_rank in results for result in of_rank)
             draft = self._require_draft()
             self._cancellation.seal(commits=True)

@@ -60,7 +60,7 @@ _WITH_BODY = ("put", "upload_part", "read_into")
 
 
 class Clock:
-    """The time and the chance that a client acts by. Tests replace it."""
+    """A client's source of time and of random numbers. Tests replace it."""
 
     def monotonic(self) -> float:
         """Return seconds since any fixed moment."""
@@ -105,9 +105,9 @@ class StoreClient:
 
     A call is repeated after a failure that may pass. Delays grow exponentially, with jitter of half of each
     (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/). A call is given up after `retries`
-    repetitions or once `timeout_s` have gone by without progress. Tries that made no request
-    (`StoreError.is_unsent`) do not count as repetitions, and the progress of another call is theirs: it may have
-    released what they lack.
+    repetitions, or after `timeout_s` without progress. A try that made no request, because the process may open no more
+    files for example (`StoreError.is_unsent`), does not count as a repetition; and its time begins anew when another
+    call ends, which may have released what it lacks.
 
     `head` and `read` return None for an object that is absent, after `confirm` has confirmed it. A listing is not
     confirmed: its callers pass it to `confirm` where it matters.
@@ -118,8 +118,8 @@ class StoreClient:
         timeout_s: Seconds without progress after which a call is given up.
         on_retry: Called with the failure before each repetition.
         recorder: Where time is recorded.
-        hedger: Repeats stragglers while it watches, and bounds the transfers in flight. By default, a bound alone.
-        clock: The time and the chance to act by.
+        hedger: Bounds the transfers in flight, and repeats stragglers while it watches. By default, it only bounds.
+        clock: The source of time and of random numbers.
 
     """
 
@@ -165,8 +165,11 @@ class StoreClient:
         return self.shared.num_retries
 
     def stop(self, refusal: BaseException | None = None) -> None:
-        """Give up every call that would have to be repeated. From a `refusal` on, none begins: they raise it."""
-        self.shared.refusal = refusal or self.shared.refusal
+        """Repeat no call any more: one that fails, or waits after a failure, raises that failure.
+
+        With a `refusal`, no call makes a request any more: each raises the refusal in place of its next try.
+        """
+        self.shared.refusal = refusal or self.shared.refusal  # before the event: a call that wakes reads it
         self.shared.stopped.set()
 
     @property
@@ -315,9 +318,17 @@ def choose_hedge_bytes(options: Options) -> int:
 
 
 class Retries:
-    """The tries of one call: each is a context, in a loop that ends with the context's own `return` or `break`.
+    """The tries of one call.
 
-    The context suppresses a failure after which another try may follow, and waits for that one.
+    It is the context of each try, in a loop that the successful try leaves::
+
+        retries = Retries(client)
+        while True:
+            with retries:
+                return request()
+
+    After a failure that may pass, the context waits, and suppresses the failure, so that the loop makes the next try.
+    It raises a failure that is final, or after which no try is left.
     """
 
     def __init__(self, client: StoreClient) -> None:
@@ -353,11 +364,10 @@ class Retries:
         self._deadline_s = self.shared.clock.monotonic() + self.shared.timeout_s
 
     def _wait_after(self, error: Exception) -> bool:
-        """Wait before the next try. False if `error` is final, and to be raised.
+        """Wait before the next try, and return True. Return False if `error` is final: the context then raises it.
 
-        An exception that is none of cloudckpt's, of a `wrap_store` for example, becomes a `StoreError` with the class
-        in its text, and is raised here; a `MemoryError` stays one. A range read of which bytes have arrived counts as
-        progress.
+        An exception that is not cloudckpt's, of a `wrap_store` for example, is raised as a `StoreError` with its class
+        in the text, except for a `MemoryError`. A ranged read that breaks off after its first byte has made progress.
         """
         if not isinstance(error, (TransientStoreError, ChecksumRefusedError)):
             if isinstance(error, (CloudckptError, MemoryError)):

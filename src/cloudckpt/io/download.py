@@ -1,9 +1,8 @@
-"""Byte ranges from a store into memory, resumed where they break off, verified tile by tile.
+"""Read byte ranges of a data object into memory: resume them where they break off, and verify them tile by tile.
 
-This module decides what is believed of a data object. That it is missing, ends too early or has wrong bytes is first
-only what one answer says, which may be the answer of something else on the way. It is believed once three looks have
-said so, and in each look a read and the object's HEAD agree. A store that contradicts itself is a
-`TransientStoreError`, and is tried again as any other.
+One answer that an object is missing, ends too early or has wrong bytes is not believed: a proxy may have given it. The
+functions here confirm it by three looks (`cloudckpt.io.client.Confirmation`), in each of which a read and a HEAD of the
+object agree. Where the two contradict each other, they raise `TransientStoreError`, which is retried as any other.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _Answer: TypeAlias = Literal["absent", "short", "there"]
 
 
 class _OtherSizeError(Exception):
-    """The object has another size than was expected, or is missing."""
+    """The object is missing, or has another size than was expected."""
 
     def __init__(self, size_bytes: int | None) -> None:
         super().__init__("it is missing" if size_bytes is None else f"it has {size_bytes} bytes")
@@ -41,7 +40,7 @@ class _WrongBytesError(Exception):
 def download_range(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
     """Fill `views` with the object's bytes from `begin` on. A body that breaks off is resumed at the byte reached.
 
-    Raises `ObjectNotFoundError` and `ShortObjectError` only once they are believed.
+    Raises `ObjectNotFoundError` and `ShortObjectError` only once they are confirmed.
     """
     remaining, position, end = list(views), begin, begin + num_bytes(views)
     store = client.store

@@ -53,9 +53,9 @@ def max_hedges(num_requests: int) -> int:
 class ConcurrencyLimit:
     """The number of requests that may be in flight: additive increase, multiplicative decrease.
 
-    It begins at `most`, and halves when the store asks to slow down, a request times out or the process may open no
-    more files, once for all requests that were under way then. After as many successes as it allows requests, it rises
-    by one, up to `most`. It is never below 1. It has no lock.
+    It begins at `most`. It halves when the store asks to slow down, when a request times out, and when the process may
+    open no more files; failures of requests that were in flight together halve it only once. It rises by one after as
+    many successes as it allows requests, up to `most`. It is never below 1. Not thread-safe: `Hedger` locks it.
     """
 
     def __init__(self, most: int) -> None:
@@ -83,7 +83,7 @@ class ConcurrencyLimit:
 
 
 class PeerTimes:
-    """The times that the last requests of one kind took, by size. It has no lock."""
+    """The times that the last requests of one kind took, by size. Not thread-safe: `Hedger` locks it."""
 
     def __init__(self) -> None:
         self._took: deque[tuple[int, float]] = deque(maxlen=_MOST_PEERS)
@@ -125,13 +125,25 @@ class HedgedRequest(Generic[_T]):
 
 
 class Hedger:
-    """Count requests, tell `limit` how they end, and repeat stragglers, each no more than once.
+    """Send a second request where one takes far longer than its peers, and take the first answer of the two.
 
-    `watch` looks for stragglers; `watching` calls it again and again. A request is repeated only if its connection can
-    be closed. The loser ends before its caller continues, so that no loser sends from, or writes into, memory that its
-    caller has released; a thread waits for a loser no longer than a new connection may take. Second
-    requests hold at most `budget_bytes`. `on_hedge` is called for each second request, in the thread that watches. Safe
-    to share between threads.
+    Peers are the last requests of the same kind and of about the same size. `upload_part` and `read_into` make
+    requests; `watch` finds the stragglers among those in flight and repeats them, each in a thread of its own.
+    `watching` calls `watch` twice a second. Safe to share between threads.
+
+    - A request is repeated at most once, and only if its connection is known, so that it can be closed.
+    - The loser is the one of the two that does not count. Its connection is closed, and the caller continues only once
+      it has ended: it must not send from, or write into, memory that the caller has released. This wait takes at most
+      as long as a new connection.
+    - At most four second requests run at a time, and at most one in twenty requests is repeated (`max_hedges`).
+    - After the store has asked to slow down, nothing is repeated for `_CALM_S`.
+
+    Args:
+        limit: The limit of requests in flight. The hedger tells it how each request ends.
+        budget_bytes: The memory that second requests may hold in all.
+        on_hedge: Called for each second request, in the thread that watches.
+        clock: Returns seconds since any fixed moment.
+
     """
 
     def __init__(
@@ -200,11 +212,11 @@ class Hedger:
         """End the loser, and record the outcome. True if the first request failed and the second has succeeded."""
         with self._lock:
             self._running.remove(request)
-        has_ended = request.second_has_ended
+        has_ended = request.second_has_ended  # final: `watch` repeats only what is in `_running`
         try:
             if has_ended is not None:
                 try:
-                    if not isinstance(failure, TransientStoreError):
+                    if not isinstance(failure, TransientStoreError):  # else the second may still succeed
                         request.second_scope.cancel()
                 finally:
                     has_ended.wait()

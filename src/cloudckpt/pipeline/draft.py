@@ -59,7 +59,10 @@ def require_no_resume(options: Options) -> None:
 
 
 class Draft:
-    """A checkpoint that is being written: `begin`, `write` its objects, then `commit` or `discard`.
+    """A checkpoint that is being written, on one rank.
+
+    The rank that commits calls `begin`, `write` and `commit`; any other rank calls `write` alone. All ranks write under
+    one `attempt`, which the caller gives them before `write`. After a failure, each rank calls `discard`.
 
     Args:
         context: The place of the checkpoint.
@@ -112,7 +115,7 @@ class Draft:
         return entries
 
     def _entries_beside_no_checkpoint(self) -> Sequence[Entry]:
-        """Raises `CheckpointExistsError` if a checkpoint of any kind exists."""
+        """Return the entries of the log. Raise `CheckpointExistsError` if a checkpoint exists, also one of torch's."""
         context, client = self.context, self.context.client
         log, *others = _call_together(
             # A conditional commit creates only what is absent, so one look is enough.
@@ -210,13 +213,16 @@ class Draft:
                 committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=duration_s)
                 manifest = msgspec.structs.replace(manifest, committed_at_ns=committed_at_ns)
             context.emit("save.committing", key=manifest_key(self.number))
-            check_still_next(context.client, self.number)
+            check_still_next(context.client, self.number)  # last: the listener of the event may have taken long
         self._publish(manifest, keys)
         self._written_keys = []  # they belong to the checkpoint now
         self._tidy_up(manifest)
 
     def discard(self) -> None:
-        """Remove what this rank wrote in a save that failed, unless it committed, or a listed manifest names it."""
+        """Remove what this rank wrote, after its save failed.
+
+        Keeps what a manifest names, and everything if the manifests cannot be read.
+        """
         keys, self._written_keys = self._written_keys, []
         if keys and not self._may_be_committed(keys):
             self.remove(keys)
@@ -273,7 +279,10 @@ class Draft:
 
     @contextlib.contextmanager
     def keeping_data(self) -> Iterator[None]:
-        """Turn whatever ends the body, after the commit, into the error for which no rank removes its data."""
+        """Raise `CommitUnknownError` in place of whatever the body raises: after it, no rank removes its data.
+
+        For what follows a commit.
+        """
         try:
             yield
         except BaseException as error:
@@ -289,7 +298,7 @@ class Draft:
 
     @contextlib.contextmanager
     def removing_on_error(self, keys: Iterable[str]) -> Iterator[None]:
-        """Remove the objects at `keys` if the body fails."""
+        """Remove the objects at `keys` if the body raises an `Exception`. After an interrupt, gc removes them."""
         try:
             yield
         except Exception:

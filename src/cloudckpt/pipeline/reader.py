@@ -105,7 +105,10 @@ class Reader:
         """Whole chunks that `read_bytes` keeps, by tensor and offsets. The one that was used last is at the end."""
 
     def read(self, wants: Wants) -> LoadReport:
-        """Fill all that is wanted. Each want receives its item in this thread, once its last byte is there."""
+        """Fill the targets of all `wants`, and return the report.
+
+        `Want.receive` is called in this thread, once the last byte of the want has arrived and is verified.
+        """
         context, recorder, begun_s = self.context, self.context.recorder, time.monotonic()
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
         with recorder.step("read"):
@@ -127,6 +130,7 @@ class Reader:
                 name="cloudckpt-read",
                 on_failure=self._stop,
             )
+            # Left from right to left: the reads, which use the other two, end first.
             with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
                 self._hand_over(wants, requests, done)
         return LoadReport(
@@ -171,9 +175,15 @@ class Reader:
         is_verified: bool,
         event: EventName | None = None,
     ) -> None:
-        """Fetch one range of whole tiles into the memory that is `opened` for it.
+        """Read one range of whole tiles of one object, in this thread.
 
-        `names_in` returns the names that some bytes of the object belong to, for a message. `event` is emitted then.
+        Args:
+            request: The range.
+            opened: Opens the memory to read into; it is closed once the range has been read and verified.
+            names_in: Returns the names of the tensors and values that some bytes of the object hold, for a message.
+            is_verified: Compare the checksums of the tiles.
+            event: The event that is emitted at the end.
+
         """
         client, key = self.context.client, self.manifest.objects[request.object_index].key
         recorder, begun_ns = client.recorder, now_ns()
@@ -477,7 +487,9 @@ class Reader:
 
 
 class CopyElsewhere:
-    """The copy of a save at another place, which is opened once an object cannot be had nearer. Thread-safe.
+    """The copy of a save at a place that is farther away than the reader's own. Thread-safe.
+
+    `Reader` opens it for the first object that it cannot read at its own place, the nearer one.
 
     Args:
         context: Place of the copy.
@@ -541,7 +553,7 @@ class CopyElsewhere:
 
 
 def is_trouble(error: Exception) -> bool:
-    """Return True for a failure that says nothing about the object."""
+    """Return True for an error on the way to the store, which does not say that the object is missing or damaged."""
     return isinstance(error, StoreError) and not isinstance(error, (ObjectNotFoundError, ShortObjectError))
 
 

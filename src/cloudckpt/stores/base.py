@@ -1,11 +1,16 @@
 """The protocol of a store.
 
-A store has a root, which is one URI. Keys are relative to it, ``/``-separated, never absolute and never with ``..``.
-Any other key is refused with `StoreError` (`cloudckpt.stores.base.check_key`), because it could lead out of the root.
-All methods are safe to call from many threads. They raise `StoreError` subclasses and nothing else (see
-`cloudckpt.errors`). Each call makes one attempt, and `cloudckpt.io` decides about retries; only `Store.copy_from`,
-which can make many requests and take long, gets a function that tries each. Byte ranges are half-open. Bodies are
-sequences of ``B``-format, C-contiguous memory views, so that nothing has to be joined or copied before it is sent.
+For every store and every method:
+
+- A store has a root, which is one URI. Keys are relative to it, ``/``-separated, never absolute and never with ``..``.
+  Any other key could lead out of the root: it is refused with `StoreError` (`check_key`).
+- All methods are safe to call from many threads. They raise `StoreError` or a subclass, and nothing else
+  (`cloudckpt.errors`).
+- A call tries once. `cloudckpt.io.client` retries it. Only `Store.copy_from`, which can make many requests, gets a
+  function that retries each of them.
+- Byte ranges are half-open.
+- Bodies are sequences of C-contiguous memory views of the format ``B``, so that nothing has to be joined or copied
+  before it is sent.
 """
 
 from __future__ import annotations
@@ -90,7 +95,7 @@ class ObjectInfo:
     """A text that changes with every write (an ETag, a generation); empty if the store has none."""
 
     def is_same_write(self, other: ObjectInfo) -> bool:
-        """Return True if nothing was written between two looks, as far as the store can tell."""
+        """Return True if nothing was written between two listings, as far as the store can tell."""
         if self.version and other.version:
             return (self.size_bytes, self.version) == (other.size_bytes, other.version)
         return (self.size_bytes, self.modified_at) == (other.size_bytes, other.modified_at)
@@ -126,7 +131,7 @@ class UploadedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPart:
-    """A part of an unfinished upload, as the store describes it. Its checksum, if any, says what it is."""
+    """A part of an unfinished upload, as the store describes it. Only a checksum shows which bytes it has."""
 
     number: int
     size_bytes: int
@@ -141,16 +146,16 @@ class Store(abc.ABC):
     """A place for objects. The module's docstring says what holds for every method."""
 
     capabilities: Capabilities
-    """The abilities of a store that is what it seems to be. Known without a request; `probe` makes some."""
+    """The declared abilities, known without a request. `probe` finds those of the server that really answers."""
     limits: Limits
 
     def probe(self) -> Capabilities:
-        """Find out the abilities of the store that answers.
+        """Return the abilities of the server that answers.
 
-        If they are not known beforehand (an S3 endpoint that is not Amazon's, a file system without hard links), the
-        call tries them out on small objects of its own, which it removes again; the result holds for the life of the
-        process. It needs the permission to write, so only a writer calls it. Raises `StoreError` if the store could
-        not be asked.
+        They can differ from the declared ones at an S3 endpoint that is not Amazon's, or on a file system without hard
+        links. There, the call tries them out on small objects of its own, which it removes again. The result holds for
+        the life of the process. It needs the permission to write, so only a save calls it. Raises `StoreError` if the
+        store could not be asked.
         """
         return self.capabilities
 

@@ -1,4 +1,4 @@
-"""The copies of a snapshot, made by threads that hold the interpreter's lock for little of it."""
+"""Fill a snapshot in threads, which hold the interpreter's lock for a small part of the time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cloudckpt.tensors.snapshot_plan import CPU, SnapshotPlan
 from cloudckpt.tensors.tensor_bytes import extent_bytes
 
 _MAX_THREADS = 32  # more threads do not make memory faster
-_MAX_QUEUED_TASKS = 64  # the GPU has so many tasks beyond the one that is waited for: this thread may wait for its turn
+_MAX_QUEUED_TASKS = 64  # so the GPU has work while this thread waits for the interpreter's lock
 
 
 class CudaStream:
-    """A side stream of `device`: its copies run one after the other.
+    """A side stream of `device`, on which copies run beside training, one after the other.
 
-    It begins after the work that the calling thread's current stream has now.
+    Its copies begin after the work that is queued on the current stream of the calling thread at its construction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class CudaStream:
         return event
 
     def drain(self) -> None:
-        """Wait until nothing is left to do, however it went."""
+        """Wait until all copies have ended, with or without an error."""
         with contextlib.suppress(Exception):  # an event or a copy has raised it already
             self._stream.synchronize()
 
@@ -64,7 +64,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def copies_queued_on(stream: CudaStream) -> Iterator[None]:
-    """Queue copies on `stream`; on an error, wait for those that are queued. No memory is let go of before that."""
+    """Queue the copies of the body on `stream`. After an error, wait for those that are queued: they use memory."""
     try:
         with torch.no_grad(), stream.use():
             yield
@@ -74,11 +74,19 @@ def copies_queued_on(stream: CudaStream) -> Iterator[None]:
 
 
 class Staging:
-    """A copy of a state dict in host memory, which threads fill: some for CPU memory, and one for each GPU.
+    """A copy of a state dict in host memory. Threads fill it after `start`: several for the CPU, one for each GPU.
 
-    If one thread fails, the others stop. The work that the caller's current streams have on the GPUs comes before the
-    copies. The copy is valid until the stager begins the next one, or is closed. `urgent` are the copies of tensors
-    that may change once `wait_for_urgent` has returned.
+    If one thread fails, the others stop. Copies from a GPU begin after the work that the caller's current stream has
+    queued there. The copy is valid until the stager begins the next one, or is closed.
+
+    Args:
+        plan: The tasks, and the copies that they fill.
+        tensors: The tensors that are copied, in the order of the plan.
+        state_dict: The state dict of the copies.
+        num_threads: Number of threads for CPU memory.
+        urgent: The copies of tensors that the caller may change once `wait_for_urgent` has returned.
+        new_stream: Makes the side stream of a GPU. Tests replace it.
+
     """
 
     def __init__(
@@ -122,7 +130,7 @@ class Staging:
         self._num_left = len(self._jobs)
 
     def wait(self, address: int, num_bytes: int) -> None:
-        """Wait until the bytes at these addresses are there. Returns at once for memory of others.
+        """Wait until the copy's bytes at these addresses are filled. Returns at once for other memory.
 
         Raises the error that ended the copying.
         """
@@ -154,7 +162,7 @@ class Staging:
         are_done.wait()
 
     def start(self) -> None:
-        """Start the threads. If there can be none, or there is little to copy, copy here before the return."""
+        """Start the threads. If no thread can be started, or there is a single task, copy in this thread."""
         if not self._jobs:
             self._finish()
             return
@@ -205,7 +213,7 @@ class Staging:
             self._finish_task(number, task.num_bytes)
 
     def _copy_from_device(self, numbers: range, stream: CudaStream, plan: SnapshotPlan) -> None:
-        """Queue copies, and report a task when the event behind its copies has come, not when they are queued."""
+        """Queue the copies of tasks. A task is done once the event after its copies has come."""
         queued: deque[tuple[int, torch.cuda.Event]] = deque()
         with copies_queued_on(stream):
             for number in numbers:
@@ -233,8 +241,8 @@ class Staging:
             self._waiting = [waiting for waiting in self._waiting if waiting[0]]
 
     def _finish(self) -> None:
-        """Wake everybody: no memory is read or written any more."""
-        # Or the state dict would stay in memory as long as this object.
+        """Set `completed`, and wake all waiting threads. No task runs any more."""
+        # Before anybody is woken, who may expect it: this object must not keep the state dict in memory.
         self._plan, self._tensors, self._urgent = None, (), ()
         try:
             if self._error is None:
@@ -249,6 +257,6 @@ class Staging:
 
 
 def num_copy_threads() -> int:
-    """Return one thread for each core of this rank; but a quarter of four or more cores is left to the upload."""
+    """Return how many threads copy: one for each core of this rank, but a quarter of four or more is for the upload."""
     num_cores = num_cores_of_rank()
     return min(num_cores - num_cores // 4, _MAX_THREADS)

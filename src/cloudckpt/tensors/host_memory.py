@@ -1,7 +1,7 @@
-"""Host memory that is mapped once and used again: the blocks of snapshots, and the buffers of parts.
+"""Host memory that is mapped once and used again: `SnapshotPool` for snapshots, `Arena` for the buffers of parts.
 
-Both are pinned if tensors of a GPU are copied. torch's own pinned memory is not used: it rounds sizes up to powers of
-two, and gives nothing back.
+Both are pinned if this process uses CUDA. They do not use torch's own pinned memory, which rounds sizes up to powers of
+two, and is never freed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def empty_tensor(dtype: torch.dtype) -> torch.Tensor:
 
 
 class Block:
-    """One mapping of memory. It lives as long as a tensor refers to it, whatever becomes of this object."""
+    """One mapping of memory. The mapping lives as long as a tensor refers to it, even after `release`."""
 
     def __init__(self, num_bytes: int, *, shared: bool = False) -> None:
         self.num_bytes = num_bytes
@@ -58,7 +58,7 @@ class Block:
         _request_huge_pages(self.address, num_bytes)
 
     def begin_lending(self) -> None:
-        """Lend the memory for another snapshot from now on."""
+        """Make the view of the memory that the tensors of the next snapshot refer to."""
         memory: Any = self._memory
         if self._shared is not None:
             memory = empty_tensor(torch.uint8).set_(self._shared).numpy()
@@ -67,14 +67,17 @@ class Block:
 
     @property
     def is_lent(self) -> bool:
-        """True while there is a tensor in the memory that was lent since `begin_lending`."""
-        self._view = None
+        """True while a tensor of the last snapshot uses the memory.
+
+        After this question, no tensor can be made until `begin_lending` is called again.
+        """
+        self._view = None  # it would count as a user
         if self._shared is not None:
             return has_other_users(self._shared)
         return self._last_view is not None and self._last_view() is not None
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like the contiguous `like` at `offset`. Its storage has its own bytes alone.
+        """Return a tensor of the dtype and shape of the contiguous `like` at `offset`. Its storage is no larger.
 
         ``torch.save`` writes whole storages, and torch's writers copy a tensor whose storage is larger than itself.
         """
@@ -120,13 +123,13 @@ class Block:
         return True
 
     def release_after_last_tensor(self) -> None:
-        """Unpin the memory and let go of it once no tensor refers to it: never after it was unmapped."""
+        """Unpin and release the memory once no tensor refers to it. It must be unpinned before it is unmapped."""
         finalizer = weakref.finalize(self._view, self.release)  # tensors keep the view, and this keeps the memory
         finalizer.atexit = False
         self._view = None
 
     def release(self) -> None:
-        """Unpin the memory and let go of it. The last tensor that refers to it frees it."""
+        """Unpin the memory, and give up this object's reference to it. The last tensor that uses it unmaps it."""
         if self._unpin is not None:
             self._unpin()
         self._view = self._shared = self._memory = None
@@ -158,9 +161,10 @@ def _unpin(address: int, num_bytes: int, process_id: int) -> None:
 
 
 class SnapshotPool:
-    """The blocks that hold one snapshot after the other. It grows by what is missing, and frees memory in `close`.
+    """The blocks of memory that hold one snapshot after the other.
 
-    If tensors have grown, so that a block would hold nothing, one new block takes the place of all.
+    If a snapshot does not fit, the pool adds one block for the rest. If a block would then hold nothing, because
+    tensors have grown, one new block takes the place of all. `close` frees the memory.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -329,11 +333,16 @@ class _Turn:
 
 
 class Arena:
-    """Lends CPU buffers, together at most `budget_bytes`. A single larger one is lent while no other is.
+    """Lends CPU buffers to threads, at most `budget_bytes` in all. A larger one is lent while no other is.
 
-    It uses buffers again until it is closed, whole or in pieces. With `pinned`, it begins with those that are kept
-    there, and gives its own to them in the end. Safe to use from many threads; a thread must not hold two loans.
-    Threads that have to wait get memory in the order in which they came, and each is woken only when its turn has come.
+    Threads that have to wait get memory in the order in which they came. A thread must not hold two loans: it could
+    wait for itself. The arena uses buffers again until it is closed. Safe to share between threads.
+
+    Args:
+        budget_bytes: Most bytes that the buffers have in all.
+        pinned: Where the arena takes kept buffers from, makes new ones, and leaves its own at `close`. None stands for
+            ordinary memory.
+
     """
 
     def __init__(self, *, budget_bytes: int, pinned: PinnedBuffers | None = None) -> None:
@@ -432,5 +441,5 @@ class Arena:
 
 
 def new_arena(*, budget_bytes: int) -> Arena:
-    """Return an arena; of pinned buffers if this process uses CUDA. Close it."""
+    """Return an arena, of pinned buffers if this process uses CUDA. The caller closes it."""
     return Arena(budget_bytes=budget_bytes, pinned=PINNED if is_cuda_in_use() else None)

@@ -41,8 +41,8 @@ CERTIFICATE = ErrorRule(
 CONFIG = ErrorRule(StoreError, "Check the storage options and the Google configuration (GOOGLE_* variables, gcloud).")
 CREDENTIALS = ErrorRule(
     CredentialsError,
-    "The store does not accept the credentials from {credentials}, where no others are. Renew them (gcloud auth "
-    "application-default login), or check credentials_file and GOOGLE_APPLICATION_CREDENTIALS.",
+    "The store does not accept the credentials from {credentials}, and no newer ones were found. Renew them (gcloud "
+    "auth application-default login), or check credentials_file and GOOGLE_APPLICATION_CREDENTIALS.",
 )
 GONE = ErrorRule(
     ObjectNotFoundError,

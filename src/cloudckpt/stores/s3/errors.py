@@ -63,8 +63,8 @@ CLOCK_OR_EXPIRED = ErrorRule(
 CONFIG = ErrorRule(StoreError, "Check the AWS configuration (~/.aws/config, AWS_* variables) and the storage options.")
 CREDENTIALS = ErrorRule(
     CredentialsError,
-    "The store does not accept the credentials from {credentials}, where no others are. Check keys, profile and region "
-    "(storage options, AWS_* variables, ~/.aws).",
+    "The store does not accept the credentials from {credentials}, and no newer ones were found. Check keys, profile "
+    "and region (storage options, AWS_* variables, ~/.aws).",
 )
 DAMAGED = ErrorRule(
     ChecksumRefusedError,
@@ -72,7 +72,7 @@ DAMAGED = ErrorRule(
 )
 EXPIRED = ErrorRule(
     CredentialsError,
-    "The credentials from {credentials} have expired, and no others are there. Renew them (aws sso login, a new "
+    "The credentials from {credentials} have expired, and no newer ones were found. Renew them (aws sso login, a new "
     "token).",
 )
 GONE = ErrorRule(ObjectNotFoundError, "The multipart upload was completed or aborted. Upload the object anew.")

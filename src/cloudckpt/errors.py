@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import pickle
 import re
 import traceback
@@ -92,6 +93,7 @@ __all__ = [
 
 
 _MAX_NAMES = 5
+_MAX_COMPARED = 5000
 _MAX_RUNS = 16  # of neighbouring ranks
 _LONG_WORD = re.compile(r"\S{1001,}")
 MAX_MESSAGE_CHARS = 4000
@@ -106,6 +108,27 @@ def quote_names(names: Sequence[object]) -> str:
 def find_near(name: object, names: Iterable[object], *, cutoff: float = 0.6) -> str:
     """Return that of `names` of which `name` may be a slip; "" if none is like it."""
     return next(iter(difflib.get_close_matches(str(name), map(str, names), n=1, cutoff=cutoff)), "")
+
+
+def find_near_entry(name: str, names: Iterable[str]) -> str:
+    """Return the entry of a checkpoint, or the beginning of some, of which `name` may be a slip; "" if none is like it.
+
+    One name is in the other, as with a prefix; or words of it are misspelt. Other layers have similar names, too.
+    """
+    names, depth = list(itertools.islice(names, _MAX_COMPARED)), name.count(".") + 1
+    pairs = ((one, *sorted((one, name), key=len)) for one in names)
+    within = (one.partition(f".{name}.")[0] + f".{name}" for one in names if f".{name}." in one)
+    close = (one for one, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}."))
+    heads = dict.fromkeys(".".join(one.split(".")[:depth]) for one in names)
+    misspelt = [head for head in heads if _is_misspelt(name.split("."), head.split("."))]
+    return next(itertools.chain(close, within), "") or find_near(name, misspelt)
+
+
+def _is_misspelt(words: Sequence[str], meant: Sequence[str]) -> bool:
+    # In a word of two letters, one letter is half of it. The number of a layer is not misspelt.
+    cutoffs = (0.5 if word.isalpha() else 0.6 for word in words)
+    pairs = zip(words, meant, cutoffs, strict=False)
+    return len(words) == len(meant) and all(a == b or find_near(a, [b], cutoff=cutoff) for a, b, cutoff in pairs)
 
 
 def did_you_mean(*near: str) -> str:

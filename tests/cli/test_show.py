@@ -83,6 +83,15 @@ def test_a_name_with_entries_below_it_shows_them(local: LocalPlace, run: Run) ->
     assert run("cat", local.uri(), "scal").code == 3
 
 
+def test_slip_in_a_name_comes_with_the_name_that_is_meant(local: LocalPlace, run: Run) -> None:
+    """If this fails, a user has to find the right name among all that the checkpoint has."""
+    cloudckpt.save({"model": {"layer": {"weight": torch.ones(1)}}}, local.uri("step-1"))
+    for command in (["cat", "model.layr"], ["cat", "layer.weight"], ["show", "--name", "modle.layer.*"]):
+        ended = run(command[0], local.uri("step-1"), *command[1:])
+        assert ended.code == 3
+        assert "(did you mean 'model.layer" in ended.err, command
+
+
 def test_tensors_that_consist_of_others_are_shown_and_exported(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

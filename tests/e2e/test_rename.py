@@ -164,6 +164,27 @@ def test_one_error_has_the_names_of_both_sides(tmp_path: Path) -> None:
         cloudckpt.load(tmp_path / "a", model=NET, extra={}, scheduler=OPTIMIZER, no_dist=True)
 
 
+SLIPS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda uri: cloudckpt.load(uri, model=NET, rename={"model.encodr": "model"}), "model.encoder"),
+    (lambda uri: cloudckpt.load(uri, model=NET, rename={"encoder": "model"}), "model.encoder"),
+    (lambda uri: cloudckpt.load(uri, model=NET, rename={"model.encoder": "model.encodr"}), "model.encodr.0.bias"),
+    (lambda uri: cloudckpt.read(uri, include="model.encodr.*"), "model.encoder"),
+    (lambda uri: cloudckpt.read(uri, include=["model.head", "encoder.1"]), "model.encoder.1"),
+    (lambda uri: cloudckpt.load({"model": {"encoder.0.weigth": torch.ones(4, 4)}}, uri), "model.encoder.0.weight"),
+    (lambda uri: cloudckpt.export_checkpoint(uri, uri.parent / "b", strip_prefix="modle"), "model"),
+]
+
+
+@pytest.mark.parametrize(("call", "meant"), SLIPS, ids=range(len(SLIPS)))
+def test_slip_below_the_top_level_comes_with_the_name_that_is_meant(
+    call: Callable[[Path], object], meant: str, tmp_path: Path
+) -> None:
+    """If this fails, a user compares hundreds of names of layers by eye."""
+    cloudckpt.save(STATES["live"], tmp_path / "a", no_dist=True)
+    with pytest.raises((StateDictMismatchError, InvalidOptionError), match=re.escape(f"(did you mean {meant!r}?)")):
+        call(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     ("rename", "pattern"),
     [

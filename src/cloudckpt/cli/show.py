@@ -14,7 +14,7 @@ import typer
 from cloudckpt._display import count, size
 from cloudckpt.cli._console import NO, NOT_FOUND, Console
 from cloudckpt.cli._options import CommonOptions, PairOptions
-from cloudckpt.errors import did_you_mean, find_near
+from cloudckpt.errors import did_you_mean, find_near_entry
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,9 @@ def show(
                 right=_RIGHT,
             )
     if name and not tensors and not others and not wrappers:
-        console.warn(f"Nothing in {found.uri} has a name like {' or '.join(name)}.")
+        known = [*(one.name for one in found.tensors), *(one.name for one in found.values)]
+        near = dict.fromkeys(find_near_entry(one.rstrip("*").rstrip("."), known) for one in name)
+        console.warn(f"Nothing in {found.uri} has a name like {' or '.join(name)}{did_you_mean(*near) or '.'}")
         raise typer.Exit(NOT_FOUND)
 
 
@@ -156,7 +158,7 @@ def cat(
         _cat_subtree(found, name, common, options)
         return
     if name not in names:
-        hint = did_you_mean(find_near(name, names)) or f". cloudckpt show {uri} lists the names."
+        hint = did_you_mean(find_near_entry(name, names)) or f". cloudckpt show {uri} lists the names."
         console.warn(f"Error: {found.uri} has no entry {name!r}{hint}")
         raise typer.Exit(NOT_FOUND)
     state: dict[str, Any] = {name: 0}

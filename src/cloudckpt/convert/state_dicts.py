@@ -11,7 +11,7 @@ from typing import Any
 from cloudckpt.api import load
 from cloudckpt.dcp.load_planner import WholePlanner
 from cloudckpt.dcp.reader import ObjectStoreReader
-from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, quote_names
+from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, did_you_mean, find_near_entry, quote_names
 from cloudckpt.format.nesting import flatten
 from cloudckpt.inspect.description import matches
 from cloudckpt.options import Options
@@ -43,15 +43,18 @@ class Selection:
         known = list(fqns)
         for pattern in self.include:
             if not any(matches(fqn, [pattern]) for fqn in known):
+                near = find_near_entry(pattern.rstrip("*").rstrip("."), known)
                 raise InvalidOptionError(
-                    f"no entry of {self.uri} matches include={pattern!r}. It has {quote_names(sorted(known))}"
+                    f"no entry of {self.uri} matches include={pattern!r}{did_you_mean(near)}. It has "
+                    f"{quote_names(sorted(known))}"
                 )
         kept = [fqn for fqn in known if self.takes(fqn)]
         stripped, added = _with_dot(self.strip_prefix), _with_dot(self.add_prefix)
         if stripped and not any(fqn.startswith(stripped) for fqn in kept):
+            near = find_near_entry(stripped.rstrip("."), kept)
             raise InvalidOptionError(
-                f"no entry that is taken of {self.uri} has a name with the prefix {stripped!r}. The names are "
-                f"{quote_names(sorted(kept))}"
+                f"no entry that is taken of {self.uri} has a name with the prefix {stripped!r}{did_you_mean(near)}. "
+                f"The names are {quote_names(sorted(kept))}"
             )
         names: dict[str, str] = {}
         taken: dict[str, str] = {}

@@ -33,7 +33,7 @@ from cloudckpt.errors import (
     Hint,
     StateDictMismatchError,
     did_you_mean,
-    find_near,
+    find_near_entry,
     quote_names,
     raised_via,
 )
@@ -52,7 +52,6 @@ from cloudckpt.format.wrappers import Registry, collapse, describe_difference
 from cloudckpt.tensors.tensor_bytes import refuse_target
 
 _MAX_SHOWN = 10
-_MAX_COMPARED = 5000
 _MIN_CHUNKS = 64  # torch visits fewer in less time than it takes to leave any out
 
 
@@ -310,17 +309,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return [name for name in unasked if any(is_below(name, top) for top in tops)] or unasked
 
     def _missing_text(self, fqn: str) -> str:
-        names = list(self._saved)[:_MAX_COMPARED]
-        pairs = [(name, *sorted((name, fqn), key=len)) for name in names]
-        # One is in the other, as with a prefix; or a word is misspelt. Other layers have similar names, too.
-        close = [name for name, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}.")]
-        near = close[0] if close else find_near(fqn, [name for name in names if _is_misspelt(fqn, name)])
-        return f"{fqn!r} is not in it{did_you_mean(near)}"
-
-
-def _is_misspelt(fqn: str, name: str) -> bool:
-    words, meant = fqn.split("."), name.split(".")
-    return len(words) == len(meant) and all(map(find_near, words, ([word] for word in meant)))
+        return f"{fqn!r} is not in it{did_you_mean(find_near_entry(fqn, self._saved))}"
 
 
 def _is_whole(saved: object, size: torch.Size) -> bool:

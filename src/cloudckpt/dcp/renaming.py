@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, did_you_mean, find_near_entry, quote_names
 from cloudckpt.format.model import Manifest, StoredTuple, StoredWrapper
 from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_json
 
@@ -60,8 +60,10 @@ class Renaming:
         expected = [_FUNCTION] if self._function is not None else [f"{{{old!r}: {new!r}}}" for old, new in self._pairs]
         if unused := [part for part in expected if part not in self.given]:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
+            near = [find_near_entry(old, names) for old, new in self._pairs if f"{{{old!r}: {new!r}}}" in unused]
             raise StateDictMismatchError(
-                f"rename={', '.join(unused)} changes no name of {uri}, which has {quote_names(tops)}. {_ADVICE}",
+                f"rename={', '.join(unused)} changes no name of {uri}{did_you_mean(*near)}, which has "
+                f"{quote_names(tops)}. {_ADVICE}",
                 uri=uri,
             )
 

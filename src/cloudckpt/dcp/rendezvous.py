@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Number of barriers of this call that the rank has come to."""
     task: str = ""
     """Digest of what the rank is to do in this call."""
+    doing: str = ""
+    """The same for people, such as ``saving s3://bucket/run/step-1``."""
     has_ended: bool = False
     """True once the rank has ended this call, with or without an error."""
 
@@ -153,7 +156,8 @@ class Rendezvous:
             # Ranks may load from copies on disks of their own; the commit that they find is compared with the plans.
             has_own_uri = doing.startswith("loading")
             task = f"{doing}\0{'' if has_own_uri else uri}".encode(errors="surrogatepass")
-            self._mine = Heartbeat(beat=self._mine.beat, call=call, task=hashlib.sha256(task).hexdigest()[:16])
+            digest = hashlib.sha256(task).hexdigest()[:16]
+            self._mine = Heartbeat(beat=self._mine.beat, call=call, task=digest, doing=limit_text(f"{doing} {uri}"))
             self._failure = self._on_cancel = None
             self._wants_cancel = False
             self._answered_s = begun_s = time.monotonic()
@@ -370,8 +374,12 @@ class Rendezvous:
         mine, watched = self._mine, self._others.items()
         apart = [rank for rank, one in watched if one.call == mine.call and one.task != mine.task]
         if apart and self.rank == 0:  # the others hear it from rank 0
-            why = "came to do something else than rank 0: all ranks must make the same calls, and save to the same URI"
-            return Failure(tuple(apart), f"{name_ranks(apart)} {why}")
+            tasks = {mine.doing: [0]}
+            for rank in apart:
+                tasks.setdefault(self._others[rank].doing, []).append(rank)
+            told = "; ".join(f"{name_ranks(ranks)}: {doing}" for doing, ranks in itertools.islice(tasks.items(), 5))
+            why = "all ranks must make the same calls in the same order, and save to the same URI"
+            return Failure(tuple(apart), f"{name_ranks(apart)} came to do something else than rank 0 ({told}): {why}")
         gone = [rank for rank, one in watched if one.call > mine.call or (one.call == mine.call and one.has_ended)]
         if gone:
             return Failure(tuple(gone), f"{name_ranks(gone)} left before the end")

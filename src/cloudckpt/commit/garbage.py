@@ -124,7 +124,7 @@ def plan_removal(
     `before`. `references` are the keys, relative to the location, that each manifest that can be read names. With
     `is_fenced`, the log has grown since all that was found, so that its writer can no longer commit.
     """
-    lives = _lives(found, entries, references=references)
+    lives = _find_last_signs(found, entries, references=references)
     named = {location + key for key in references.get(current, ())} if current is not None else set()
 
     def is_dead(item: FoundItem) -> bool:
@@ -163,10 +163,10 @@ def plan_removal(
     )
 
 
-def _lives(
+def _find_last_signs(
     found: Iterable[FoundItem], entries: Iterable[Entry], *, references: Mapping[int, Collection[str]]
 ) -> dict[str, datetime]:
-    """The newest sign of life of each attempt."""
+    """Return the time of the newest sign of life of each attempt."""
     lives: dict[str, datetime] = {}
 
     def see(attempt: str, moment: datetime) -> None:

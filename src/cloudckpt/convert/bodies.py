@@ -113,10 +113,10 @@ class _TensorsBody:
             view = bytes_view(buffer)
             head = self._header[begin:end]
             view[: len(head)] = head
-            self._reader.read_bytes(list(self._inside(begin, end, buffer)))
+            self._reader.read_bytes(list(self._find_tensors(begin, end, buffer)))
             yield [view]
 
-    def _inside(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[TensorBytes]:
+    def _find_tensors(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[TensorBytes]:
         first = max(bisect.bisect_right(self._begins, begin) - 1, 0)
         for index in range(first, len(self._names)):
             own, after = self._begins[index], self._begins[index + 1]

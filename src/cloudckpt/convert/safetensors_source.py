@@ -183,7 +183,7 @@ class SafetensorsSource:
                 names = [key for key in here if key.endswith(_SUFFIX)]
                 if not names:
                     raise CheckpointNotFoundError(
-                        f"no safetensors file lies at {self._uri}{_instead(keys)}", uri=self._uri
+                        f"no safetensors file lies at {self._uri}{_suggest_folders(keys)}", uri=self._uri
                     )
                 return [head_file(self._context, key) for key in names], None
             if len(indices) > 1 and INDEX_NAME not in indices:
@@ -219,8 +219,10 @@ class SafetensorsSource:
     def _add(self, file: ObjectInfo, weight_map: dict[str, str] | None) -> None:
         url = self._context.client.url(file.key)
         try:
-            end = find_header_end(self._beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes)
-            tensors, metadata = _parse_header(self._beginning(file, end), file)
+            end = find_header_end(
+                self._read_beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes
+            )
+            tensors, metadata = _parse_header(self._read_beginning(file, end), file)
         except ValueError as error:
             raise CorruptCheckpointError(f"{url} cannot be read: {error}", uri=self._uri) from error
         if _SHARDS_KEY in metadata:
@@ -241,7 +243,7 @@ class SafetensorsSource:
                 )
             self.tensors[tensor.name] = tensor
 
-    def _beginning(self, file: ObjectInfo, num_bytes: int) -> bytes:
+    def _read_beginning(self, file: ObjectInfo, num_bytes: int) -> bytes:
         content = bytearray(num_bytes)
         if num_bytes:
             self._fetch(file.key, 0, [memoryview(content)])
@@ -263,7 +265,7 @@ def _list_links(folder: Location) -> set[str]:
         return {entry.name for entry in entries if entry.is_symlink() and entry.name.endswith((_SUFFIX, _INDEX_SUFFIX))}
 
 
-def _instead(keys: Sequence[str]) -> str:
+def _suggest_folders(keys: Sequence[str]) -> str:
     """Say what the folder holds instead of safetensors files, and what to do."""
     if TORCH_METADATA_KEY in keys:
         return ", but a checkpoint of torch's own writer: import it in the format 'dcp'"

@@ -313,7 +313,7 @@ class Tally:
             self._add_slice(first, second, rtol=rtol, atol=atol)
 
     def _add_slice(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
-        wide = _widened(before), _widened(after)
+        wide = _widen(before), _widen(after)
         if wide[0] is None or wide[1] is None:  # torch cannot calculate with this dtype: compare bits
             rows = [block.view(torch.uint8).view(len(before), -1) for block in (before, after)]
             num_different = int((rows[0] != rows[1]).any(dim=1).sum())
@@ -336,7 +336,7 @@ class Tally:
         self.max_relative = max(self.max_relative, relative)
 
 
-def _widened(block: torch.Tensor) -> Any:
+def _widen(block: torch.Tensor) -> Any:
     """Convert to a dtype that holds every value and that torch calculates with; None if there is none."""
     dtype = block.dtype
     try:

@@ -269,7 +269,7 @@ class Verification:
                 f"{where} has {size_bytes} bytes, but {stored.size} were saved: it was cut, and bytes from "
                 f"{lost_from} on cannot be checked. They hold {contents.names(lost_from, stored.size)}"
             )
-        for begin, end in _joined(sorted(self._damage[index])):
+        for begin, end in _join_ranges(sorted(self._damage[index])):
             yield (
                 f"{where} is damaged: bytes [{begin}, {end}) do not have the CRC32C that was saved. They hold "
                 f"{contents.names(begin, end)}"
@@ -277,7 +277,7 @@ class Verification:
         yield from (f"{where}: {text}" for text in self._header_problems.get(index, ()))
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
     for begin, end in ranges:
         if joined and joined[-1][1] == begin:

@@ -154,7 +154,7 @@ def find_wrong_tiles(
     values = compute_tile_crc32cs(views, tile_bytes)
     client.recorder.span("checksum", begun_ns, key=key)
     client.recorder.spent("stage", begun_ns)
-    wrong = {index: values[index] for index in _differing(values, expected_crc32cs)}
+    wrong = {index: values[index] for index in _find_differences(values, expected_crc32cs)}
     confirmation = Confirmation(client)
     while wrong:
         client.call(_compare, client.store, key, begin + num_bytes(views), by_read="there")
@@ -167,12 +167,14 @@ def find_wrong_tiles(
             again = next(batches(skip_bytes(views, low), max_bytes=high - low, max_views=len(views)))
             download_range(client, key=key, begin=begin + low, views=again)
             actual = compute_tile_crc32cs(again, tile_bytes)
-            still_wrong |= {first + index: actual[index] for index in _differing(actual, expected_crc32cs[first:last])}
+            still_wrong |= {
+                first + index: actual[index] for index in _find_differences(actual, expected_crc32cs[first:last])
+            }
         wrong = still_wrong
     return wrong
 
 
-def _differing(actual: Sequence[int], expected: Sequence[int]) -> list[int]:
+def _find_differences(actual: Sequence[int], expected: Sequence[int]) -> list[int]:
     return [index for index, value in enumerate(actual) if value != expected[index]]
 
 

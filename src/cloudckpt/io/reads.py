@@ -70,7 +70,7 @@ def plan_reads(
     num_wanted_bytes = 0
     for object_index, members in sorted(by_object.items()):
         members.sort(key=_RANGE)
-        for begin, end, num_bytes in _touching(members, tile_bytes, max_gap_bytes):
+        for begin, end, num_bytes in _join_tiles(members, tile_bytes, max_gap_bytes):
             runs.append(Run(object_index, begin, min(end, object_sizes_bytes[object_index])))
             num_wanted_bytes += num_bytes
     budget_bytes = int(max_over_read * num_wanted_bytes)
@@ -82,8 +82,8 @@ def plan_reads(
     return interleave_reads(requests)
 
 
-def _touching(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """The stretches of whole tiles that hold `wants`, which are sorted, and how many bytes of each are wanted."""
+def _join_tiles(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranges of whole tiles that hold `wants`, which are sorted, and how many bytes of each are wanted."""
     begin = end = reached = -1
     num_wanted_bytes = 0
     for want in wants:

@@ -115,7 +115,7 @@ class Resumption:
             end = min(begin + step_bytes, body.size_bytes)
             stored = bytearray(end - begin)
             download_range(self._client, key=key, begin=begin, views=[memoryview(stored)])
-            if compute_tile_crc32cs([memoryview(stored)], self._tile_bytes) != self._known(body, begin, end):
+            if compute_tile_crc32cs([memoryview(stored)], self._tile_bytes) != self._known_crc32cs(body, begin, end):
                 raise _DifferentBytesError
 
         try:
@@ -129,17 +129,17 @@ class Resumption:
             return False
         return True
 
-    def finished(self, body: Body, leftovers: Sequence[Leftover]) -> ObjectRef | None:
+    def find_finished(self, body: Body, leftovers: Sequence[Leftover]) -> ObjectRef | None:
         """The first object that is `body`."""
         for leftover in leftovers:
             if leftover.size_bytes == body.size_bytes and self.is_at(leftover.key, body):
-                values = tuple(self._known(body, 0, body.size_bytes))
+                values = tuple(self._known_crc32cs(body, 0, body.size_bytes))
                 return ObjectRef(
                     key=leftover.key, size_bytes=body.size_bytes, tile_bytes=self._tile_bytes, tile_crc32cs=values
                 )
         return None
 
-    def unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
+    def find_unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
         """Return the parts that the first useful upload holds, or all hold if parts can change uploads."""
         kind, best = self._client.store.capabilities.listed_parts, None
         if kind == "none":
@@ -172,7 +172,7 @@ class Resumption:
         def check(part: Part) -> None:
             candidates = [one for one in listed[part.number] if one.size_bytes == part.size_bytes]
             begin, end = part.offset_bytes, part.offset_bytes + part.size_bytes
-            values = self._known(body, begin, end)
+            values = self._known_crc32cs(body, begin, end)
             whole = combine_tile_crc32cs(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
             same = next((one for one in candidates if one.crc32c == whole), None)
             if same is None and any(one.crc32c is None for one in candidates):
@@ -186,7 +186,7 @@ class Resumption:
         self._run_all([part for part in parts if part.number in listed], check)
         return held
 
-    def _known(self, body: Body, begin: int, end: int) -> list[int]:
+    def _known_crc32cs(self, body: Body, begin: int, end: int) -> list[int]:
         """Return the CRC32C of each tile of ``[begin, end)``, whose bounds lie on tiles."""
         assert isinstance(body, KnownBody)  # noqa: S101  # only copies are resumed
         return list(body.known_crc32cs[begin // self._tile_bytes : -(-end // self._tile_bytes)])

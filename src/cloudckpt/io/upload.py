@@ -114,22 +114,30 @@ class UploadSession:
     def submit(
         self, key: str, body: Body, leftovers: Sequence[Leftover] = (), *, part_bytes: int | None = None
     ) -> None:
-        """Upload `body` to the fresh key `key`; returns once its last part has found a place in the queue.
+        """Upload `body` to the new key `key`. Returns once its last part has a place in the queue.
 
-        Its parts are of `part_bytes`, if that is given. What is there of it already, in `leftovers`, is used instead,
-        and its receipt names another key then. Raises the session's first failure, as does `receipts`.
+        Raises the session's first failure, as `receipts` does.
+
+        Args:
+            key: The key; its receipt names another one if leftovers are used.
+            body: The bytes.
+            leftovers: Objects and uploads of an earlier attempt, of which equal bytes are used and not sent again.
+            part_bytes: Size of its parts; by default the session's.
+
         """
-        parts = self._planned(key, body.size_bytes, part_bytes or self._part_bytes)
-        finished = self._resumption.finished(body, leftovers)
+        parts = self._plan_parts(key, body.size_bytes, part_bytes or self._part_bytes)
+        finished = self._resumption.find_finished(body, leftovers)
         if finished is not None:
             with self._lock:
                 self._started_keys.append(key)
                 self._receipts[key] = finished
                 self._num_reused_bytes += finished.size_bytes
             return
-        held = None if parts is None else self._resumption.unfinished(body, parts, leftovers)
+        held = None if parts is None else self._resumption.find_unfinished(body, parts, leftovers)
         target = (
-            self._fresh(key, body, parts) if parts is None or held is None else self._going_on(key, body, parts, held)
+            self._new_upload(key, body, parts)
+            if parts is None or held is None
+            else self._continue_upload(key, body, parts, held)
         )
         with self._lock:
             self._started_keys.append(key)
@@ -167,8 +175,8 @@ class UploadSession:
             if self._failure is not None:
                 raise self._failure
 
-    def _planned(self, key: str, size_bytes: int, part_bytes: int) -> list[Part] | None:
-        """The parts of an upload; None for what is put whole."""
+    def _plan_parts(self, key: str, size_bytes: int, part_bytes: int) -> list[Part] | None:
+        """Return the parts of an upload; None for an object that is put whole."""
         limits = self._store.limits
         if size_bytes <= min(part_bytes, limits.max_put_bytes) or not self._store.capabilities.multipart:
             return None
@@ -177,7 +185,7 @@ class UploadSession:
         except ValueError as error:
             raise self._store.error(UnsupportedOperationError, "put", key, f"cannot be uploaded: {error}") from error
 
-    def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> ObjectUpload:
+    def _new_upload(self, key: str, body: Body, parts: list[Part] | None) -> ObjectUpload:
         upload_id = None
         if parts is None:
             parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
@@ -185,8 +193,8 @@ class UploadSession:
             upload_id = self._client.create_multipart(key)
         return ObjectUpload(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
 
-    def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> ObjectUpload:
-        """With the upload of an earlier attempt; or with its parts, where parts can complete any upload."""
+    def _continue_upload(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> ObjectUpload:
+        """Return the upload of an earlier attempt; or a new one with its parts, where parts complete any upload."""
         target_key, upload_id = held.key, held.upload_id
         if self._store.capabilities.listed_parts == "any_upload":
             target_key, upload_id = key, self._client.create_multipart(key)
@@ -247,7 +255,7 @@ class UploadSession:
             target.is_given_up = True
         _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)
         try:
-            fresh = self._fresh(target.key, target.body, target.parts)
+            fresh = self._new_upload(target.key, target.body, target.parts)
         except BaseException as failure:  # noqa: BLE001  # receipts() raises it
             self._fail(failure)
             return

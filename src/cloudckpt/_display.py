@@ -17,7 +17,7 @@ _TEN_MS = 0.01
 _MOST_ROWS = 50
 _MOST_UNBROKEN = 60
 """Characters of a cell that stays one line."""
-_NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[MG]B/s|m?s))?|-?nan|-?inf|)")
+_NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
 _T = TypeVar("_T")
 
 
@@ -36,6 +36,8 @@ def rate(bytes_per_s: float) -> str:
     """``1.23 GB/s``: decimal, as the rates of networks are."""
     if bytes_per_s >= _GB:
         return f"{bytes_per_s / _GB:.2f} GB/s"
+    if bytes_per_s < _MB / 10:
+        return f"{bytes_per_s / 1000:.1f} kB/s"
     return f"{bytes_per_s / _MB:.1f} MB/s"
 
 

@@ -7,6 +7,7 @@ import io
 import logging
 import re
 import sys
+import threading
 import types
 from typing import Any
 
@@ -149,3 +150,22 @@ def test_bar_of_a_notebook_ends_as_one_line(memory: Memory, monkeypatch: pytest.
     assert last == ["save <b>: 4.0 MiB", "load <b>: 4.0 MiB", "save step-2: 4.0 MiB", "save step-2: not finished"]
     assert not any(tag in states[-1][1] for states in notebook.states for tag in ("<progress", "<b>"))
     assert not is_watched()
+
+
+def test_bar_counts_its_own_load_alone(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the bar of a load is full once another load of the same checkpoint has ended."""
+    notebook, state = Notebook(monkeypatch), state_of()
+    cloudckpt.save(state, memory.uri())
+
+    def load_beside(event: cloudckpt.Event) -> None:
+        if event.name == "load.planned":
+            other = threading.Thread(target=lambda: loaded(memory.uri(), options=SHOWN))
+            other.start()
+            other.join()
+            raise LookupError("this load fails, the other does not")
+
+    with pytest.raises(cloudckpt.errors.CloudckptError, match="LookupError"):
+        cloudckpt.load(state, memory.uri(), options=Options(progress=True, on_event=load_beside))
+    mine, others = (states[-1][0] for states in notebook.states)
+    assert mine.endswith(": not finished")
+    assert " KiB in " in others or " B in " in others

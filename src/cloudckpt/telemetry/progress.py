@@ -66,6 +66,8 @@ class _Bar(abc.ABC):
         self._done_bytes = self._total_bytes = 0
         self._is_done = False
         self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self._operation = ""
 
     def __enter__(self) -> None:
         self._unsubscribe = subscribe(self._count)
@@ -74,7 +76,9 @@ class _Bar(abc.ABC):
         self._unsubscribe()
 
     def _count(self, event: Event) -> None:
-        if event.uri != self._uri or not event.name.startswith(self._verb):
+        if event.name == f"{self._verb}.begun" and event.uri == self._uri and self._thread == threading.get_ident():
+            self._operation = event.operation  # others may save or load the same checkpoint at once
+        if event.operation != self._operation:
             return
         with self._lock:
             if event.name in _MOVED:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
+import logging
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, TypeVar
+
+_log = logging.getLogger("cloudckpt")
 
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
@@ -19,6 +23,25 @@ _MOST_UNBROKEN = 60
 """Characters of a cell that stays one line."""
 _NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
 _T = TypeVar("_T")
+
+
+@contextlib.contextmanager
+def noting_interrupt(words: str, *others: type[BaseException]) -> Iterator[None]:
+    """Let the last line of a traceback say `words` if Ctrl-C, or one of the `others`, ends the context."""
+    noted: tuple[type[BaseException], ...] = (KeyboardInterrupt, *others)
+    try:
+        yield
+    except noted as error:
+        add_note(error, words)
+        raise
+
+
+def add_note(error: BaseException, words: str) -> None:
+    """Let the last line of a traceback say `words`. Log them, as a warning before Python 3.11, which has no notes."""
+    add = getattr(error, "add_note", None)
+    _log.log(logging.WARNING if add is None else logging.INFO, "%s", words)
+    if add is not None:
+        add(f"cloudckpt: {words}")
 
 
 def size(num_bytes: float) -> str:

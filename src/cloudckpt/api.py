@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
+from cloudckpt._display import noting_interrupt
 from cloudckpt._this_process import rare_collections
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, own_stager, take_turn
@@ -118,7 +119,8 @@ def save(
         await_turn()  # the save in flight may use the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     own_rank = rank_in(process_group, no_dist=no_dist)
-    with raising_own_interrupt(own_rank), earlier_failure() as earlier, _show_progress("save", writer):
+    note = noting_interrupt(f"the save to {writer.checkpoint_id} was interrupted. You can repeat it")
+    with note, raising_own_interrupt(own_rank), earlier_failure() as earlier, _show_progress("save", writer):
         return run_save(
             state_dict,
             writer,
@@ -218,7 +220,10 @@ def load(
         reader.reset(_location(uri, checkpoint_id))
     names = [key for key, entry in state_dict.items() if isinstance(entry, LiveEntry)]
     doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
-    with _show_progress("load", reader):
+    note = noting_interrupt(
+        f"the load from {reader.checkpoint_id} was interrupted, and has filled only a part. Repeat it"
+    )
+    with note, _show_progress("load", reader):
         return run_load(
             state_dict,
             reader,

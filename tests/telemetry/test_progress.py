@@ -145,7 +145,9 @@ def test_bar_of_a_notebook_ends_as_one_line(memory: Memory, monkeypatch: pytest.
     with pytest.raises(cloudckpt.CheckpointExistsError):
         cloudckpt.async_save(state, memory.uri("step-2"), options=SHOWN).result()
     cloudckpt.close()
-    assert all("<progress " in states[0][1] for states in notebook.states)
+    for states in notebook.states:
+        assert states[0][0].endswith(": planning")
+        assert "<progress></progress>" in states[0][1]
     last = [re.sub(r" in [\d.]+ m?s, [\d.]+ [MG]B/s", "", states[-1][0]) for states in notebook.states]
     assert last == ["save <b>: 4.0 MiB", "load <b>: 4.0 MiB", "save step-2: 4.0 MiB", "save step-2: not finished"]
     assert not any(tag in states[-1][1] for states in notebook.states for tag in ("<progress", "<b>"))

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
-from cloudckpt._display import pairs_to_html
+from cloudckpt._display import noting_interrupt, pairs_to_html
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt._workers import logging_failures
 from cloudckpt.cancellation import Cancellation
@@ -45,6 +45,9 @@ class _HandleFuture(OfThisProcess, Future[_T]):
 def _call_and_log(callback: Callable[[Future[_T]], object], future: Future[_T]) -> None:
     with logging_failures("a callback of a background save's future failed"):
         callback(future)
+
+
+_LOOP_WAKES_S = 0.25
 
 
 class Outcome(_HandleFuture[SavedMetadata]):
@@ -121,6 +124,7 @@ class AsyncSave(OfThisProcess):
         self._staging: SnapshotProgress | None = staging
         self._staged_bytes = 0
         self._tell_others = tell_others
+        self._continuing = f"the save to {uri} continues in the background, and result() waits for it"
         staging.completed.add_done_callback(self._end_staging)
 
     def __repr__(self) -> str:
@@ -134,7 +138,17 @@ class AsyncSave(OfThisProcess):
     def __await__(self) -> Generator[Any, None, SavedMetadata]:
         """Wait in asyncio's event loop, as `result` does in a thread. A task that is cancelled ends only its wait."""
         refuse_in_fork()
-        return asyncio.wrap_future(self.committed).__await__()
+        return self._wait_in_loop().__await__()
+
+    async def _wait_in_loop(self) -> SavedMetadata:
+        committed = asyncio.wrap_future(self.committed)
+        with noting_interrupt(self._continuing, asyncio.CancelledError):  # which is the interrupt of a notebook
+            try:
+                while not committed.done():  # ipykernel 7 notes an interrupt once the loop wakes up
+                    await asyncio.wait([committed], timeout=_LOOP_WAKES_S)
+            finally:
+                committed.cancel()  # nobody asks for its failure any more
+        return committed.result()
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
         """Wait until the checkpoint is committed.
@@ -150,7 +164,8 @@ class AsyncSave(OfThisProcess):
             TimeoutError: The save has not ended within `timeout`, and continues.
 
         """
-        return _wait_for(self.committed, self.committed.result, timeout)
+        with noting_interrupt(self._continuing):
+            return _wait_for(self.committed, self.committed.result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save has ended.
@@ -165,7 +180,8 @@ class AsyncSave(OfThisProcess):
             TimeoutError: The save has not ended within `timeout`, and continues.
 
         """
-        return _wait_for(self.committed, self.committed.exception, timeout)
+        with noting_interrupt(self._continuing):
+            return _wait_for(self.committed, self.committed.exception, timeout)
 
     def done(self) -> bool:
         """Return True if the save has ended, in either way."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, SupportsFloat, TypeAlias
 import torch.distributed as dist
 from typing_extensions import Self
 
-from cloudckpt._display import Listing, pairs_to_html
+from cloudckpt._display import Listing, add_note, pairs_to_html
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt.api import async_save, entries_of, load, prepare_async_save, save
 from cloudckpt.background import in_flight
@@ -631,10 +631,7 @@ class CheckpointManager(OfThisProcess):
             words += f", which was restored from step {self._restored.step} ({self._restored.uri})"
         if (handle := self.in_flight) is not None:
             words += f". The save to {handle.uri} is still running"
-        add_note = getattr(error, "add_note", None)  # Python 3.11 or newer
-        _log.log(logging.WARNING if add_note is None else logging.INFO, "%s", words)
-        if add_note is not None:
-            add_note(f"cloudckpt: {words}")
+        add_note(error, words)
 
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})

@@ -136,11 +136,14 @@ class _NotebookBar(_Bar):
         spent_s = self._spent_s or time.monotonic() - self._begun_s
         if self._spent_s is not None and not self._is_done:
             return f"{self._name}: not finished"
+        if self._spent_s is None and not self._total_bytes:
+            return f"{self._name}: planning"
         of = f"of {size(self._total_bytes)}" if self._spent_s is None else f"in {seconds(spent_s)}"
         return f"{self._name}: {size(self._done_bytes)} {of}, {rate(self._done_bytes / max(spent_s, 1e-9))}"
 
     def _repr_html_(self) -> str:
-        bar = f'<progress value="{self._done_bytes}" max="{max(self._total_bytes, 1)}"></progress>'
+        of = f' value="{self._done_bytes}" max="{self._total_bytes}"' if self._total_bytes else ""
+        bar = f"<progress{of}></progress>"
         return f"<div>{html.escape(repr(self))} {bar if self._spent_s is None else ''}</div>"
 
 

@@ -119,12 +119,12 @@ class Run:
             for system in rotated(list(fleets), repetition):
                 by_verb = {row.verb: row for row in rows[system]}
                 self.progress.begin_turn(cell, system, repetition)
-                said = []
+                texts = []
                 try:
                     for verb, sample in turn(cell, fleets[system], place, system=system, repetition=repetition):
                         by_verb[verb].samples.append(sample)
                         gb_per_s = num_bytes_of(verb, cell.payload) / GB / sample.wall_s
-                        said.append(f"{by_verb[verb].called} {gb_per_s:.2f} GB/s, CPU {sample.cpu_s:.2f} s")
+                        texts.append(f"{by_verb[verb].called} {gb_per_s:.2f} GB/s, CPU {sample.cpu_s:.2f} s")
                 except WorkerFailedError as error:
                     self.progress.say(f"  {system} failed: {error}")
                     _fail(rows[system], str(error))
@@ -133,7 +133,7 @@ class Run:
                     continue
                 counter = f"{repetition}/{repetitions}" if repetition else "warm-up"
                 self.progress.end_turn(cell, system)
-                self.progress.say(f"  {counter} {system}: {'; '.join(said)}")
+                self.progress.say(f"  {counter} {system}: {'; '.join(texts)}")
         for system in fleets:
             for row in rows[system]:
                 row.failed = None

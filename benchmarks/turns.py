@@ -132,4 +132,4 @@ def _sample(of_ranks: Sequence[Measured], repetition: int) -> Sample:
 
 
 def _said(of_ranks: Sequence[Measured], name: str) -> list[float]:
-    return [said for one in of_ranks if (said := getattr(one.outcome, name)) is not None]
+    return [reported for one in of_ranks if (reported := getattr(one.outcome, name)) is not None]

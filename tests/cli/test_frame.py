@@ -97,7 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["no-such-command"], 2, "no-such-command"),
         (["ls"], 2, "ROOT"),
@@ -134,12 +134,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_errors_have_their_codes_and_name_flags(
-    run: Run, folder: Path, arguments: list[str], code: int, said: str
+    run: Run, folder: Path, arguments: list[str], code: int, message: str
 ) -> None:
     """If this fails, a script takes a typing error for an answer, or an error names a way out that does not exist."""
     before = sorted(folder.rglob("*"))
     ended = run(*arguments)
-    assert (ended.code, ended.out, said in ended.err) == (code, "", True), ended.err
+    assert (ended.code, ended.out, message in ended.err) == (code, "", True), ended.err
     assert ended.err.splitlines()[-1].startswith("Error: ")
     assert sorted(folder.rglob("*")) == before
 
@@ -216,10 +216,10 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_store() -> None:
                     connection.settimeout(120)
                     assert connection.recv(1)
                     running.send_signal(signal.SIGINT)
-                    _, told = running.communicate(timeout=60)
+                    _, output = running.communicate(timeout=60)
             finally:
                 running.kill()
-    assert (running.returncode, told) == (130, "Interrupted.\n")
+    assert (running.returncode, output) == (130, "Interrupted.\n")
 
 
 _SLOW = """
@@ -298,11 +298,11 @@ def test_a_second_signal_ends_it_at_once() -> None:
             assert running.stdout is not None
             assert running.stdout.readline() == "cleaning\n"
             running.send_signal(signal.SIGINT)
-            _, told = running.communicate(timeout=120)
+            _, output = running.communicate(timeout=120)
         finally:
             running.kill()
-    assert running.returncode == 130, told
-    assert told == "Interrupted again: ended without cleaning up. Run `cloudckpt gc URI` to remove what is left.\n"
+    assert running.returncode == 130, output
+    assert output == "Interrupted again: ended without cleaning up. Run `cloudckpt gc URI` to remove what is left.\n"
 
 
 @pytest.mark.parametrize(

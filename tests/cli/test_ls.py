@@ -149,8 +149,8 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
             lines += running.communicate(timeout=120)[0].splitlines()
         finally:
             running.kill()
-    told = [line.split()[2:4] for line in lines if "in progress" not in line]  # only if a listing finds it so
-    assert (running.returncode, told) == (
+    rows = [line.split()[2:4] for line in lines if "in progress" not in line]  # only if a listing finds it so
+    assert (running.returncode, rows) == (
         0,
         [["step-1", "committed"], ["step-1", "gone"], ["step-2-again-1", "committed"]],
     )

@@ -62,21 +62,21 @@ def test_values_that_cannot_be_drawn_are_named(local: LocalPlace, run: Run, tmp_
     for step, acc in enumerate((0.25, 0.5, None, 0.75, 1e305), start=1):
         metrics = {"loss": None, "huge": 1e300, "acc": acc, "": step}
         save(local.uri(f"step-{step}"), options=cloudckpt.Options(metadata={"step": step, "metrics": metrics}))
-    told = "every value is NaN or beyond ±1e+300: loss, huge\n"
+    message = "every value is NaN or beyond ±1e+300: loss, huge\n"
     drawn = run("plot", local.root, "--json", "-o", str(tmp_path / "run.svg"))
     series = {one["name"]: one for one in drawn.document["series"]}
     assert (series["loss"]["points"], series["loss"]["gaps"]) == ([], [1, 2, 3, 4, 5])
     assert (series["acc"]["points"], series["acc"]["best"]) == ([[1, 0.25], [2, 0.5], [4, 0.75]], None)
     lines = _parse((tmp_path / "run.svg").read_text()).iter(f"{SVG}polyline")
     assert [len((one.get("points") or "").split()) for one in lines if one.get("stroke-width") == "2"][:2] == [2, 1]
-    assert drawn.err.endswith(told)
+    assert drawn.err.endswith(message)
     shown = run("plot", local.root)
     assert (shown.out.splitlines()[0], "''" in shown.out) == ("acc", True)
     texts = ["".join(to_lines(Series("acc", "", [(1, 0.0), (9, 0.0)], None, gaps))) for gaps in ([], [5])]
     assert ["·" in text for text in texts] == [True, False]
     nothing = run("plot", local.root, "--name", "loss")
     assert (nothing.code, "loss" in nothing.err, "is named like" in nothing.err) == (3, True, False)
-    assert told in run("report", local.root, "-o", str(tmp_path / "r.html")).err
+    assert message in run("report", local.root, "-o", str(tmp_path / "r.html")).err
     listed = run("ls", local.root, "--metrics")
     assert ("highest acc" in listed.err, "lowest" in listed.err, "''" in listed.out) == (True, False, True)
 
@@ -85,13 +85,13 @@ def test_a_format_that_cannot_be_written_is_refused_before_anything_is_read(
     local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a plot ends in a traceback, or a file has another format than its name says."""
-    for command, said in (
+    for command, message in (
         (["plot", "-o", "x.jpg"], ".svg or .png"),
         (["report", "-o", "x.pdf"], ".html"),
         (["plot", "-o", "region=x"], "-o is short for --output here"),
     ):
         ended = run(command[0], local.root, *command[1:])
-        assert (ended.code, said in ended.err) == (2, True), ended.err
+        assert (ended.code, message in ended.err) == (2, True), ended.err
     assert run("plot", local.root).code == run("report", local.root, "-o", "x.html").code == 3
     _save_run(local)
     assert run("plot", local.root, "-o", local.root + "/nowhere/x.svg").code == 2

@@ -51,7 +51,7 @@ def test_rm_shows_what_a_dry_run_would_delete(local: LocalPlace, run: Run) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["run/step-1"], 2, "--yes"),
         (["run/step-1", "nothing", "--yes"], 3, "Nothing is there"),
@@ -62,7 +62,7 @@ def test_rm_shows_what_a_dry_run_would_delete(local: LocalPlace, run: Run) -> No
     ids=["no terminal", "a typing error", "a folder", "unfinished", "torch's"],
 )
 def test_rm_deletes_nothing_but_checkpoints(
-    local: LocalPlace, run: Run, arguments: list[str], code: int, said: str
+    local: LocalPlace, run: Run, arguments: list[str], code: int, message: str
 ) -> None:
     """If this fails, a mistaken rm deletes a run, a save that is under way, or another program's checkpoint."""
     for step in range(7):
@@ -72,7 +72,7 @@ def test_rm_deletes_nothing_but_checkpoints(
     local.write("torchs/0000000000/__0_0.distcp", b"where s3torchconnector's prefix strategies put it")
     before = local.contents()
     ended = run("rm", *(one if one.startswith("--") else local.uri(one) for one in arguments))
-    assert (ended.code, said in ended.err) == (code, True), ended.err
+    assert (ended.code, message in ended.err) == (code, True), ended.err
     assert local.contents() == before
 
 

@@ -177,10 +177,10 @@ def test_deletion_leaves_whole_checkpoints_or_none(others: list[Actor]) -> None:
     world = tuple(sorted((*committed(0, "A"), *written_by(*("BC" if is_zombie else "")))))
     result = Check([deleter(), *others], check_whole, world=world).run()
     print(f"{result.num_schedules} schedules in {result.num_states} states")
-    told = {outcomes[0] for outcomes in result.outcomes}
-    assert told <= {"deleted", "nothing there", "changed"}
-    assert "deleted" in told
-    assert "changed" not in told or any(" committed" in text for outcomes in result.outcomes for text in outcomes)
+    results = {outcomes[0] for outcomes in result.outcomes}
+    assert results <= {"deleted", "nothing there", "changed"}
+    assert "deleted" in results
+    assert "changed" not in results or any(" committed" in text for outcomes in result.outcomes for text in outcomes)
 
 
 @pytest.mark.parametrize("refused", ["manifest", "data/"])
@@ -206,10 +206,10 @@ def test_a_refused_deletion_leaves_the_checkpoint_or_hides_it(others: list[Actor
     attempts = "B" if "zombie" in others[0].__qualname__ else ""
     world = tuple(sorted((*committed(0, "A"), *written_by(*attempts))))
     result = Check([deleter(refused=refused), *others], check_whole, world=world).run()
-    told = {outcomes[0] for outcomes in result.outcomes}
-    assert "refused, put back" in told
+    results = {outcomes[0] for outcomes in result.outcomes}
+    assert "refused, put back" in results
     if others[0].__qualname__.startswith(("reader", "saver")):
-        assert told <= {"refused, put back", "changed"} | (
+        assert results <= {"refused, put back", "changed"} | (
             {"refused, hidden"} if "saver" in others[0].__qualname__ else set()
         )
 
@@ -279,8 +279,8 @@ def test_collecting_behind_a_fence(keeps: int | None) -> None:
     actors = [collector(), saver("D", overwrite=keeps is not None, writes=True), reader()]
     result = checked(actors, world=world, attempts="B")
     assert "D committed" in {outcomes[1] for outcomes in result.outcomes}
-    told = {outcomes[2] for outcomes in result.outcomes}
-    assert told <= {"read A", "read B", "read D", "told to read again"} | (
+    results = {outcomes[2] for outcomes in result.outcomes}
+    assert results <= {"read A", "read B", "read D", "told to read again"} | (
         {"found nothing"} if keeps is None else set()
     )
 

@@ -74,16 +74,16 @@ def test_a_copy_is_the_same_checkpoint(
     state = {**small(), "keyed": {0: {"n": 1}}}
     save(state, source, tile_bytes=4 * KIB, part_bytes=64 * KIB, object_bytes=16 * KIB, metadata={"run": "a"})
     before = contents(source)
-    told: list[tuple[int, int]] = []
-    report = cloudckpt.copy(source, target, on_progress=lambda done, total: told.append((done, total)))
+    calls: list[tuple[int, int]] = []
+    report = cloudckpt.copy(source, target, on_progress=lambda done, total: calls.append((done, total)))
     assert bits(loaded(state, target)) == bits(state)
     verified = cloudckpt.verify(target)
     assert verified.attempt == report.attempt
     assert verified.num_bytes == report.num_bytes
     assert report.num_objects > 1
     assert contents(source) == before
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (report.num_bytes, report.num_bytes)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (report.num_bytes, report.num_bytes)
     if one == other and copies_by_service(one):
         assert report.num_service_bytes + report.num_read_back_bytes == report.num_bytes
     else:
@@ -182,9 +182,9 @@ def _silent(inner: Any, source_url: str, target_key: str) -> None:
 
 
 def _damaging(inner: Any, source_url: str, target_key: str) -> int:
-    said: int = inner.copy_from(source_url, target_key)
+    crc32c: int = inner.copy_from(source_url, target_key)
     damage.flip_bit(inner, target_key, bit=9999)
-    return said ^ 1
+    return crc32c ^ 1
 
 
 def _cutting(inner: Any, source_url: str, target_key: str) -> None:

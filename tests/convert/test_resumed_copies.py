@@ -137,18 +137,18 @@ def test_a_copy_that_was_done_is_done(root_of: Root, one: str, other: str) -> No
     done = cloudckpt.copy(source, target)
     before, calls = contents(target), list[Call]()
     watching = Faults(Rule(fault=Tell(before=calls.append), times=None))
-    told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
     again = cloudckpt.copy(
         source,
         target,
         overwrite=True,
         target_options=make_options(resume=True, wrap_store=watching),
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: seen.append((done, total)),
     )
     assert (done.was_there, again.was_there) == (False, True)
     assert again.attempt == done.attempt
     assert again.num_reused_bytes == again.num_bytes == done.num_bytes
-    assert told[-1] == (done.num_bytes, done.num_bytes)
+    assert seen[-1] == (done.num_bytes, done.num_bytes)
     assert sum(call.num_bytes for call in calls if call.operation == "read_into") == done.num_bytes
     assert contents(target) == before
 

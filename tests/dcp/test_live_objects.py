@@ -349,8 +349,8 @@ def test_values_of_extra_that_the_checkpoint_lacks_are_named(
         assert held == before
     cloudckpt.load(uri, extra=held, strict=False)
     assert held == after
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert [bool(re.search(named, one)) for one in said].count(True) == 1
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [bool(re.search(named, one)) for one in messages].count(True) == 1
 
 
 @pytest.mark.parametrize("strict", [None, True, False])

@@ -141,8 +141,8 @@ def test_a_rank_that_fails_ends_the_call_at_once_and_the_next_one_works(three: l
 def test_ranks_with_different_calls_are_refused_and_the_next_one_works(three: list[Rendezvous]) -> None:
     """If this fails, ranks that save to different URIs make one save together."""
     errors = on_all(three, lambda one: begin(one, 1, uri=f"s3://b/{one.rank == 2}"), lambda one: one.barrier())
-    told = "rank 2 came to do something else than rank 0 (rank 0: saving s3://b/False; rank 2: saving s3://b/True): all"
-    assert_lost(errors, (2,), told)
+    text = "rank 2 came to do something else than rank 0 (rank 0: saving s3://b/False; rank 2: saving s3://b/True): all"
+    assert_lost(errors, (2,), text)
     assert on_all(three, lambda one: begin(one, 2), lambda one: one.barrier()) == [None] * 3
 
 

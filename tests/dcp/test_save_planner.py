@@ -76,11 +76,11 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "said"), DIFFERENT)
-def test_ranks_that_have_different_things_under_a_name_are_told(one: Any, other: Any, said: str) -> None:
+@pytest.mark.parametrize(("one", "other", "message"), DIFFERENT)
+def test_ranks_that_have_different_things_under_a_name_are_told(one: Any, other: Any, message: str) -> None:
     """If this fails, one rank's entry is saved, and the others are lost and cannot load what was saved."""
     same = {"same": torch.ones(3), "n": 1}
-    with pytest.raises(StateDictMismatchError, match=re.escape(f"'model.x' is {said}")) as caught:
+    with pytest.raises(StateDictMismatchError, match=re.escape(f"'model.x' is {message}")) as caught:
         planned([{"model": {"x": one, **same}}, {"model": {"x": other, **same}}])
     assert "same" not in str(caught.value)
     assert caught.value.uri == "memory://here"
@@ -102,8 +102,8 @@ def test_a_whole_tensor_beside_a_shard_of_that_name_is_told(plain: int) -> None:
             half = dataclasses.replace(whole, chunk=ChunkStorageMetadata(torch.Size([0]), torch.Size([2])))
             items[1] = dataclasses.replace(items[1], type=WriteItemType.SHARD, tensor_data=half)
         plans.append(SavePlan(items))
-    said = "'w' is a .*tensor .* on rank 0, a .*tensor .* on rank 1. Nothing was written"
-    with pytest.raises(StateDictMismatchError, match=said) as caught:
+    message = "'w' is a .*tensor .* on rank 0, a .*tensor .* on rank 1. Nothing was written"
+    with pytest.raises(StateDictMismatchError, match=message) as caught:
         check_agreement(copies_of_items(plans), plans, uri="memory://here")
     assert "a DTensor or sharded tensor of torch.float32 [4]" in str(caught.value)
     assert "same" not in str(caught.value)
@@ -121,7 +121,7 @@ def test_a_plain_tensor_beside_a_wrapper_of_that_name_is_told(wrapped: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "said"),
+    ("one", "other", "message"),
     [
         ((torch.ones(2), 1), torch.ones(3), "is a tuple on rank 0, a value or a tensor on rank 1"),
         (5, {"a": 1}, "is a dict on rank 1, a value or a tensor on rank 0"),
@@ -129,9 +129,9 @@ def test_a_plain_tensor_beside_a_wrapper_of_that_name_is_told(wrapped: int) -> N
         ({"a": {"b": 1}}, {"a": [torch.ones(1)]}, "is a dict on rank 0, a list on rank 1"),
     ],
 )
-def test_ranks_with_other_structures_under_a_name_are_told(one: Any, other: Any, said: str) -> None:
+def test_ranks_with_other_structures_under_a_name_are_told(one: Any, other: Any, message: str) -> None:
     """If this fails, a save reports success, and what it has stored fits no state dict and cannot be read."""
-    with pytest.raises(StateDictMismatchError, match=said):
+    with pytest.raises(StateDictMismatchError, match=message):
         planned([{"same": 1, "k": {1: one}}, {"same": 1, "k": {1: other}}])
 
 

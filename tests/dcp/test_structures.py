@@ -234,7 +234,7 @@ def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("is_partial", [False, True])
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "match"),
     [
         ("w", None, r"'w' was saved as a tensor: hold torch\.empty\(\(4,\)\) there, not a value \(NoneType\)"),
         ("w", "text", r"a value \(str\)"),
@@ -243,13 +243,18 @@ def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     ],
     ids=["nothing", "text", "tensor", "parameter"],
 )
-def test_a_tensor_and_a_value_do_not_take_each_others_place(name: str, value: Any, told: str, is_partial: bool) -> None:  # noqa: FBT001  # of the table
+def test_a_tensor_and_a_value_do_not_take_each_others_place(
+    name: str,
+    value: Any,
+    match: str,
+    is_partial: bool,  # noqa: FBT001  # of the table
+) -> None:
     """If this fails, a tensor of a model keeps its values where a number was saved, or the error does not say which."""
     uri = a_place()
     cloudckpt.save({"w": torch.ones(4), "t": 1}, uri)
     planner = DefaultLoadPlanner(allow_partial_load=True) if is_partial else None
     target = {name: value, **({"missing": 1} if is_partial else {})}
-    with pytest.raises(StateDictMismatchError, match=told) as caught:
+    with pytest.raises(StateDictMismatchError, match=match) as caught:
         cloudckpt.load(target, uri, planner=planner)
     assert "missing" not in str(caught.value)
     assert target[name] is value

@@ -117,9 +117,9 @@ def test_load_of_another_shape_keeps_the_rest_as_advised() -> None:
     head = model[1].weight.clone()
     with pytest.raises(StateDictMismatchError) as caught:
         cloudckpt.load(uri, model=model)
-    told = str(caught.value)
-    assert "'model.1.weight' was saved with shape (5, 2), and has shape (3, 2) here" in told
-    (keywords,) = re.findall(r"with (strict=False, rename=.*)$", told)
+    message = str(caught.value)
+    assert "'model.1.weight' was saved with shape (5, 2), and has shape (3, 2) here" in message
+    (keywords,) = re.findall(r"with (strict=False, rename=.*)$", message)
     cloudckpt.load(uri, model=model, **eval(f"dict({keywords})"))  # noqa: S307  # text of our own
     assert torch.equal(model[0].weight, saved[0].weight)
     assert torch.equal(model[1].weight, head)

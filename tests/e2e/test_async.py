@@ -77,10 +77,10 @@ def test_every_way_to_save_asynchronously_commits_what_was_staged(root: str, kin
 @on_ranks(2)
 def test_save_on_the_group_of_training_is_warned_of_once_on_one_rank(root: str) -> None:
     """If this fails, a job whose training meets torch's save on one gloo group hangs without a word of the reason."""
-    said: list[str] = []
+    calls: list[str] = []
     handler = logging.Handler()
     handler.addFilter(lambda record: "process group" in record.msg)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: calls.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("cloudckpt").addHandler(handler)
     saves = dist.new_group(backend="gloo")
     cloudckpt.enable()
@@ -90,8 +90,8 @@ def test_save_on_the_group_of_training_is_warned_of_once_on_one_rank(root: str) 
             future = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=uri, **settings)  # type: ignore[arg-type]
             assert isinstance(future, Future)
             future.result(WAIT_S)
-            assert len(said) == (number > 1 and dist.get_rank() == 0)
+            assert len(calls) == (number > 1 and dist.get_rank() == 0)
     finally:
         cloudckpt.disable()
         logging.getLogger("cloudckpt").removeHandler(handler)
-    assert all("process_group=dist.new_group()" in each and f"{root}/2" in each for each in said)
+    assert all("process_group=dist.new_group()" in each and f"{root}/2" in each for each in calls)

@@ -67,12 +67,12 @@ def test_ranks_that_disagree_save_nothing(root: str) -> None:
     """If this fails, what one rank has is lost, or a checkpoint is committed whose every load finds damage."""
     rank = dist.get_rank()
     shard = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
-    for mine, said in [
+    for mine, message in [
         ((torch.ones(4), "text"), r"'x' is .*\[4\] on rank 0, a value on rank 1"),
         ((torch.ones(4), torch.ones(5)), r"'x' is .*\[4\] .* \[5\] on rank 1"),
         ((torch.ones(4), shard), r"'x' is a tensor of .* on rank 0, a DTensor .* on rank 1"),
     ]:
-        with pytest.raises(cloudckpt.errors.StateDictMismatchError, match=said):
+        with pytest.raises(cloudckpt.errors.StateDictMismatchError, match=message):
             cloudckpt.save({"x": mine[rank], "same": torch.ones(3)}, f"{root}/differs")
     # Tiles of two lengths in as many tiles each: of this the number of checksums says nothing.
     options = make_options(tile_bytes=4096 if rank else 4160)

@@ -110,9 +110,9 @@ def test_another_dtype_is_said_once(writer: str, tmp_path: Path, caplog: pytest.
         caplog.clear()
         taken = {name: torch.zeros(3, dtype=dtype) for name in saved} | {"n": torch.zeros(1, dtype=number)}
         cloudckpt.load(taken, str(tmp_path / "a"), no_dist=True, allow_pickle=writer == "torch")
-        said = [record for record in caplog.records if "are to be loaded in another dtype than" in record.message]
-        assert [record.levelno for record in said] == ([] if level is None else [level])
-        for record in said:
+        records = [record for record in caplog.records if "are to be loaded in another dtype than" in record.message]
+        assert [record.levelno for record in records] == ([] if level is None else [level])
+        for record in records:
             assert f"float32 → {dtype} (9 of them, such as 'w0')".replace("torch.", "") in record.message
             shown = f"int64 → {number} (1 of them, such as 'n')".replace("torch.", "")
             assert (shown in record.message) == (number is not torch.int64)
@@ -134,11 +134,11 @@ def test_moments_of_another_dtype_than_the_model_are_said(
         net = nn.Linear(2, 2).to(dtype)
         other = kind(net.parameters(), **settings)
         cloudckpt.load(tmp_path / "a", model=net, optimizer=other, no_dist=True)
-        said = [
+        messages = [
             record.message for record in caplog.records if "of the optimizer's state keep the dtype" in record.message
         ]
-        assert len(said) == (dtype is torch.bfloat16)
-        for message in said:
+        assert len(messages) == (dtype is torch.bfloat16)
+        for message in messages:
             name = "momentum_buffer" if settings else "exp_avg"
             assert f"'optimizer.state.weight.{name}' (torch.float32, and torch.bfloat16)" in message
             assert "call optimizer.load_state_dict(optimizer.state_dict())" in message

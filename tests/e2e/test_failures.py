@@ -70,12 +70,12 @@ DATA, COMMIT, LOOK = ("put", "data/"), ("put", "manifest"), ("list", "")
 def test_all_ranks_decide_alike(place: Place, way: str) -> None:
     """If this fails, one rank trains on and another stops, so that the job hangs; or a failed save costs others."""
     broken: dict[int, Broken] = {0: {2: DATA, 6: COMMIT, 7: LOOK, 11: DATA}, 1: {4: DATA, 10: DATA, 12: DATA}}
-    told = run_ranks(train, place.root, broken, 13, way, world_size=2)
+    results = run_ranks(train, place.root, broken, 13, way, world_size=2)
     failures = [f"{step} AccessDeniedError" for step in (2, 4, 6, 7, 10, 11, 12)]
     failures[3] = "7 CommitUnknownError"
     # The next save finds the failure of one in the background.
     end = "AccessDeniedError at 12" if way == "sync" else "AccessDeniedError at 13"
-    assert told == [(end, failures, [8, 9])] * 2
+    assert results == [(end, failures, [8, 9])] * 2
 
 
 class WaitingStore(WrappedStore):
@@ -114,5 +114,5 @@ def test_all_ranks_skip_alike(place: Place, tmp_path: Path) -> None:
     """If this fails, a save that takes long on one rank makes it skip other saves than its peers, or raise alone."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    told = run_ranks(train_beside_a_slow_save, place.root, gate, world_size=2)
-    assert told == [(["AsyncSave", *["SaveFailure"] * 3, "AsyncSave"], [2, 3, 4], [1, 5])] * 2
+    results = run_ranks(train_beside_a_slow_save, place.root, gate, world_size=2)
+    assert results == [(["AsyncSave", *["SaveFailure"] * 3, "AsyncSave"], [2, 3, 4], [1, 5])] * 2

@@ -229,8 +229,8 @@ def test_scalar_dtensors_get_moments_of_their_type(uri: str) -> None:
         found = loaded.state[model["scale"]][name]
         assert type(found) is type(value), name
         assert_same(local(found), local(value))
-    told = r"'model.wide' was saved with shape \(4,\), and has shape \(2,\) here"
-    with pytest.raises(StateDictMismatchError, match=told):
+    message = r"'model.wide' was saved with shape \(4,\), and has shape \(2,\) here"
+    with pytest.raises(StateDictMismatchError, match=message):
         cloudckpt.load(uri, model=narrow, optimizer=torch.optim.AdamW(narrow.parameters()))
 
 

@@ -100,14 +100,14 @@ def wait_in_pool(_: int) -> None:
 @on_ranks(1, process_group=False)
 def test_in_a_forked_child_the_signal_does_what_it_did_before(before: str) -> None:
     """If this fails, `Process.terminate` and the end of a `Pool` no longer end helpers, which outlive the job."""
-    told: list[object] = []
-    handlers = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "handler": lambda *seen: told.append(seen)}
+    calls: list[object] = []
+    handlers = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "handler": lambda *seen: calls.append(seen)}
     signal.signal(signal.SIGTERM, handlers[before])
     context = multiprocessing.get_context("fork")
 
     def wait(ready: Any) -> None:
         ready.send(None)
-        while not told:
+        while not calls:
             signal.pause()
         os._exit(7)  # the handler that was there before has returned
 
@@ -139,12 +139,12 @@ def test_in_a_forked_child_the_signal_does_what_it_did_before(before: str) -> No
             assert command.wait() == -15
         assert not preemption.requested
         assert not outer.requested
-        assert not told
+        assert not calls
         if before != "default":  # the process itself still notes the signal
             os.kill(os.getpid(), signal.SIGTERM)
             assert preemption.requested
             assert outer.requested
-            assert len(told) == (before == "handler")
+            assert len(calls) == (before == "handler")
     assert signal.getsignal(signal.SIGTERM) == handlers[before]
 
 
@@ -319,16 +319,16 @@ def test_failures_are_told(memory: Memory) -> None:
 # --- several ranks
 
 
-@pytest.mark.parametrize(("told", "first"), [({0: [4], 1: [2]}, 2), ({}, None)], ids=str)
+@pytest.mark.parametrize(("signalled_at", "first"), [({0: [4], 1: [2]}, 2), ({}, None)], ids=str)
 @on_ranks(2)
-def test_all_ranks_stop_at_one_step(uri: str, told: dict[int, list[int]], first: int | None) -> None:
+def test_all_ranks_stop_at_one_step(uri: str, signalled_at: dict[int, list[int]], first: int | None) -> None:
     """Ranks that stop at different steps wait for one another for ever, or save states of different steps."""
     forget_other_handlers()
     rank = dist.get_rank()
     with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
         stopped = []
         for step in range(6):
-            if step in told.get(rank, []):
+            if step in signalled_at.get(rank, []):
                 tell(preemption)
             if preemption.agreed():
                 stopped.append(step)
@@ -345,11 +345,11 @@ def test_the_deadline_is_that_of_the_rank_that_is_killed_first() -> None:
     or one that was not told shortens it.
     """
     forget_other_handlers()
-    told, left_s = {0: 3000.0, 2: 2000.0}, []
+    remaining_s, left_s = {0: 3000.0, 2: 2000.0}, []
     for ask in ("agreed", "finish"):
-        deadline_s = told.get(dist.get_rank(), 1000.0)
+        deadline_s = remaining_s.get(dist.get_rank(), 1000.0)
         with cloudckpt.on_sigterm(deadline_s=deadline_s) as preemption:
-            if dist.get_rank() in told:
+            if dist.get_rank() in remaining_s:
                 tell(preemption)
             if ask == "agreed":
                 assert preemption.agreed()

@@ -502,9 +502,9 @@ def test_a_run_that_was_renamed_is_started_again_by_the_same_script(
             for wrong in ({"nett": "modle"}, {"net": "model", "optimm": "optimiser"}):
                 with pytest.raises(StateDictMismatchError, match="changes no name of"):
                     manager.restore(model=model, optimizer=optimizer, extra=extra, rename=wrong)
-    told = [record.getMessage() for record in caplog.records if "is not needed for" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "is not needed for" in record.getMessage()]
     given = "a function" if way == "function" else pairs
-    assert f"rename={given} is not needed for {tmp_path}/step-8, which has the new names: they are loaded" in told
+    assert f"rename={given} is not needed for {tmp_path}/step-8, which has the new names: they are loaded" in messages
 
 
 def test_objects_that_a_step_lacks_keep_what_they_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -521,25 +521,25 @@ def test_objects_that_a_step_lacks_keep_what_they_have(tmp_path: Path, caplog: p
         assert_same(dict(models["net"].named_parameters()), oracle(models["net"]))
         assert_same((optimizer.state_dict(), dict(models["ema"].named_parameters())), before)
         assert objects["extra"] == {"epoch": 3}
-        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert ["has no 'model.ema': these" in one for one in said].count(True) == 1
-        assert ["has no 'extra', 'optimizer': these" in one for one in said].count(True) == 1
+        messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert ["has no 'model.ema': these" in one for one in messages].count(True) == 1
+        assert ["has no 'extra', 'optimizer': these" in one for one in messages].count(True) == 1
         assert manager.restore(model=nn.ModuleDict({"net": nn.ModuleDict({"encoder": Net().encoder})}), strict=False)
-        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert "leaves behind" in said[-1]
-        assert not any("pass strict=False" in one for one in said)
+        messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert "leaves behind" in messages[-1]
+        assert not any("pass strict=False" in one for one in messages)
         manager.save(1, model=NET, optimizer=OPTIMIZER, extra={"epoch": 3, "tokens": 5})
         caplog.clear()
         assert manager.restore(model=Net(), strict=False) is not None
-        (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert re.search(r"leaves behind a part of .*step-1: optimizer \(\d+ entries\), extra \(2 entries\)$", told)
+        (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert re.search(r"leaves behind a part of .*step-1: optimizer \(\d+ entries\), extra \(2 entries\)$", message)
         caplog.clear()
         cloudckpt.load(tmp_path / "run" / "step-1", model=Net(), no_dist=True)  # a part, on purpose
         assert not [record for record in caplog.records if record.levelname == "WARNING"]
         cloudckpt.save({"model": NET, "optim": OPTIMIZER}, tmp_path / "mine", no_dist=True)
         cloudckpt.load(tmp_path / "mine", model=models["net"], optimizer=optimizer, strict=False, no_dist=True)
-        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert re.search(r"has no 'optimizer': these .*pass rename={'optim': 'optimizer'}$", said[0])
+        messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert re.search(r"has no 'optimizer': these .*pass rename={'optim': 'optimizer'}$", messages[0])
         for given in ({"model": {"other": Net()}}, {"model": nn.Linear(2, 2)}):
             with pytest.raises(StateDictMismatchError) as caught:
                 manager.restore(**given, random_state=False, strict=False)

@@ -160,8 +160,8 @@ def test_an_object_that_takes_a_part_is_given_the_rest_unless_it_is_left_on_purp
     assert torch.equal(part.model.weight, net.weight)
     assert "optim" not in part.loaded
     assert report.num_bytes_wanted < 2 * net.weight.nbytes
-    (said,) = [record.message for record in caplog.records if "stays behind" in record.message]
-    assert "'app.optim.state.weight.exp_avg'" in said
+    (message,) = [record.message for record in caplog.records if "stays behind" in record.message]
+    assert "'app.optim.state.weight.exp_avg'" in message
     caplog.clear()
     cloudckpt.load({"app": part}, tmp_path / "a", no_dist=True, options=options)
     assert torch.equal(part.loaded["optim"]["state"]["weight"]["exp_avg"], optimizer.state[net.weight]["exp_avg"])

@@ -74,10 +74,10 @@ def save_and_load(root: str) -> dict[str, int]:
 
 def test_tied_weights_are_uploaded_once(local: LocalPlace) -> None:
     """If this fails, a rank sends the largest matrix of a model a second time, or one of its names is another's."""
-    told = run_ranks(save_and_load, local.root, world_size=2)
+    results = run_ranks(save_and_load, local.root, world_size=2)
     own_bytes = sum(parameter.nbytes for parameter in Model(seed=1, is_tied=True).parameters())
-    for uri in told[0]:
-        assert own_bytes <= sum(sent_bytes[uri] for sent_bytes in told) <= own_bytes + 20_000, uri
+    for uri in results[0]:
+        assert own_bytes <= sum(sent_bytes[uri] for sent_bytes in results) <= own_bytes + 20_000, uri
         cloudckpt.verify(uri)
     named = Model(seed=3, is_tied=False).state_dict()
     cloudckpt.load({"model": named}, f"{local.root}/fsdp2-save")

@@ -97,9 +97,9 @@ def test_a_store_that_stalls_is_given_up_in_time_on_all_ranks(
         run_ranks(go, "save", uri, options_at(server, server.endpoint_url, timeout_s=60), world_size=2)
     rule = WireRule(action=step.action, method=step.method, path=step.path, times=None)
     with Wire(server.endpoint_url, rule) as wire:
-        told = run_ranks(go, step.way, uri, options_at(server, wire.url, timeout_s=TIMEOUT_S), world_size=2)
+        results = run_ranks(go, step.way, uri, options_at(server, wire.url, timeout_s=TIMEOUT_S), world_size=2)
         assert wire.num_acted > 0
-    for elapsed_s, error in told:
+    for elapsed_s, error in results:
         assert isinstance(error, cloudckpt.errors.StoreTimeoutError | cloudckpt.CommitUnknownError), error
         assert uri in str(error)
         assert elapsed_s < MOST_CALLS * TIMEOUT_S + SLACK_S

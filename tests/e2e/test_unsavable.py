@@ -79,9 +79,9 @@ CALLS: dict[str, Callable[[str, dict[str, Any]], object]] = {
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_value_that_cannot_be_saved_is_named_by_its_entry(kind: str, call: str) -> None:
     """If this fails, a user searches a large state for an error of pickle or of torch."""
-    make, said = UNSAVABLE[kind]
+    make, message = UNSAVABLE[kind]
     uri = f"memory://unsavable/{call}/{kind}"
-    with pytest.raises(CloudckptError, match=said) as caught:
+    with pytest.raises(CloudckptError, match=message) as caught:
         CALLS[call](uri, {"d": make(), "n": 1})
     assert "rank" not in str(caught.value).partition(" rank has it")[0]
     assert isinstance(caught.value, (UnsupportedValueError, InvalidOptionError)) or kind == "broken object"
@@ -128,8 +128,8 @@ def test_target_that_cannot_be_filled_is_named_by_its_entry(kind: str) -> None:
     """If this fails, a load ends in an error of torch's that names no entry."""
     uri = f"memory://targets/{kind}"
     cloudckpt.save({"n": {"w": torch.ones(3)}}, uri)
-    make, said = TARGETS[kind]
-    with pytest.raises((UnsupportedValueError, StateDictMismatchError), match=said):
+    make, message = TARGETS[kind]
+    with pytest.raises((UnsupportedValueError, StateDictMismatchError), match=message):
         cloudckpt.load({"n": {"w": make()}}, uri)
 
 
@@ -154,12 +154,12 @@ def test_missing_entry_comes_with_a_name_that_can_be_meant() -> None:
     """If this fails, the error for one layer names the same parameter of another layer."""
     uri = "memory://targets/names"
     cloudckpt.save({"model": {"head.weight": torch.ones(1), "bias": torch.ones(1)}}, uri)
-    for asked, said in [
+    for asked, message in [
         ({"head.weight": torch.ones(1)}, r"'head\.weight' is not in it \(did you mean 'model\.head\.weight'\?\)"),
         ({"model": {"mid.weight": torch.ones(1)}}, r"'model\.mid\.weight' is not in it[;.] "),
         ({"model": {"head.weigth": torch.ones(1)}}, r"\(did you mean 'model\.head\.weight'\?\)"),
     ]:
-        with pytest.raises(StateDictMismatchError, match=said):
+        with pytest.raises(StateDictMismatchError, match=message):
             cloudckpt.load(asked, uri)
 
 
@@ -167,12 +167,12 @@ def test_missing_entry_comes_with_a_name_that_can_be_meant() -> None:
 def test_ranks_hear_of_the_entry_of_another_rank(root: str) -> None:
     """If this fails, a rank whose state is whole hangs, or does not learn which entry of which rank is bad."""
     mine = {"d1": threading.Lock()} if dist.get_rank() else {"d0": 1}
-    for values, said in [
+    for values, message in [
         (mine, r"on rank 1: .*'extra\.d1' .*lock"),
         ({"d": nn.LazyLinear(3)}, r"on ranks 0-1: .*'extra\.d\.weight'"),
     ]:
         for name, call in CALLS.items():
-            with pytest.raises(CheckpointException, match=said):
+            with pytest.raises(CheckpointException, match=message):
                 call(f"{root}/{name}", values)
     dist.barrier()
     assert cloudckpt.list_checkpoints(root) == []

@@ -145,8 +145,8 @@ class Ranks:
         assert self.processes[rank].exitcode is not None, f"rank {rank} hangs at its exit"
 
 
-def assert_lost(told: tuple[float, BaseException | None], lost: tuple[int, ...], uri: str) -> None:
-    elapsed_s, error = told
+def assert_lost(outcome: tuple[float, BaseException | None], lost: tuple[int, ...], uri: str) -> None:
+    elapsed_s, error = outcome
     assert isinstance(error, cloudckpt.RankLostError), error
     assert error.ranks == lost, error
     assert error.uri == uri
@@ -185,8 +185,8 @@ def test_a_rank_that_is_lost_is_named_by_the_others_in_time(  # noqa: PLR0917  #
     with ranks(call_twice, way, uri, listener, size=size, scratch=tmp_path) as running:
         others = [other for other in range(size) if other != rank]
         for other in others:
-            told = running.told_by(other)
-            assert_lost(told, (rank,), uri if way != "load" else f"{uri}-before")
+            outcome = running.told_by(other)
+            assert_lost(outcome, (rank,), uri if way != "load" else f"{uri}-before")
         for other in others:
             if rank != 0:  # rank 0 keeps the store, without which torch itself waits at the exit
                 running.assert_ends(other)

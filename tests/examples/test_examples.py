@@ -33,16 +33,16 @@ def run_example(name: str, uri: str, tmp_path: Path) -> None:
 def test_async_with_faults(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A loop that saves in the background and reloads after each fault would end with other weights, or not at all."""
     run_example("async_with_faults", uri, tmp_path)
-    said = capsys.readouterr().out
-    assert said.count("failed") >= 4
-    assert re.search(r"after 24 epochs and [4-9]\d* faults the weights are those of a run without faults", said)
+    output = capsys.readouterr().out
+    assert output.count("failed") >= 4
+    assert re.search(r"after 24 epochs and [4-9]\d* faults the weights are those of a run without faults", output)
     names = [info.name for info in cloudckpt.list_checkpoints(f"{uri}/async-with-faults")]
     assert names == [f"epoch-{epoch}" for epoch in range(3, 25, 3)]
 
     run_example("async_with_faults", uri, tmp_path)
-    said = capsys.readouterr().out
-    assert "starting at epoch 24" in said
-    assert "failed" not in said
+    output = capsys.readouterr().out
+    assert "starting at epoch 24" in output
+    assert "failed" not in output
 
 
 @on_s3

@@ -119,12 +119,12 @@ class Jobs:
         key = (job, args, num_ranks, is_torchrun, wanted)
         if key not in self._told:
             self._told[key] = self._run(job, args, num_ranks if is_torchrun else None, wanted, max_restarts)
-        told = self._told[key]
-        if place not in told.results:
-            pytest.fail(f"{job} did not come to the end of {place}:\n{told.output[-6000:]}")
+        reported = self._told[key]
+        if place not in reported.results:
+            pytest.fail(f"{job} did not come to the end of {place}:\n{reported.output[-6000:]}")
         if is_torchrun:  # Ray's own processes may take longer to end than anybody should wait: they have been killed
-            assert not told.survivors, f"they outlived {job}, and were killed"
-        return told.results[place]
+            assert not reported.survivors, f"they outlived {job}, and were killed"
+        return reported.results[place]
 
     def root_of(self, place: str, job: str, *args: str) -> str:
         """Under which the job saves."""
@@ -169,8 +169,8 @@ class Jobs:
             output, _ = process.communicate()
             output += f"\n{job} did not end within {JOB_S} s"
         survivors = _end_session(process.pid, end_s=_END_S)
-        told = [json.loads(line) for line in results.read_text().splitlines()]
-        return Told(results={each["place"]: each["result"] for each in told}, output=output, survivors=survivors)
+        reported = [json.loads(line) for line in results.read_text().splitlines()]
+        return Told(results={each["place"]: each["result"] for each in reported}, output=output, survivors=survivors)
 
 
 @pytest.fixture(scope="session")

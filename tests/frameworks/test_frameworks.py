@@ -121,8 +121,8 @@ def test_accelerate_with_two_models_and_a_stateful_loader(one_place: str, jobs: 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_transformers_trainer(kind: str, place: str, jobs: Jobs) -> None:
     """A Trainer that resumes in the middle of an epoch would see other batches, dropout, learning rates or weights."""
-    told = jobs.at(place, "trainer")
-    found = told[kind]
+    results = jobs.at(place, "trainer")
+    found = results[kind]
     whole, resumed = found["whole"], found["resumed"]
     assert {"ddp": "DistributedDataParallel", "fsdp1": "FullyShardedDataParallel", "fsdp2": "FSDPModel"}[kind] == (
         resumed["model"]
@@ -133,7 +133,7 @@ def test_transformers_trainer(kind: str, place: str, jobs: Jobs) -> None:
     assert resumed["weights"] == whole["weights"]
     assert resumed["num_steps"] == whole["num_steps"] == 12
     assert found["kept"] == [8, 10, 12]
-    assert told["left"] == []  # nothing in output_dir
+    assert results["left"] == []  # nothing in output_dir
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
@@ -294,13 +294,13 @@ def test_torch_checkpointing_after_a_crash(every_place: str, jobs: Jobs) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("checkpoint_files", ["saved and loaded; 4 files are whole"]),
         ("megatron_core", ["has loaded what it saved"] * 2),
     ],
 )
-def test_an_example_runs(name: str, said: list[str], tmp_path: Path) -> None:
+def test_an_example_runs(name: str, message: list[str], tmp_path: Path) -> None:
     """The example would not run as its first lines say."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = subprocess.run(
@@ -313,7 +313,7 @@ def test_an_example_runs(name: str, said: list[str], tmp_path: Path) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stdout[-6000:]
-    assert process.stdout.count(said[0]) == len(said)
+    assert process.stdout.count(message[0]) == len(message)
 
 
 def test_verl(place: str, jobs: Jobs) -> None:

@@ -57,17 +57,17 @@ def test_save_and_reshard(root: str) -> None:
     """What two tensor-parallel ranks of Megatron save, at once, in the background or with its parallel wrapper, would
     not load on two ranks, or on one or four, or would replace what is there; or Megatron would not find the newest.
     """
-    for told in told_by(run("save", root, num_ranks=2)):
-        assert "already exists" in str(told.pop("exists"))
-        assert told == {
+    for answer in told_by(run("save", root, num_ranks=2)):
+        assert "already exists" in str(answer.pop("exists"))
+        assert answer == {
             "content": {"form": "test"},
             "exitcode": 0,
             "loaded": [True, True, True],
             "tracker": "11",
             "absent": False,
         }
-    for told in told_by(run("load", root, num_ranks=1 if root.startswith("file:") else 4)):
-        assert told == {"loaded": [True, True, True], "tracker": "11", "absent": False}
+    for answer in told_by(run("load", root, num_ranks=1 if root.startswith("file:") else 4)):
+        assert answer == {"loaded": [True, True, True], "tracker": "11", "absent": False}
     assert [info.name for info in cloudckpt.list_checkpoints(root)] == [
         "iter_0000007",
         "iter_0000009",

@@ -122,10 +122,10 @@ def save(job: Job, version: float) -> Told:
 def load(job: Job, version: float) -> Told:
     """Into other values; after a success they are those of `version`."""
     state = values(-1.0)
-    told = told_of(lambda: cloudckpt.load(state, job.uri, options=job.options()))
-    if told.error is None:
+    results = told_of(lambda: cloudckpt.load(state, job.uri, options=job.options()))
+    if results.error is None:
         assert_same(state, values(version))
-    return told
+    return results
 
 
 def save_and_lose_a_save(calm: Job, fatal: Job) -> Told:
@@ -220,11 +220,11 @@ def scene(request: pytest.FixtureRequest, servers: Servers, tmp_path: Path) -> I
 def check_all_failed(scene: Scene, answers: list[Told]) -> None:
     """In time, and with the address of the server that is gone."""
     address = scene.server.endpoint_url.removeprefix("http://")
-    for told in answers:
-        assert told.error is not None
-        assert address in told.error
-        assert told.seconds < BOUND_S
-        assert told.classes & {"TransientStoreError", "CommitUnknownError"}
+    for answer in answers:
+        assert answer.error is not None
+        assert address in answer.error
+        assert answer.seconds < BOUND_S
+        assert answer.classes & {"TransientStoreError", "CommitUnknownError"}
 
 
 @on(*KEEPING)
@@ -246,9 +246,9 @@ def test_a_save_whose_server_comes_back_is_committed(scene: Scene, moment: str) 
     answers = scene.run(save_and_lose_a_save, scene.fatal_job(UNCOMMITTED[moment], restarts=True))
     assert scene.switch.has_restarted
     if scene.keeps(UNCOMMITTED[moment]):
-        assert [told.error for told in answers] == [None, None]
+        assert [reported.error for reported in answers] == [None, None]
     else:
-        assert all(told.error is not None and scene.bucket in told.error for told in answers)
+        assert all(reported.error is not None and scene.bucket in reported.error for reported in answers)
     scene.check_afterwards(there=2.0 if scene.keeps(UNCOMMITTED[moment]) else 1.0)
 
 
@@ -256,8 +256,8 @@ def test_a_save_whose_server_comes_back_is_committed(scene: Scene, moment: str) 
 def test_a_save_whose_server_dies_after_the_commit_has_succeeded(scene: Scene) -> None:
     """If this fails, a checkpoint that exists is reported as failed because its predecessor could not be removed."""
     answers = scene.run(save_and_lose_a_save, scene.fatal_job(AFTER_COMMIT, restarts=False))
-    assert [told.error for told in answers] == [None, None]
-    assert all(told.seconds < BOUND_S for told in answers)
+    assert [reported.error for reported in answers] == [None, None]
+    assert all(reported.seconds < BOUND_S for reported in answers)
     scene.comes_back()
     scene.check_afterwards(there=2.0)
 
@@ -276,7 +276,7 @@ def test_a_load_whose_server_comes_back_goes_on(scene: Scene) -> None:
     answers = scene.run(save_and_lose_a_load, scene.fatal_job(WHILE_DATA_IS_READ, restarts=True))
     assert scene.switch.has_restarted
     if scene.server.keeps_data:
-        assert [told.error for told in answers] == [None, None]
+        assert [reported.error for reported in answers] == [None, None]
     else:
-        assert all(told.error is not None and scene.bucket in told.error for told in answers)
+        assert all(reported.error is not None and scene.bucket in reported.error for reported in answers)
     scene.check_afterwards(there=1.0)

@@ -100,12 +100,12 @@ def test_an_outage_costs_its_saves_and_nothing_else(servers: Servers, tmp_path: 
     server.create_bucket(bucket)
     root = f"s3://{bucket}/run"
     with switch_of(server, tmp_path) as switch:
-        told = run_ranks(train, root, server.storage_options, switch.address, way, world_size=2, timeout_s=300.0)
+        results = run_ranks(train, root, server.storage_options, switch.address, way, world_size=2, timeout_s=300.0)
         assert switch.has_killed
         assert switch.has_restarted
     lost = list(range(FIRST_DOWN, LAST_DOWN + 1))
     before, after = [FIRST_DOWN - 2, FIRST_DOWN - 1], [LAST - 1, LAST]
-    assert told == [(lost, [before, after])] * 2
+    assert results == [(lost, [before, after])] * 2
     options = make_options(storage_options=server.storage_options)
     found = cloudckpt.gc(root, older_than=0, options=options, dry_run=False)
     assert any(f"/step-{FIRST_DOWN}/" in key for key in found.keys) or found.num_uploads, found

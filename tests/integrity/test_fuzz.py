@@ -70,12 +70,12 @@ def assert_loads_or_says_why(uri: str, options: Options, state: dict[str, Any]) 
         lambda: cloudckpt.verify(uri, options=options),
         lambda: cloudckpt.list_checkpoints(uri.rpartition("/")[0]),
     ):
-        said = ""
+        message = ""
         try:
             call()
         except cloudckpt.CloudckptError as error:
-            said = str(error)
-        assert len(said) < 50_000
+            message = str(error)
+        assert len(message) < 50_000
 
 
 # --- manifests

@@ -80,8 +80,10 @@ def test_training_goes_on(memory: Memory, caplog: pytest.LogCaptureFixture, *, a
     assert failed(manager) == [3, 4]
     assert all(isinstance(failure.error, StoreError) for failure in manager.failures)
     assert [failure.uri for failure in manager.failures] == [memory.uri("step-3"), memory.uri("step-4")]
-    told = [event for event in events if event.name == "save.tolerated"]
-    assert [(event.uri, event.error) for event in told] == [(failure.uri, "StoreError") for failure in manager.failures]
+    events_of_failures = [event for event in events if event.name == "save.tolerated"]
+    assert [(event.uri, event.error) for event in events_of_failures] == [
+        (failure.uri, "StoreError") for failure in manager.failures
+    ]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text.partition(":")[0] for text in warned] == [
         "the save of step 3 failed, and training continues (1 in a row; 3 end it)",

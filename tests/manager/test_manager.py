@@ -446,15 +446,15 @@ def test_unknown_metric_is_told_by_name(memory: Memory, caplog: pytest.LogCaptur
     save_all(manager, 2, metrics={"val_loss": math.nan, "loss": 0.5})
     save_all(manager, 3, metrics={"val_loss": math.nan, "loss": 0.5})
     warnings = [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
-    told = "no step has the metric 'val_los' (did you mean 'val_loss'?); the steps have 'loss', 'val_loss'"
-    assert warnings == [f"keep_best keeps no step under {memory.root}: {told}"], "once, once it matters"
+    message = "no step has the metric 'val_los' (did you mean 'val_loss'?); the steps have 'loss', 'val_loss'"
+    assert warnings == [f"keep_best keeps no step under {memory.root}: {message}"], "once, once it matters"
     caplog.clear()
     for _ in range(2):
         assert manager.best("val_los", "min") is None
         assert manager.best("accuracy", "max") is None, "it may be measured later"
     assert [record.getMessage() for record in caplog.records] == [
-        f"no step is the best under {memory.root}: {told}",
-        f"no step is the best under {memory.root}: no step has the metric 'accuracy'; {told.partition('; ')[2]}",
+        f"no step is the best under {memory.root}: {message}",
+        f"no step is the best under {memory.root}: no step has the metric 'accuracy'; {message.partition('; ')[2]}",
     ], "once for each"
     assert manager.best("val_loss") is None, "it is finite nowhere"
     assert len(caplog.records) == 2

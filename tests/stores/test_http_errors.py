@@ -281,10 +281,10 @@ def test_the_words_of_an_answer_are_kept_in_bounds_and_without_secrets() -> None
     """A policy's explanation would be lost, a page of HTML drown the message, or an echoed secret be in the log."""
     request = dataclasses.replace(s3_request(), secrets=("s3cr3t/key", "a-surrogate\udcff"))
     for words in ("no policy allows it", "<html>" * 10_000, "you signed with s3cr3t/key"):
-        said = str(s3.translate(s3_answer("AccessDenied", 403, words), request))
-        assert len(said) < 1000
-        assert "s3cr3t/key" not in said
-        assert "policy allows" in said or "policy" not in words
+        message = str(s3.translate(s3_answer("AccessDenied", 403, words), request))
+        assert len(message) < 1000
+        assert "s3cr3t/key" not in message
+        assert "policy allows" in message or "policy" not in words
         assert "s3cr3t/key" not in str(gcs.translate(gcs_answer(401, "authError", words), request))
 
 

@@ -108,13 +108,13 @@ def test_bar_that_cannot_be_shown_changes_nothing(
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else name)
     cloudckpt.save(state_of(), memory.uri(), options=SHOWN)
     assert_holds(loaded(memory.uri(), options=SHOWN), 1.0)
-    told = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     if what == "no rich":
-        (words,) = told
+        (words,) = messages
         assert words.startswith("Options.progress needs rich: install cloudckpt with its extra 'cli'")
     else:
-        assert set(told) <= {"no progress bar is shown", "the progress bar could not be ended"}
-        assert told
+        assert set(messages) <= {"no progress bar is shown", "the progress bar could not be ended"}
+        assert messages
     assert not is_watched()
 
 

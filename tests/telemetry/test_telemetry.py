@@ -140,11 +140,11 @@ def test_telemetry_of_a_bucket_holds_no_secret(
     spans = exported.exporter.get_finished_spans()
     buckets = {(span.attributes or {}).get("aws.s3.bucket") for span in spans if span.parent is None}
     assert buckets == {"watched"}
-    told = " ".join(
+    text = " ".join(
         [*(span.to_json() for span in spans), *map(repr, events), *(str(vars(one)) for one in caplog.records)]
     )
-    assert uri in told
-    assert secret not in told
+    assert uri in text
+    assert secret not in text
 
 
 def test_a_failed_save_says_so(exported: Exported, memory: Memory) -> None:

@@ -70,9 +70,9 @@ def test_clauses_run_on_a_server_and_the_users_own_pytest_has_no_say(server, buc
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     opened(server, bucket).put("theirs/a", [], crc32c=0)
     arguments = [f"s3://{bucket}/pre fix", *options_of(server), "--keys", "20", "-k", "page or lost_answer"]
-    status, said = finish(start(arguments, tmp_path))
-    assert status == 0, said
-    assert "test_a_lost_answer_can_be_found_out PASSED" in said
+    status, output = finish(start(arguments, tmp_path))
+    assert status == 0, output
+    assert "test_a_lost_answer_can_be_found_out PASSED" in output
     assert [info.key for info in opened(server, bucket).list()] == ["theirs/a"]
     assert list(opened(server, bucket).list_uploads()) == []
 
@@ -85,9 +85,9 @@ def test_an_interrupted_run_removes_what_it_wrote(server, bucket, tmp_path):
     with Wire(server.endpoint_url, rule) as wire:
         arguments = [f"s3://{bucket}/x", *options_of(server, wire.url), "--keys", "60", "-k", "page_of_keys"]
         started.append(start(arguments, tmp_path))
-        status, said = finish(started[0])
+        status, output = finish(started[0])
         assert wire.num_acted == 1
-    assert status == 2, said
+    assert status == 2, output
     assert list(opened(server, bucket).list()) == []
 
 
@@ -103,9 +103,9 @@ def test_a_wrong_argument_is_told_before_anything_is_written(arguments, message,
     """A script must not take a mistake of its own for a bad store, nor repeat a secret in its log."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "SECRET" not in said
+    output = capsys.readouterr().err
+    assert message in output
+    assert "SECRET" not in output
 
 
 @pytest.mark.parametrize(("failed", "status"), [("", 0), ("create-if-absent", 1), ("put", 2), ("list", 2)])

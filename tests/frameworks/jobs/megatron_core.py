@@ -85,13 +85,13 @@ class Deadly(WrappedStore):
 
 
 def save_all() -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     dist_checkpointing.save(state_of(7), f"{ROOT}/iter_0000007", content_metadata={"form": "test"})
     try:
         dist_checkpointing.save(state_of(8), f"{ROOT}/iter_0000007")
     except cloudckpt.CheckpointExistsError as error:
-        told["exists"] = str(error)
-    told["content"] = dist_checkpointing.load_content_metadata(f"{ROOT}/iter_0000007")
+        reported["exists"] = str(error)
+    reported["content"] = dist_checkpointing.load_content_metadata(f"{ROOT}/iter_0000007")
 
     state = state_of(9)
     request = dist_checkpointing.save(state, f"{ROOT}/iter_0000009", async_sharded_save=True)
@@ -100,7 +100,7 @@ def save_all() -> dict[str, Any]:
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)  # as Megatron's queue does
     process.start()
     process.join()
-    told["exitcode"] = process.exitcode
+    reported["exitcode"] = process.exitcode
     for finalize in request.finalize_fns:
         finalize()
 
@@ -108,7 +108,7 @@ def save_all() -> dict[str, Any]:
     dist_checkpointing.save(state_of(11), f"{ROOT}/iter_0000011", parallel)
     with maybe_msc.open(f"{ROOT}/latest_checkpointed_iteration.txt", "w") as file:
         file.write("11")
-    return told
+    return reported
 
 
 dist.init_process_group("gloo")

@@ -163,11 +163,11 @@ def test_no_secret_that_a_store_echoes_is_repeated(
     with pytest.raises(errors.StoreError) as caught:
         store.read_into("k", 0, [memoryview(bytearray(4))])
     assert server.requests[0].headers["x-amz-security-token"] == TOKEN
-    said = f"{caught.value} {vars(caught.value)!r} {store!r}"
-    assert "***" in said
-    assert "HUSH" not in said
+    message = f"{caught.value} {vars(caught.value)!r} {store!r}"
+    assert "***" in message
+    assert "HUSH" not in message
     if kind == "own":
-        assert KEY in said  # it names a key, as a user's name does, and says which one was refused
+        assert KEY in message  # it names a key, as a user's name does, and says which one was refused
 
 
 CUSTOMER_KEY = bytes(range(32))

@@ -45,7 +45,7 @@ def add_note(error: BaseException, words: str) -> None:
 
 
 def size(num_bytes: float) -> str:
-    """``1.5 GiB``."""
+    """Return a number of bytes as text: ``1.5 GiB``."""
     if num_bytes < _KIB:
         return f"{num_bytes:.0f} B"
     for unit in _BINARY_UNITS:
@@ -56,7 +56,7 @@ def size(num_bytes: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """``1.23 GB/s``: decimal, as the rates of networks are."""
+    """Return a rate as text: ``1.23 GB/s``, decimal, as the rates of networks are."""
     if bytes_per_s >= _GB:
         return f"{bytes_per_s / _GB:.2f} GB/s"
     if bytes_per_s < _MB / 10:
@@ -65,14 +65,14 @@ def rate(bytes_per_s: float) -> str:
 
 
 def seconds(number: float) -> str:
-    """``34 ms``, ``1.6 s``, ``75.3 s``."""
+    """Return a time as text: ``34 ms``, ``1.6 s``, ``75.3 s``."""
     if abs(number) >= 1:
         return f"{number:,.1f} s"
     return f"{number * 1000:.{0 if abs(number) >= _TEN_MS else 1}f} ms"
 
 
 def count(number: int, noun: str) -> str:
-    """``1 object``, ``2 objects``; ``2 entries``."""
+    """Return a count as text: ``1 object``, ``2 objects``; ``2 entries``."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
@@ -84,7 +84,7 @@ def title_of(name: str) -> str:
 
 
 def date(moment: datetime) -> str:
-    """``2026-01-31 12:00:00Z``."""
+    """Return a time as text: ``2026-01-31 12:00:00Z``."""
     return f"{moment.astimezone(timezone.utc):%Y-%m-%d %H:%M:%SZ}"
 
 

@@ -44,7 +44,7 @@ def refuse_in_fork() -> None:
 
 
 def is_forked() -> bool:
-    """True in a process that was forked from one that has used cloudckpt."""
+    """Return True in a process that was forked from one that has used cloudckpt."""
     return bool(_user_processes) and os.getpid() not in _user_processes
 
 

@@ -284,7 +284,7 @@ _is_traceable_wrapper: Any = find("torch.utils._python_dispatch", "is_traceable_
 
 
 def has_other_users(storage: torch.UntypedStorage) -> bool:
-    """True if another tensor or storage uses the memory of `storage`."""
+    """Return True if another tensor or storage uses the memory of `storage`."""
     return int(_count_storage_users(storage._cdata)) > 1
 
 
@@ -347,7 +347,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def is_wrapper_subclass(value: object) -> bool:
-    """True if a tensor consists of other tensors."""
+    """Return True if a tensor consists of other tensors."""
     if _is_traceable_wrapper is not None:
         return bool(_is_traceable_wrapper(value))
     return type(value) is not torch.Tensor and hasattr(value, "__tensor_flatten__")
@@ -376,6 +376,6 @@ def forget_checkpoint_process() -> None:
 
 
 def has_cpu_backend(group: Any) -> bool:
-    """True if a process group carries CPU tensors, or torch does not say."""
+    """Return True if a process group carries CPU tensors, or torch does not say."""
     device_types = getattr(group, "_device_types", None)
     return device_types is None or torch.device("cpu") in device_types

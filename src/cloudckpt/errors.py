@@ -496,7 +496,7 @@ class UnsafePickleError(CheckpointError):
 
 
 def make_picklable(error: Exception) -> Exception:
-    """`error` itself if it survives pickling, else a `CloudckptError` with its text.
+    """Return `error` itself if it survives pickling, else a `CloudckptError` with its text.
 
     ``torch.distributed`` pickles exceptions, and one that cannot be unpickled leaves the other ranks hanging.
     """

@@ -128,7 +128,7 @@ class Location:
         return self.path.rpartition("/")[2]
 
     def child(self, relative: str) -> Location:
-        """The location `relative` (one segment or several) below this one."""
+        """Return the location `relative` (one segment or several) below this one."""
         problem = _segments_problem(relative) if relative else "it is empty"
         if problem:
             raise InvalidURIError(f"{relative!r} cannot be a name under {self.uri}: {problem}.")

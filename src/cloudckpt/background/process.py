@@ -172,7 +172,7 @@ class ProcessSave:
             process.kill()
 
     def _explain(self, error: BaseException) -> BaseException:
-        """The failure of this rank, if its process ended or was interrupted."""
+        """Return the failure of this rank, if its process ended or was interrupted."""
         if self._is_stopped:
             return RuntimeError("this rank's process was ended, because the save failed on another rank")
         process = _process()
@@ -204,7 +204,7 @@ def end_process() -> None:
 
 
 def _process() -> multiprocessing.process.BaseProcess | None:
-    """Torch's background process of this rank."""
+    """Return torch's background process of this rank."""
     process: multiprocessing.process.BaseProcess | None = None if is_forked() else get_checkpoint_process()
     return process
 
@@ -215,7 +215,7 @@ def _is_running() -> bool:
 
 
 def _has_ended(process: multiprocessing.process.BaseProcess) -> bool:
-    """True if the process has ended. Other than `is_alive`, it can be called from several threads at once."""
+    """Return True if the process has ended. Other than `is_alive`, it can be called from several threads at once."""
     return bool(multiprocessing.connection.wait([process.sentinel], 0))
 
 

@@ -348,7 +348,7 @@ def _announce_copy(staging: Staging | ExternalStaging, lifecycle: Lifecycle, com
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
-    """True if the group has not been destroyed, as all are with the default one."""
+    """Return True if the group has not been destroyed, as all are with the default one."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):

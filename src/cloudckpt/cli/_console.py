@@ -188,12 +188,12 @@ def plain_line(text: str) -> str:
 
 
 def age(moment: datetime) -> str:
-    """``3 h``: the time since `moment` in its largest unit."""
+    """Return the time since `moment` in its largest unit: ``3 h``."""
     return duration(datetime.now(timezone.utc) - moment)
 
 
 def duration(delta: timedelta) -> str:
-    """``3 h``: a time in its largest unit."""
+    """Return a time in its largest unit: ``3 h``."""
     seconds = max(delta.total_seconds(), 0.0)
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length_s:

@@ -80,7 +80,7 @@ def find_best(found: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dic
 
 
 def describe_modes(modes: Mapping[str, Mode], best_of: Mapping[str, CheckpointInfo]) -> str:
-    """``lowest val_loss, highest accuracy``, of the metrics with a best value."""
+    """Describe the metrics with a best value: ``lowest val_loss, highest accuracy``."""
     return ", ".join(f"{'lowest' if modes[name] == 'min' else 'highest'} {title_of(name)}" for name in best_of)
 
 

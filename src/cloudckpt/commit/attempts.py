@@ -12,7 +12,7 @@ RECEIPT_SUFFIX = ".receipt"
 
 
 def new_attempt_id(mark: str = "") -> str:
-    """A fresh id, sortable by time: ``20260131T235959123Z-1f2e3d4c5b6a``, and a `mark`. No two saves ever share one."""
+    """Draw an id, sortable by time: ``20260131T235959123Z-1f2e3d4c5b6a``, and a `mark`. No two saves ever share one."""
     now = datetime.now(timezone.utc)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03d}Z-{secrets.token_hex(6)}{mark}"
 
@@ -38,7 +38,7 @@ def data_prefix(attempt: str, rank: int) -> str:
 
 
 def data_key(attempt: str, rank: int, number: int) -> str:
-    """The key of a rank's `number`-th data object."""
+    """Return the key of a rank's `number`-th data object."""
     return f"{data_prefix(attempt, rank)}{number}.safetensors"
 
 

@@ -379,7 +379,7 @@ def new_fence(*, keeps: int | None) -> Fence:
 
 
 def encode_fence(fence: Fence) -> bytes:
-    """The document: compact JSON whose last member is the CRC32C of all that stands before it."""
+    """Return the document: compact JSON whose last member is the CRC32C of all that stands before it."""
     body = msgspec.json.encode(fence)[:-1]
     return body + b',"crc32c":"%08x"}' % crc32c(body)
 
@@ -390,7 +390,7 @@ def is_fence(document: bytes) -> bool:
 
 
 def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
-    """The fence in `document`, which is the entry with that number.
+    """Return the fence in `document`, which is the entry with that number.
 
     Raises `InvalidManifestError` where it is damaged, and `UnsupportedFormatError` for a newer major version.
     """

@@ -69,7 +69,7 @@ class Inventory:
         """The reason why unfinished uploads are not listed; None if they are."""
 
     def add_object(self, info: ObjectInfo) -> None:
-        """An object of a listing; only names that cloudckpt gives are kept."""
+        """Add an object of a listing, if its name is one that cloudckpt gives."""
         folder, slash, name = info.key.rpartition("/")
         moment = info.changed_at or info.modified_at
         if parse_entry(name, info) is not None:
@@ -80,7 +80,7 @@ class Inventory:
             self._add(match[1], FoundItem("probe", info.key, "", info.size_bytes, moment))
 
     def add_upload(self, info: UploadInfo) -> None:
-        """An unfinished upload. In hidden folders of ours there is nothing but ours, whatever its name."""
+        """Add an unfinished upload. In the hidden folders of a store of files, all uploads are cloudckpt's."""
         if placed := _place(_DATA, info.key):
             self._add(placed[0], FoundItem("upload", info.key, placed[1], 0, info.started_at, info.upload_id))
         elif match := _PROBE.fullmatch(info.key):

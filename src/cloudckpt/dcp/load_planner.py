@@ -56,7 +56,7 @@ _MIN_CHUNKS = 64  # torch visits fewer in less time than it takes to leave any o
 
 
 def is_default_planner(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
-    """True for torch's default planner with its default flattening."""
+    """Return True for torch's default planner with its default flattening."""
     return type(planner) is DefaultLoadPlanner and planner.flatten_state_dict and planner.flatten_sharded_tensors
 
 
@@ -313,7 +313,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
 
 
 def _is_whole(saved: object, size: torch.Size) -> bool:
-    """True if a tensor of this size was saved as one chunk."""
+    """Return True if a tensor of this size was saved as one chunk."""
     if not isinstance(saved, TensorStorageMetadata) or len(saved.chunks) != 1:
         return False
     return size == saved.size == saved.chunks[0].sizes

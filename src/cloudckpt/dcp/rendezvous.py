@@ -58,7 +58,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_by: tuple[int, ...] = ()
 
     def permits(self, call: int, step: int) -> bool:
-        """True if all ranks have come to this barrier. It stays true if the call fails afterwards."""
+        """Return True if all ranks have come to this barrier. It stays true if the call fails afterwards."""
         return (self.call, self.step) >= (call, step)
 
     def permit(self, call: int, step: int) -> GroupState:
@@ -68,7 +68,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, call=call, step=step)
 
     def has_failed(self, call: int) -> bool:
-        """True if the call fails on all ranks. A rank in a barrier that was permitted before leaves it first."""
+        """Return True if the call fails on all ranks. A rank in a barrier that was permitted before leaves it first."""
         return self.failure.is_final or self.failed_call >= call
 
     def fail(self, call: int, failure: Failure) -> GroupState:

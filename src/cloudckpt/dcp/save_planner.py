@@ -52,7 +52,7 @@ _SHARDED = (DTensor, ShardedTensor)  # the latter refuses to be asked for what a
 
 
 def is_stateful(value: Any) -> bool:
-    """True for a ``Stateful``."""
+    """Return True for a ``Stateful``."""
     # The check of the protocol takes longer than all else that is done with a small tensor.
     return type(value) not in PLAIN_TENSORS and hasattr(value, "load_state_dict") and isinstance(value, Stateful)
 

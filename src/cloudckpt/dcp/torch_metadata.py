@@ -53,7 +53,7 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         return map(_torch_chunk, self._chunks)
 
     def find_overlapping(self, box: ChunkStorageMetadata) -> list[ChunkStorageMetadata] | None:
-        """Those that hold any of `box`; None where only looking at each can tell."""
+        """Return the chunks that hold any of `box`; None if only a look at each chunk can tell."""
         found = find_overlapping_chunks(self._chunks, tuple(box.offsets), tuple(box.sizes))
         return None if found is None else [_torch_chunk(self._chunks[position]) for position in found]
 
@@ -169,7 +169,7 @@ DCP_VERSION = "1.0.0"
 
 
 def make_metadata(manifest: Manifest, *, checkpoint_id: Any, load_id: str, is_lazy: bool = False) -> Metadata:
-    """Torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to an `ItemLocation`.
+    """Return torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to an `ItemLocation`.
 
     Takes time and memory by the number of tensors, not of chunks: both they and the locations are made when asked for.
     Where it `is_lazy`, so are the tensors' entries, and the nesting is left out: it is not for code that is not ours.

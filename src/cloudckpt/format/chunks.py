@@ -14,13 +14,13 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, StoredTe
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's own name of a dtype, without the ``torch.``."""
+    """Return torch's own name of a dtype, without the ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a manifest calls `name`; `UnsupportedValueError` where this torch lacks it."""
+    """Return the dtype that a manifest calls `name`. Raise `UnsupportedValueError` if this torch lacks it."""
     dtype = getattr(torch, name, None) if name in ITEMSIZE_BYTES else None
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedValueError(
@@ -45,7 +45,7 @@ def find_chunk(chunks: Sequence[Chunk], offsets: tuple[int, ...]) -> int | None:
 def find_overlapping_chunks(
     chunks: Sequence[Chunk], offsets: Sequence[int], lengths: Sequence[int]
 ) -> list[int] | None:
-    """The positions of the chunks that hold any of the box at `offsets`; None where only looking at each can tell.
+    """Return the positions of the chunks that hold any of the box at `offsets`; None if each must be looked at.
 
     They are searched for by halves, which finds them all if they stand in order, as ranks write them. That none is
     missing is certain all the same: the chunks of a valid manifest hold each element once, so those that were found

@@ -34,7 +34,7 @@ def pack_tiles(values: Sequence[int]) -> str:
 
 
 def unpack_tiles(text: str) -> array[int]:
-    """The reverse of `pack_tiles`; `ValueError` where `text` is not such a list."""
+    """Reverse `pack_tiles`. Raise `ValueError` if `text` is not such a list."""
     raw = base64.b64decode(text, validate=True)
     if len(raw) % 4:
         raise ValueError("not a whole number of CRC32C values")
@@ -45,13 +45,13 @@ def unpack_tiles(text: str) -> array[int]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The document: compact JSON whose last member is the CRC32C of all that stands before it."""
+    """Return the document: compact JSON whose last member is the CRC32C of all that stands before it."""
     body = msgspec.json.encode(manifest)[:-1]
     return body + b',"crc32c":"%08x"}' % crc32c(body)
 
 
 def decode(document: bytes, *, uri: str) -> Manifest:
-    """The manifest in `document`, checked in every respect that the rest of cloudckpt relies on.
+    """Return the manifest in `document`, checked in every respect that the rest of cloudckpt relies on.
 
     Raises `InvalidManifestError` for anything that is damaged, inconsistent or not a manifest, and
     `UnsupportedFormatError` for a newer major version of the format.
@@ -66,7 +66,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
 
 
 def raise_problems(problems: Sequence[str], *, uri: str) -> None:
-    """Raises `InvalidManifestError` where there are `problems`."""
+    """Raise `InvalidManifestError` if there are `problems`."""
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "; ".join(problems[:_MAX_SHOWN]) + more

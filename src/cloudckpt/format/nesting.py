@@ -106,7 +106,7 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def of(cls, flat: FlatStateDict, *, uri: str) -> Nesting:
-        """The nesting to be saved. Raises `UnsupportedValueError` for a key that could not be restored."""
+        """Return the nesting to be saved. Raise `UnsupportedValueError` for a key that could not be restored."""
         typed = {name: _check_keys(flat.paths[name], uri) for name in flat.keyed}
         paths = {**flat.paths, **{name: _as_text(path) for name, path in typed.items()}} if typed else flat.paths
         empty = [_check_keys(path, uri) for path in flat.empty]
@@ -123,7 +123,7 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def merge(cls, nestings: Sequence[Nesting]) -> Nesting:
-        """The nesting of all ranks; where two differ, the first of them counts, as in torch."""
+        """Return the nesting of all ranks; where two differ, the first of them counts, as in torch."""
         return cls(
             {**nestings[0], **ChainMap(*nestings)},  # in its order: that of a ChainMap begins with the last
             typed=ChainMap(*(nesting.typed for nesting in nestings)),
@@ -334,7 +334,7 @@ def unflatten(
     empty: Iterable[Path] = (),
     tuples: Mapping[Path, str | None] | None = None,
 ) -> dict[Any, Any]:
-    """The state dict that has `entries` at their `paths`, and mappings that hold nothing at the paths `empty`.
+    """Return the state dict that has `entries` at their `paths`, and empty mappings at the paths `empty`.
 
     A list at a path of `tuples` is a tuple, or a named tuple where this process has imported the class. An entry
     without a path has its name as a key. Places of lists without an entry hold None. Keys of mappings are in the order
@@ -385,7 +385,7 @@ def _find(container: Any, step: Any) -> Any:
 
 
 def _container_at(root: dict[Any, Any], path: Path) -> Any:
-    """The container of the entry at `path`, with a place for it; made, with all on the way, where it is not there."""
+    """Return the container of the entry at `path`, with a place for it. Make it, and all above it, if it is missing."""
     container: Any = root
     for depth, step in enumerate(path):
         if not isinstance(container, list if type(step) is int else dict):
@@ -405,7 +405,7 @@ def _container_at(root: dict[Any, Any], path: Path) -> Any:
 
 
 def name_path(path: Path) -> str:
-    """The name that torch's planners give to what stands at `path`."""
+    """Return the name that torch's planners give to what stands at `path`."""
     return ".".join(map(str, _as_text(path)))
 
 
@@ -422,12 +422,12 @@ def check_names(names: Iterable[str], *, uri: str) -> None:
 
 
 def path_to_json(path: Path) -> list[Any]:
-    """The path as the manifest's ``typed_nesting`` has it: a key that is no text stands in a list of its own."""
+    """Return the path as the manifest's ``typed_nesting`` has it: a key that is no text stands in its own list."""
     return [_to_lists(step) for step in path]
 
 
 def path_from_json(path: Iterable[Any]) -> Path:
-    """The reverse of `path_to_json`."""
+    """Reverse `path_to_json`."""
     return tuple(_to_tuples(step) for step in path)
 
 
@@ -444,7 +444,7 @@ def _as_text(path: Path) -> Path:
 
 
 def _check_keys(path: Path, uri: str) -> Path:
-    """`path` with keys of Python's own types, each equal to the key that is in the state dict."""
+    """Return `path` with keys of Python's own types, each equal to the key that is in the state dict."""
     return tuple((_plain_key(step[0], path, uri),) if isinstance(step, tuple) else step for step in path)
 
 

@@ -104,7 +104,7 @@ def name_entry(entry: HeaderEntry) -> str:
 
 
 def _make_unique_name(name: str, header: Container[str]) -> str:
-    """`name`, or the first variant of it that is free: names must be unique, and ``__metadata__`` is taken."""
+    """Return `name`, or its first free variant: names must be unique, and ``__metadata__`` is taken."""
     variant, count = name, 1
     while variant in header:
         count += 1
@@ -139,7 +139,7 @@ class ObjectContents:
         self._reached = list(accumulate((one.end for one in self.placed), max))
 
     def names(self, begin: int, end: int) -> str:
-        """The tensors and values that bytes ``[begin, end)`` belong to, for a message."""
+        """Return the tensors and values that bytes ``[begin, end)`` belong to, for a message."""
         first, last = bisect_right(self._reached, begin), bisect_left(self._begins, end)
         fqns = {one.entry.fqn: None for one in self.placed[first:last] if one.end > begin}
         names = [repr(fqn) for fqn in list(fqns)[:_MAX_NAMES]]

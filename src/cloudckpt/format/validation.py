@@ -70,12 +70,12 @@ def find_object_problems(objects: Sequence[StoredObject], *, tile_bytes: int, wo
 
 
 def find_name_problems(tensors: Mapping[str, object], values: Mapping[str, object]) -> list[str]:
-    """One for each name that stands for two things."""
+    """Return a problem for each name that stands for two things."""
     return [f"{fqn!r} is a tensor and a value at once" for fqn in sorted(tensors.keys() & values.keys())]
 
 
 def _nesting_problems(manifest: Manifest) -> Iterator[str]:
-    """The contradictions in the paths of the entries."""
+    """Return the contradictions in the paths of the entries."""
     nesting, typed = manifest.nesting or {}, manifest.typed_nesting or {}
     for member, by_fqn in (("nesting", nesting), ("typed_nesting", typed)):
         unknown = by_fqn.keys() - manifest.tensors.keys() - manifest.values.keys()
@@ -92,7 +92,7 @@ def _nesting_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _wrapper_problems(manifest: Manifest) -> Iterator[str]:
-    """The contradictions in what consists of tensors."""
+    """Return the contradictions in what consists of tensors."""
     for name, wrapper in manifest.wrappers.items():
         if name in manifest.tensors or name in manifest.values:
             yield f"{name!r} is a wrapper, and a tensor or a value at once"
@@ -106,7 +106,7 @@ def _wrapper_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _index_problems(paths: Sequence[_Path]) -> Iterator[str]:
-    """A loader makes lists as long as the indices say, also where the places hold nothing: empty containers."""
+    """Yield indices in paths that are too large: a loader makes lists of that length, also for empty containers."""
     at_most = num_steps = 0
     for path in paths:
         num_steps += len(path)

@@ -73,7 +73,7 @@ def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses
 
 
 def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
-    """The positions of those address ranges ``[begin, end)`` that share a byte with another."""
+    """Return the positions of those address ranges ``[begin, end)`` that share a byte with another."""
     lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
     filled = np.flatnonzero(lows < highs)
     lows, highs = lows[filled], highs[filled]
@@ -93,7 +93,7 @@ class Placement:
 
 
 def place_segments(segments: Iterable[tuple[int, int]], capacities: Sequence[int]) -> Placement:
-    """Places for segments of ``(address, num_bytes)`` in blocks of these capacities.
+    """Find places for segments of ``(address, num_bytes)`` in blocks of these capacities.
 
     No two overlap. Within a block they lie in their order, and each as far from a multiple of 64 as its address does,
     so that what lies in it keeps its alignment.

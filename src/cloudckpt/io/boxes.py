@@ -36,7 +36,7 @@ def compute_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def find_runs(shape: Sequence[int], box: Box, *, max_gap: int) -> list[tuple[int, int]]:
-    """The flat ranges of an array of `shape` that hold `box`, in order.
+    """Return the flat ranges of an array of `shape` that hold `box`, in order.
 
     Runs that lie at most `max_gap` elements apart are given as one, so that with ``max_gap=0`` the ranges hold
     exactly the box, and otherwise also what lies in between.
@@ -62,7 +62,7 @@ def find_runs(shape: Sequence[int], box: Box, *, max_gap: int) -> list[tuple[int
 
 
 def split_into_boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
-    """The flat range ``[begin, end)`` of an array of `shape` as boxes, in order; at most ``2 * ndim - 1`` of them."""
+    """Split the flat range ``[begin, end)`` of an array of `shape` into at most ``2 * ndim - 1`` boxes, in order."""
     if begin >= end:
         return
     if not shape:

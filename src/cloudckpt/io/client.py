@@ -483,7 +483,7 @@ class TracedStore(ForwardingStore):
             recorder.span(call.operation, begun_ns, key=call.key, **details)
 
     def around_listing(self, call: Call, action: Callable[[], Iterator[_T]]) -> Iterator[_T]:
-        """The first page is a span; what asks for later ones works on the earlier ones in between."""
+        """Record a span for the first page alone. Between later pages, the caller works on the earlier ones."""
         entries = action()
         yield from self.around(call, lambda: list(itertools.islice(entries, 1)))
         yield from entries

@@ -179,7 +179,7 @@ def _find_differences(actual: Sequence[int], expected: Sequence[int]) -> list[in
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Rising indices as half-open ranges."""
+    """Return rising indices as half-open ranges."""
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and runs[-1][1] == index:

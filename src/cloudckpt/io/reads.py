@@ -55,7 +55,7 @@ def plan_reads(
     max_gap_bytes: int,
     max_over_read: float,
 ) -> list[RangeRead]:
-    """Reads of whole tiles that bring all `wants`, each byte once, in the order in which to send them.
+    """Return reads of whole tiles that bring all `wants`, each byte once, in the order in which to send them.
 
     Ranges up to `max_gap_bytes` apart are read as one. So are others where that saves requests, the nearest first,
     while the gaps between them come to at most `max_over_read` of the bytes wanted. No read is longer than
@@ -104,7 +104,7 @@ def _join_tiles(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: in
 
 
 def _cut(run: Run, tile_bytes: int, step_bytes: int) -> Iterator[tuple[int, int]]:
-    """Pieces of whole tiles, at most `step_bytes` each, as few as can be and about as large as each other."""
+    """Cut into pieces of whole tiles, at most `step_bytes` each, as few as possible and of about one size."""
     num_bytes = run.end - run.begin
     share_bytes = -(-num_bytes // -(-num_bytes // step_bytes))
     piece_bytes = -(-share_bytes // tile_bytes) * tile_bytes
@@ -115,7 +115,7 @@ def _cut(run: Run, tile_bytes: int, step_bytes: int) -> Iterator[tuple[int, int]
 def _requests_of(
     object_index: int, wants: Sequence[WantedRange], cuts: Iterable[tuple[int, int]], tile_bytes: int
 ) -> Iterator[RangeRead]:
-    """One read for each of the rising `cuts` that holds any of `wants`, which are sorted."""
+    """Return a read for each of the rising `cuts` that holds any of `wants`, which are sorted."""
     begun: list[WantedRange] = []  # before this cut, and reaching into it
     index = 0
     for low, high in cuts:

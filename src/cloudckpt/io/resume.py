@@ -35,7 +35,7 @@ class Body(Protocol):
     def size_bytes(self) -> int: ...
 
     def open(self, begin: int, end: int) -> AbstractContextManager[Views]:
-        """Views of bytes ``[begin, end)``, valid while the context is open."""
+        """Give views of bytes ``[begin, end)``, valid while the context is open."""
 
 
 @runtime_checkable
@@ -130,7 +130,7 @@ class Resumption:
         return True
 
     def find_finished(self, body: Body, leftovers: Sequence[Leftover]) -> ObjectRef | None:
-        """The first object that is `body`."""
+        """Return the first object of an earlier attempt that has the bytes of `body`."""
         for leftover in leftovers:
             if leftover.size_bytes == body.size_bytes and self.is_at(leftover.key, body):
                 values = tuple(self._known_crc32cs(body, 0, body.size_bytes))

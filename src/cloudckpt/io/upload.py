@@ -341,7 +341,7 @@ def _logged(what: str, *, uri: str) -> Iterator[None]:
 def open_part(
     body: Body, part: Part, *, key: str, tile_bytes: int, recorder: Recorder
 ) -> Iterator[tuple[Views, list[int], int]]:
-    """The part's views, the CRC32C of each of its tiles, and that of all of it. `key` is for the timeline."""
+    """Give the part's views, the CRC32C of each of its tiles, and that of the part. `key` is for the timeline."""
     begun_ns = now_ns()
     with body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
         recorder.span("stage", begun_ns, key=key, part=part.number, size=part.size_bytes)
@@ -377,7 +377,7 @@ def choose_held_part_bytes(budget_bytes: int, *, connections: int, most_bytes: i
 
 
 def plan_parts(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Limits) -> list[Part]:
-    """The parts of an object: whole tiles each, near `part_bytes`, within what the store accepts.
+    """Return the parts of an object: whole tiles each, near `part_bytes`, within what the store accepts.
 
     Raises `ValueError` where no such parts exist, because the object or the tiles are too large for the store.
     """

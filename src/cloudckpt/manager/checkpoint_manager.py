@@ -672,7 +672,7 @@ class CheckpointManager(OfThisProcess):
             self._damaged |= {uri}
 
     def _is_to_replace(self, step: int) -> bool:
-        """True if `step` is to be overwritten: it is damaged, or the last saves failed and may have committed it."""
+        """Return True if `step` is to be overwritten: it is damaged, or one of the last saves may have committed it."""
         last = self._last
         if last is not None and last.step == step:
             self._note_end(last)

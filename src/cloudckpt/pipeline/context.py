@@ -241,4 +241,4 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _ignore(_num_bytes: int) -> None:
-    """Stands for a listener that does not exist."""
+    """Do nothing, in the place of a listener that does not exist."""

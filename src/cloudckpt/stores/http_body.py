@@ -221,7 +221,7 @@ class ResponseBody:
             release()
 
     def _holds_more(self) -> bool:
-        """True if OpenSSL has bytes after the body: the pool looks for them in the kernel alone."""
+        """Return True if OpenSSL has bytes after the body: the pool looks for them in the kernel alone."""
         return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
 
     def _is_at_end(self) -> bool:

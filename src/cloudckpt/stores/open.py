@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Store:
-    """The store rooted at `uri`. Nothing is contacted before its first call.
+    """Return the store rooted at `uri`. Nothing is contacted before its first call.
 
     Raises `InvalidURIError`, `InvalidOptionError` for a storage option that the store does not have or `options` or a
     `wrap_store` that are none, and `MissingDependencyError` where its package is not installed.

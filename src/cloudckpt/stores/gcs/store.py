@@ -295,4 +295,4 @@ def _run_side_by_side(names: Sequence[str], work: Callable[[str], None]) -> None
 
 
 def _do_nothing() -> None:
-    """Requests that are being made have their timeouts."""
+    """Do nothing: requests that are being made have their timeouts."""

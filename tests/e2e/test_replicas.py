@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_numbers_of_each_rank_are_refused(mode: str, root: str) -> None:
     with pytest.raises(StateDictMismatchError, match=r"'model\.logit_scale' of rank 1 differs from that of rank 0"):
         save_in(mode, f"{root}/scale", model=model)
     assert int(cloudckpt.read(f"{root}/agreed")["model"]["norm.num_batches_tracked"]) == 0
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@on_ranks(2)
+def test_values_of_a_rank_in_extra_are_named_in_a_warning(mode: str, root: str) -> None:
+    """If this fails, a restore gives all ranks the best loss of rank 0 instead of their own, and nobody is told."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]  # of this one
+    logging.getLogger("cloudckpt").addHandler(handler)
+    extra = {"epoch": 3, "best": {"loss": 0.5 + dist.get_rank()}, "names": ["a"]}
+    for number in range(2):
+        save_in(mode, f"{root}/{number}", extra=extra)
+    logging.getLogger("cloudckpt").removeHandler(handler)
+    named = [one for one in told if one.startswith("'extra.best.loss' of rank 1 differs from that of rank 0")]
+    assert (len(named), len([one for one in told if "differs" in one])) == (dist.get_rank() == 0,) * 2
+    assert cloudckpt.read(f"{root}/1")["extra"] == {"epoch": 3, "best": {"loss": 0.5}, "names": ["a"]}
 
 
 def drift(parallelism: Parallelism, root: str) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class LiveEntry:
 
     is_synchronized = False
     """True if training keeps the tensors equal on all ranks that hold them."""
+    holds_users_values = False
+    """True for values of the user's own, of which a save warns if they differ between ranks."""
 
     def state_dict(self) -> Any:
         """Return what a save stores."""
@@ -203,12 +205,13 @@ def _suggest_rename(
 
 
 def find_synchronized(state_dict: Mapping[str, Any]) -> SynchronizedNames:
-    """Return the names of the entries whose tensors must not differ between ranks."""
+    """Return the names of the entries that must not differ between ranks, and of values of which a save warns."""
     entries = {
         key: value for key, value in state_dict.items() if isinstance(value, LiveEntry) and value.is_synchronized
     }
     exceptions = (name for key, entry in entries.items() for name in entry.find_unsynchronized(key))
-    return SynchronizedNames(keys=frozenset(entries), exceptions=frozenset(exceptions))
+    users = (key for key, value in state_dict.items() if isinstance(value, LiveEntry) and value.holds_users_values)
+    return SynchronizedNames(keys=frozenset(entries), exceptions=frozenset(exceptions), users=frozenset(users))
 
 
 class EntryGroup(LiveEntry):

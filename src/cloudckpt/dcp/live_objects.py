@@ -195,6 +195,8 @@ class ValuesEntry(LiveEntry):
     A value that the checkpoint lacks is an error: it may be misspelt, and would go on from its first value.
     """
 
+    holds_users_values = True
+
     def __init__(self, values: Any) -> None:
         if not isinstance(values, dict):
             raise InvalidOptionError(f"extra must be a dict, which a load fills in place, not {kind_of(values)}")

@@ -81,6 +81,12 @@ class SynchronizedNames:
     """The first steps of the names."""
     exceptions: frozenset[str] = frozenset()
     """Names of entries and of containers."""
+    users: frozenset[str] = frozenset()
+    """The first steps of the names of values that are the user's own."""
+
+    def compares_value(self, name: str) -> bool:
+        """Return whether copies of the value of this name are compared."""
+        return name.partition(".")[0] in self.users or self.find_rule(name) is DifferenceRule.MUST_AGREE
 
     def find_rule(self, name: str) -> DifferenceRule:
         """Return the rule for copies of the entry of this name."""
@@ -128,7 +134,7 @@ def take_fingerprints(
     """Return the fingerprints of the items of a plan. A tensor that this rank alone holds has none.
 
     `common` are names of tensors that are always compared whole. Memory that is still `pending` is waited for, as far
-    as it is compared. Values are compared where they are `synchronized`, if they consist of Python's own types.
+    as it is compared. Values that consist of Python's own types are compared as `synchronized` says.
     """
     found = Fingerprints(
         of_items=array("Q", bytes(8 * len(items))), synchronized=synchronized, common=frozenset(common)
@@ -140,7 +146,7 @@ def take_fingerprints(
         if compare == "never" and not is_common:
             continue
         if item.tensor_data is None:
-            if found.find_rule(fqn) is DifferenceRule.MUST_AGREE:
+            if synchronized.compares_value(fqn):
                 of_items[position] = _fingerprint_value(state_dict.get(fqn))
             continue
         tensor, address = _find_readable(item, state_dict.get(fqn), uri)

@@ -210,14 +210,10 @@ def load(
         reader = ObjectStoreReader(
             location, options=options, allow_pickle=allow_pickle, strict=strict, rename=rename, _via=""
         )
-    elif allow_pickle or strict is not None or rename is not None or options is not None:
-        raise InvalidOptionError(
-            "allow_pickle, strict, rename and options belong to the reader: pass them to it, not beside it"
-        )
-    elif not isinstance(reader, ObjectStoreReader):
-        raise _foreign_storage("storage_reader", "load", reader)
-    elif uri is not None or checkpoint_id is not None:
-        reader.reset(_location(uri, checkpoint_id))
+    else:
+        check_reader(reader, allow_pickle=allow_pickle, strict=strict, rename=rename, options=options)
+        if uri is not None or checkpoint_id is not None:
+            reader.reset(_location(uri, checkpoint_id))
     names = [key for key, entry in state_dict.items() if isinstance(entry, LiveEntry)]
     doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
     note = noting_interrupt(
@@ -451,6 +447,24 @@ def _location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None) -> PathOrU
     if chosen is None:
         raise InvalidURIError("no location was given: pass a URI such as 's3://bucket/run/step-100', or a path")
     return chosen
+
+
+def check_reader(
+    reader: ObjectStoreReader,
+    *,
+    allow_pickle: bool,
+    strict: bool | None,
+    rename: Rename | None,
+    options: Options | None = None,
+) -> ObjectStoreReader:
+    """Return the reader that a user passes. Raises `InvalidOptionError` for settings beside it, or another class."""
+    if allow_pickle or strict is not None or rename is not None or options is not None:
+        raise InvalidOptionError(
+            "allow_pickle, strict, rename and options belong to the reader: pass them to it, not beside it"
+        )
+    if not isinstance(reader, ObjectStoreReader):
+        raise _foreign_storage("storage_reader", "load", reader)
+    return reader
 
 
 def _foreign_storage(keyword: str, call: str, storage: object) -> TypeError:

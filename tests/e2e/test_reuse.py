@@ -81,12 +81,12 @@ def load_by_fates(
         {"w": torch.zeros(1)},
         "memory://reused",
         lambda: looks.pop(0),
+        reader=cloudckpt.ObjectStoreReader("memory://reused"),
         planner=None,
         process_group=None,
         no_dist=True,
-        allow_pickle=False,
         verify_first=False,
-        options=None,
+        options=cloudckpt.Options(),
     )
     assert found is not None
     assert not looks

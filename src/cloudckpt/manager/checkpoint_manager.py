@@ -688,7 +688,7 @@ class CheckpointManager(OfThisProcess):
             state_dict,
             self.root,
             lambda: find_step_uris(self._steps, self._options),
-            storage_reader=reader,
+            reader=reader,
             planner=planner,
             process_group=self._process_group,
             no_dist=self._no_dist,

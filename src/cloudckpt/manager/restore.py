@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cloudckpt._display import to_html
-from cloudckpt.api import entries_of, load
+from cloudckpt.api import check_reader, entries_of, load
 from cloudckpt.commit.log import read_log
 from cloudckpt.dcp import LoadPlanner
 from cloudckpt.dcp.live_entry import LiveEntry
@@ -78,7 +78,7 @@ def load_latest(
         dataloader: See `load`.
         extra: See `load`.
         random_state: See `load`.
-        storage_reader: Reader to use; `options` then apply only to listing and verifying.
+        storage_reader: Reader to use. `options`, by default the reader's, then apply only to listing and verifying.
         planner: See `load`.
         process_group: See `load`.
         no_dist: See `load`.
@@ -107,17 +107,21 @@ def load_latest(
     )
     if root is None:
         raise InvalidURIError("no root was given: pass a URI such as 's3://bucket/run', or a path")
+    if storage_reader is None:
+        reader = ObjectStoreReader(
+            root, options=options, allow_pickle=allow_pickle, strict=strict, rename=rename, _via=""
+        )
+    else:
+        reader = check_reader(storage_reader, allow_pickle=allow_pickle, strict=strict, rename=rename)
+    options = options or reader.options
     found = load_newest(
         state_dict,
         root,
         functools.partial(_find_candidates, root, options),
-        storage_reader=storage_reader,
+        reader=reader,
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,
-        allow_pickle=allow_pickle,
-        strict=strict,
-        rename=rename,
         verify_first=verify_first,
         options=options,
     )
@@ -131,15 +135,12 @@ def load_newest(
     root: str | os.PathLike[str],
     find: Callable[[], list[str]],
     *,
-    storage_reader: ObjectStoreReader | None = None,
+    reader: ObjectStoreReader,
     planner: LoadPlanner | None,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
-    allow_pickle: bool = False,
-    strict: bool | None = None,
-    rename: Rename | None = None,
     verify_first: bool,
-    options: Options | None,
+    options: Options,
     on_skip: Callable[[SkippedCheckpoint], None] = lambda _: None,
 ) -> tuple[str, LoadReport] | None:
     """Load the first candidate of `find` that is whole, as `load_latest` does.
@@ -148,10 +149,8 @@ def load_newest(
     `on_skip` runs on all ranks for each skipped candidate and may raise. Returns the URI and the report, or None if
     `find` returns nothing.
     """
-    timeout_s = (options or (storage_reader.options if storage_reader is not None else Options())).timeout_s
-    ranks = Coordinator(process_group, no_dist=no_dist, root=redact(root), timeout_s=timeout_s)
-    is_strict = strict is not False and (storage_reader is None or storage_reader.is_strict)
-    is_partial = not is_strict and any(isinstance(value, LiveEntry) for value in state_dict.values())
+    ranks = Coordinator(process_group, no_dist=no_dist, root=redact(root), timeout_s=options.timeout_s)
+    is_partial = not reader.is_strict and any(isinstance(value, LiveEntry) for value in state_dict.values())
     verify_first = verify_first or is_partial or bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
     waiting = ranks.broadcast("find", find)
@@ -166,14 +165,10 @@ def load_newest(
                 report = load(
                     state_dict,
                     uri,
-                    storage_reader=storage_reader,
+                    storage_reader=reader,
                     planner=planner,
                     process_group=process_group,
                     no_dist=no_dist,
-                    allow_pickle=allow_pickle,
-                    strict=strict,
-                    rename=rename,
-                    options=options if storage_reader is None else None,
                 )
             except SaveOrLoadError as error:
                 # All ranks get the same failures, so all of them skip, or none.
@@ -182,10 +177,8 @@ def load_newest(
                     raise
                 found = _make_skipped(uri, causes)
             else:
-                report = dataclasses.replace(report, skipped=tuple(skipped))
-                if storage_reader is not None:
-                    storage_reader.report = report
-                return uri, report
+                reader.report = dataclasses.replace(report, skipped=tuple(skipped))
+                return uri, reader.report
         if found.is_gone and num_looks < MOST_LOOKS:
             num_looks += 1
             tried = {one.uri for one in skipped}
@@ -197,7 +190,7 @@ def load_newest(
         kind = CheckpointNotFoundError if found.is_gone else CorruptCheckpointError
         log_and_deliver(
             Event(name="load.skipped", uri=uri, rank=ranks.rank, error=kind.__name__, message=found.why),
-            options or Options(),
+            options,
             words=f"skipped {uri} and tries the next checkpoint: {found.why}",
         )
     problems = [f"{one.uri}: {one.why}" for one in skipped]
@@ -210,7 +203,7 @@ def load_newest(
     )
 
 
-def _find_candidates(root: str | os.PathLike[str], options: Options | None) -> list[str]:
+def _find_candidates(root: str | os.PathLike[str], options: Options) -> list[str]:
     """Return the URIs of the checkpoints under `root`, newest first."""
     found = [info.uri for info in reversed(list_checkpoints(root, options=options))]
     if not found:
@@ -223,13 +216,12 @@ def _find_candidates(root: str | os.PathLike[str], options: Options | None) -> l
     return found
 
 
-def is_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool:
+def is_checkpoint(root: str | os.PathLike[str], options: Options) -> bool:
     """Return True if a checkpoint is committed at `root` itself. Raises `StoreError`, also for denied access."""
-    options = options or Options()
     return read_log(open_client(root, options), is_lenient=True).current is not None
 
 
-def _find_damage(uri: str, options: Options | None) -> SkippedCheckpoint | None:
+def _find_damage(uri: str, options: Options) -> SkippedCheckpoint | None:
     try:
         verify(uri, options=options)
     except _SKIPPED as error:

@@ -153,7 +153,7 @@ def test_a_report_tells_what_takes_the_space_and_what_changed(local: LocalPlace,
     assert run("report", local.root, "-o", output).out == f"{output}\n"
     words = " ".join(_Page(Path(output).read_text()).text.split())
     assert "step-20 to step-30" in words
-    assert "largest tensors model.w float32 [600, 10] 23.4 KiB" in words
+    assert "largest tensors (float32) model.w [600, 10] 23.4 KiB" in words
     for name, kind in (("model.w", "type"), ("model.new", "added"), ("model.b", "removed"), ("optim.lr", "removed")):
         assert f"{name}{kind}" in words, name
     assert "optim.stepvalues" not in words

@@ -155,10 +155,11 @@ def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
         rows.append((f"{len(modules) - _MAX_BARS:,} others", rest, size(rest)))
     yield draw_bars("size by module", rows)
     largest = sorted(newest.tensors, key=lambda one: -one.num_bytes)[:_MAX_BARS]
-    texts = [f"{one.dtype} {[*one.shape]}  {size(one.num_bytes)}" for one in largest]
-    yield draw_bars(
-        "largest tensors", [(one.name, one.num_bytes, text) for one, text in zip(largest, texts, strict=True)]
-    )
+    dtypes = {one.dtype for one in largest}
+    kind = f" ({dtypes.pop()})" if len(dtypes) == 1 else ""  # once, so that there is room for the names
+    texts = [f"{'' if kind else one.dtype} {[*one.shape]}  {size(one.num_bytes)}".strip() for one in largest]
+    rows = [(one.name, one.num_bytes, text) for one, text in zip(largest, texts, strict=True)]
+    yield draw_bars(f"largest tensors{kind}", rows)
 
 
 def _differences(

@@ -8,9 +8,11 @@ which are plain values, and states that were reached on several ways are looked 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 from cloudckpt.errors import AccessDeniedError, ObjectExistsError, ObjectNotFoundError, TransientStoreError
 from cloudckpt.io.client import StoreClient
-from cloudckpt.stores.base import ObjectInfo, Views
+from cloudckpt.stores.base import ForwardingStore, ObjectInfo, Store, Views
 from cloudckpt.stores.memory import MemoryStore
 
 World = tuple[tuple[str, bytes], ...]
@@ -154,8 +156,8 @@ def applied(call: Call, world: World) -> tuple[Answer, World]:
     elif call.operation == "delete":
         objects.pop(call.key, None)
     elif call.operation == "list":
-        top = max((key for key in objects if key.startswith("manifest")), key=_number_in, default="")
-        found = tuple((key, len(body), key == top) for key, body in objects.items() if key.startswith(call.key))
+        tops = set(_tops(tuple(objects)))
+        found = tuple((key, len(body), key in tops) for key, body in objects.items() if key.startswith(call.key))
         return Answer(found), world
     elif call.key not in objects:
         return Answer(error="missing"), world
@@ -165,8 +167,56 @@ def applied(call: Call, world: World) -> tuple[Answer, World]:
     return Answer(), tuple(sorted(objects.items()))
 
 
-def _number_in(key: str) -> int:
-    return int("0" + "".join(character for character in key if character.isdigit()))
+@functools.lru_cache(maxsize=1 << 16)
+def _tops(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The entry of each folder that decides."""
+    tops: dict[str, str] = {}
+    for key in sorted((key for key in keys if "manifest" in key), key=lambda key: _number_in(key.rpartition("/")[2])):
+        tops[key.rpartition("/")[0]] = key
+    return tuple(tops.values())
+
+
+def _number_in(name: str) -> int:
+    return int("0" + "".join(character for character in name if character.isdigit()))
+
+
+class Inside(ForwardingStore):
+    """A folder of a store, as a store of its own."""
+
+    def __init__(self, inner: Store, folder: str) -> None:
+        super().__init__(inner)
+        self._prefix = f"{folder}/"
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        self.inner.put(self._prefix + key, views, crc32c=crc32c, if_absent=if_absent)
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        return self.inner.read(self._prefix + key, max_bytes=max_bytes)
+
+    def head(self, key: str) -> ObjectInfo:
+        return self.inner.head(self._prefix + key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for info in self.inner.list(self._prefix + prefix):
+            yield dataclasses.replace(info, key=info.key.removeprefix(self._prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self.inner.delete([self._prefix + key for key in keys])
+
+
+def run_alone(actor: Actor, world: World) -> World:
+    """Return what is in the store after `actor`, beside whom nobody does anything."""
+    history: list[Answer] = []
+    while True:
+        IDS.begin(9)
+        try:
+            store = Replayed(history)
+            actor(store, StoreClient(store, retries=2, timeout_s=math.inf))
+        except _NextCall as paused:
+            answer, world = applied(paused.call, world)
+            history.append(answer)
+        else:
+            return world
 
 
 class Check:
@@ -218,6 +268,19 @@ class Check:
 
         total = explore(self._start)
         return Result(num_states=len(num_schedules), num_schedules=total, outcomes=frozenset(outcomes))
+
+    def sample(self, num_schedules: int, *, seed: int) -> None:
+        """Look at some schedules, drawn by chance."""
+        chance = random.Random(seed)  # a test that can be repeated
+        for _ in range(num_schedules):
+            state, trace = self._start, list[str]()
+            while successors := list(self._successors(state, before := self._progress(state))):
+                step, state = chance.choice(successors)
+                trace.append(step)
+                try:
+                    self._inspect(state.world, before, self._progress(state))
+                except AssertionError as error:
+                    raise AssertionError("\n".join([str(error), "schedule:", *trace])) from error
 
     def _progress(self, state: State) -> list[Progress]:
         return [

@@ -91,7 +91,7 @@ class Checkpoint:
     def object_bytes(self, index: int) -> bytes:
         """A data object, every tile checked."""
         stored = self.manifest["objects"][index]
-        path = self.directory / stored["key"]
+        path = self.directory.parent / (stored.get("folder") or self.directory.name) / stored["key"]
         if not path.exists():
             raise FormatError(f"{stored['key']} is missing")
         data = path.read_bytes()
@@ -258,7 +258,7 @@ def parsed(document: bytes) -> dict[str, Any]:
     if manifest.get("format") != "cloudckpt":
         raise FormatError("another format")
     version = manifest.get("version")
-    if not isinstance(version, list) or len(version) != 2 or version[0] != 1 or version[1] < 0:
+    if not isinstance(version, list) or len(version) != 2 or version[0] not in (1, 2) or version[1] < 0:
         raise FormatError(f"version {version}")
     for name, kind in REQUIRED.items():
         if not isinstance(manifest.get(name), kind):
@@ -274,9 +274,11 @@ def problems_of(manifest: dict[str, Any]) -> Iterator[str]:
         return
     if manifest["world_size"] < 1 or not is_time(manifest.get("committed_at_ns", 0)):
         yield "world_size or committed_at_ns"
-    if len({stored["key"] for stored in objects}) != len(objects):
+    if len({(stored.get("folder", ""), stored["key"]) for stored in objects}) != len(objects):
         yield "a key occurs twice"
     yield from itertools.chain.from_iterable(object_problems(stored, step) for stored in objects)
+    if manifest["version"][0] == 1 and any(stored.get("folder") for stored in objects):
+        yield "a folder in version 1"
     for fqn, tensor in tensors.items():
         yield from (f"{fqn}: {problem}" for problem in tensor_problems(tensor, objects))
     for fqn, value in values.items():
@@ -321,6 +323,9 @@ def object_problems(stored: dict[str, Any], step: int) -> Iterator[str]:
         or any(character in "\\:" or not character.isprintable() for character in stored["key"])
     ):
         yield f"key {stored['key']!r}"
+    folder = stored.get("folder", "")
+    if folder in (".", "..") or any(character in "/\\:" or not character.isprintable() for character in folder):
+        yield f"folder {folder!r}"
     if not 0 <= stored["size"] <= MAX:
         yield f"size {stored['size']}"
     elif len(base64_bytes(stored["crc32c"])) != -(-stored["size"] // step) * 4:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def overlap_chunks(manifest: dict[str, Any]) -> None:
 
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "1 another format": lambda manifest: manifest.update(format="other"),
-    "1 newer major version": lambda manifest: manifest.update(version=[2, 0]),
+    "1 newer major version": lambda manifest: manifest.update(version=[3, 0]),
     "1 no version": lambda manifest: manifest.pop("version"),
     "2 no objects": lambda manifest: manifest.pop("objects"),
     "3 tile of no multiple of 64": lambda manifest: manifest.update(tile_bytes=4097),
@@ -182,6 +183,11 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "4 key outside": change_object(key="../other/data/x/0-0.safetensors"),
     "4 key that climbs": change_object(key="data/../../x.safetensors"),
     "4 key with a backslash": change_object(key="data/x\\y/0-0.safetensors"),
+    "4 folder in version 1": change_object(folder="c"),
+    "4 folder that climbs": lambda manifest: (
+        manifest.update(version=[2, 0]),
+        manifest["objects"][0].update(folder=".."),
+    ),
     "4 key twice": lambda manifest: manifest["objects"].append(dict(manifest["objects"][0])),
     "5 negative size": change_object(size=-1),
     "5 tiles missing": change_object(crc32c=""),
@@ -220,6 +226,25 @@ def test_a_broken_rule_is_refused_by_both_readers(tmp_path: Path, rule: str) -> 
         Checkpoint(tmp_path / "c")
     with pytest.raises((cloudckpt.errors.InvalidManifestError, cloudckpt.errors.UnsupportedFormatError)):
         cloudckpt.load({"half": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "c")
+
+
+def test_an_object_beside_the_checkpoint_is_found_by_both_readers(tmp_path: Path) -> None:
+    """If this fails, a reference means something else than the document says."""
+    save(single(), tmp_path / "held")
+    save(single(), tmp_path / "c")
+
+    def refer(manifest: dict[str, Any]) -> None:
+        objects = Checkpoint(tmp_path / "held").manifest["objects"]
+        manifest.update(version=[2, 0], objects=[{**stored, "folder": "held"} for stored in objects])
+
+    rewritten(tmp_path / "c", refer)
+    shutil.rmtree(tmp_path / "c" / "data")
+    state = {name: torch.zeros_like(held) for name, held in single().items() if isinstance(held, torch.Tensor)}
+    cloudckpt.load(state, tmp_path / "c")
+    checkpoint = Checkpoint(tmp_path / "c")
+    assert {name: bytes_of(tensor) for name, tensor in state.items()} == {
+        name: checkpoint.tensor(name) for name in state
+    }
 
 
 def test_unknown_members_are_ignored(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_foreign_manifest_is_recognised(foreign: bytes, says: str) -> None:
 
 
 @pytest.mark.parametrize("finished", [signed, bytes])
-@pytest.mark.parametrize("version", [[2, 0], [99, 7], [10**15, 0]])
+@pytest.mark.parametrize("version", [[3, 0], [99, 7], [10**15, 0]])
 def test_a_newer_major_version_asks_for_an_upgrade(version: list[int], finished: Callable[[bytes], bytes]) -> None:
     """If this fails, users of an old release read that a new checkpoint is damaged, and delete it."""
     body = json.dumps({"format": "cloudckpt", "version": version, "all": "else is new"}).encode()

@@ -10,19 +10,21 @@ import contextlib
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
 from cloudckpt.commit.entries import Entry, Fence, check_ours, manifest_key, put_entry, put_fence, read_entry
-from cloudckpt.commit.garbage import FoundItem, Inventory, RemovalPlan, plan_removal
+from cloudckpt.commit.garbage import FoundItem, Inventory, RemovalPlan, attempt_time, plan_removal
 from cloudckpt.commit.log import Log, list_entries, read_current, read_log
 from cloudckpt.commit.publish import check_still_next, split_into_batches
+from cloudckpt.commit.references import Siblings, find_claimed, find_spent
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
     CloudckptError,
+    InvalidManifestError,
     StoreError,
     TransientStoreError,
     UnsupportedOperationError,
@@ -53,6 +55,8 @@ class WalkedLocation:
     """The prefix of the location's keys under the root; empty, or with a slash at its end."""
     found: Sequence[FoundItem]
     """The items that the walk found there besides the log."""
+    siblings: Siblings | None = None
+    """Returns the clients of the folders beside the location; None if the root has none, which keeps every claim."""
 
 
 def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",)) -> Inventory:
@@ -86,17 +90,32 @@ def _walk_once(client: StoreClient, prefixes: Sequence[str]) -> Inventory:
     return inventory
 
 
-def plan_collection(walked: WalkedLocation, *, before: datetime, is_fenced: bool = False) -> tuple[Log, RemovalPlan]:
-    """Read a location's log, and plan what may be removed.
+def find_spent_claims(walked: WalkedLocation, *, before: datetime, conditional: bool, is_dry: bool) -> frozenset[str]:
+    """Return the claims at a location, by their keys there, which gc removes. Raises `StoreError`."""
+    claims = [
+        item.key.removeprefix(walked.prefix)
+        for item in walked.found
+        if item.kind == "claim" and max(item.moment, attempt_time(item.attempt)) < before
+    ]
+    if walked.siblings is None or not claims:
+        return frozenset()
+    return find_spent(walked.siblings, claims, conditional=conditional, is_dry=is_dry)
 
-    Raises `CheckpointError` if the current checkpoint there is unknown.
+
+def plan_collection(
+    walked: WalkedLocation, *, before: datetime, is_fenced: bool = False, spent: Collection[str] = ()
+) -> tuple[Log, RemovalPlan]:
+    """Read a location's log, and plan what may be removed, with the claims in `spent`.
+
+    Raises `CheckpointError` if the current checkpoint there is unknown, or a claim cannot be read.
     """
     plan_with = functools.partial(
         plan_removal, walked.found, location=walked.prefix, before=before, is_fenced=is_fenced
     )
+    claims = {item.key.removeprefix(walked.prefix) for item in walked.found if item.kind == "claim"}.difference(spent)
     log = read_log(walked.client)
     # Manifests can be large: none is read where nothing would go even if they named nothing.
-    sketch = plan_with(log.entries, current=log.current, references={})
+    sketch = plan_with(log.entries, current=log.current, references={}, claimed=claims)
     if sketch.is_empty:
         return log, sketch
     log, manifest = read_current(walked.client)
@@ -108,8 +127,19 @@ def plan_collection(walked: WalkedLocation, *, before: datetime, is_fenced: bool
         if entry.number != log.current and not entry.is_fence
     }
     if log.current is not None and manifest is not None:
-        references[log.current] = frozenset(stored.key for stored in manifest.objects)
-    return log, plan_with(log.entries, current=log.current, references=references)
+        references[log.current] = manifest.own_keys
+    plan = plan_with(log.entries, current=log.current, references=references, claimed=claims)
+    if not any(item.kind == "data" for item in plan.objects):
+        return log, plan
+    # After the log: a save whose claim comes later finds that its source does not count.
+    claimed = find_claimed(walked.client, spent=spent)
+    if claimed is None:
+        raise InvalidManifestError(
+            f"a claim under {walked.client.url('data/')} is damaged, so it is not known which data other checkpoints "
+            "use there. Nothing was removed",
+            uri=walked.client.uri,
+        )
+    return log, plan_with(log.entries, current=log.current, references=references, claimed=claims | claimed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +162,8 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
     May be interrupted at any moment, run again, and run twice at once. Raises what `plan_collection` raises,
     `StoreError`, and `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
     """
-    log, plan = plan_collection(walked, before=before)
+    spent = find_spent_claims(walked, before=before, conditional=conditional, is_dry=False)
+    log, plan = plan_collection(walked, before=before, spent=spent)
     left: dict[str, StoreError] = {}
     done: set[str] = set()
 
@@ -154,7 +185,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
                 return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
             # Whether the number was free does not matter: from here on it is taken.
             put_fence(walked.client, top + 1, keeps=log.current, conditional=True)
-        log, second = plan_collection(walked, before=before, is_fenced=is_fenced)
+        log, second = plan_collection(walked, before=before, is_fenced=is_fenced, spent=spent)
         if is_fenced and log.highest_number <= top:
             raise CheckpointChangedError(
                 f"{walked.client.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was "
@@ -221,7 +252,7 @@ def _references(client: StoreClient, entry: Entry) -> frozenset[str]:
         return frozenset()
     if entry_content is None or isinstance(entry_content, Fence):
         return frozenset()
-    return frozenset(stored.key for stored in entry_content.objects)
+    return entry_content.own_keys
 
 
 def _holds_nothing_but(client: StoreClient, fence: Entry) -> bool:
@@ -275,10 +306,11 @@ def group_uploads(client: StoreClient) -> Mapping[str, list[UploadInfo]]:
 def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     """Remove the checkpoint at this location, and all that saves had written there; False where there is none.
 
-    With its fence it is gone, at once. If the store then refuses to remove the first of its objects, another entry
-    makes it count again. The error that is raised says so. Raises `InvalidManifestError` if the manifest is
-    another program's; `CheckpointChangedError` where another save's commit came between, which is left untouched;
-    `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
+    With its fence it is gone, at once. Objects that other checkpoints have claimed stay, for gc. If the store then
+    refuses to remove the first of its objects, another entry makes it count again. The error that is raised says so.
+    Raises `InvalidManifestError` if the manifest is another program's; `CheckpointChangedError` where another save's
+    commit came between, which is left untouched; `CommitUnknownError` where it is not known whether the fence was laid;
+    `StoreError`.
     """
     log = read_log(walked.client, is_lenient=True)
     if log.current is None and all(entry.is_fence for entry in log.entries):
@@ -293,6 +325,11 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     except StoreError as error:
         raise _with_advice(error, f"{unchanged}. Deletions are refused at {walked.client.uri}") from error
     fenced = _fence_off(walked.client, log, conditional=conditional)
+    # After the fence: a save whose claim comes later finds it.
+    claimed = find_claimed(walked.client)
+    if any(item.kind == "claim" for item in walked.found) or claimed != frozenset():
+        kept = None if claimed is None else {walked.prefix + key for key in claimed}
+        walked = replace(walked, found=[item for item in walked.found if _is_free(item, kept)])
     doomed = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.highest_number]
     failure, is_certain = _remove_whole(walked, doomed)
     if failure is None:
@@ -305,6 +342,10 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
         f"The checkpoint was removed in part, or may have been, and can no longer be loaded: {hiding} hides it. When "
         f"the store permits it, delete it again, or run `cloudckpt gc {walked.client.uri}`",
     ) from failure
+
+
+def _is_free(item: FoundItem, claimed: Collection[str] | None) -> bool:
+    return item.kind != "claim" and (item.kind != "data" or (claimed is not None and item.key not in claimed))
 
 
 def _remove_whole(walked: WalkedLocation, doomed: Sequence[int]) -> tuple[StoreError | None, bool]:

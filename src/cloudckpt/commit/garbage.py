@@ -13,19 +13,20 @@ from cloudckpt.commit.entries import Entry, parse_entry
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
-Kind = Literal["data", "upload", "probe"]
+Kind = Literal["data", "upload", "probe", "claim"]
 
 _FOLDER = rf"((?:.*/)?)data/({ATTEMPT.pattern})/"
 _NUMBER = r"(?:0|[1-9][0-9]*)"
 _DATA = re.compile(rf"{_FOLDER}{_NUMBER}-{_NUMBER}(?:\.safetensors|\.receipt)", re.DOTALL)
 _IN_FOLDER = re.compile(rf"{_FOLDER}[^/]*", re.DOTALL)
 _PROBE = re.compile(r"((?:.*/)?)\.cloudckpt-probe-[0-9a-f]{16}", re.DOTALL)
+_CLAIM = re.compile(rf"{_FOLDER}(?P<step>[^/]+)\.claim", re.DOTALL)
 _HIDDEN_ID = re.compile(r"[0-9a-f]{32}")
 _TIME_CHARACTERS = len("20260131T235959123")
 
 
 class FoundItem(NamedTuple):
-    """Something that cloudckpt wrote beside its log: a data object, an unfinished upload, or what a probe left."""
+    """Something that cloudckpt wrote beside its log: data, an unfinished upload, a claim, or what a probe left."""
 
     kind: Kind
     key: str
@@ -76,6 +77,8 @@ class Inventory:
             self._found.setdefault(folder + slash, [])
         elif placed := _place(_DATA, info.key):
             self._add(placed[0], FoundItem("data", info.key, placed[1], info.size_bytes, moment))
+        elif placed := _place(_CLAIM, info.key):
+            self._add(placed[0], FoundItem("claim", info.key, placed[1], info.size_bytes, moment))
         elif match := _PROBE.fullmatch(info.key):
             self._add(match[1], FoundItem("probe", info.key, "", info.size_bytes, moment))
 
@@ -115,17 +118,19 @@ def plan_removal(
     location: str,
     current: int | None,
     references: Mapping[int, Collection[str]],
+    claimed: Collection[str],
     before: datetime,
     is_fenced: bool,
 ) -> RemovalPlan:
     """Plan what may be removed at `location`, of the items `found` there and of its log.
 
     Nothing that the manifest `current` references is removed, nor what shows a sign of life that is not older than
-    `before`. `references` are the keys, relative to the location, that each manifest that can be read names. With
-    `is_fenced`, the log has grown since all that was found, so that its writer can no longer commit.
+    `before`. `references` are the keys, relative to the location, that each manifest that can be read names, and
+    `claimed` are those of claims and of the objects that they name. With `is_fenced`, the log has grown since all that
+    was found, so that its writer can no longer commit.
     """
     lives = _find_last_signs(found, entries, references=references)
-    named = {location + key for key in references.get(current, ())} if current is not None else set()
+    named = {location + key for key in (*claimed, *(references.get(current, ()) if current is not None else ()))}
 
     def is_dead(item: FoundItem) -> bool:
         return lives.get(item.attempt, item.moment) < before
@@ -159,7 +164,11 @@ def plan_removal(
         entries=spent,
         objects=objects,
         lone_fence=top if is_lone else None,
-        young=tuple(item for item in found if item.kind != "probe" and current is None and not is_dead(item)),
+        young=tuple(
+            item
+            for item in found
+            if item.kind in ("data", "upload") and current is None and not is_dead(item) and item.key not in named
+        ),
     )
 
 

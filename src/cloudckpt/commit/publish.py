@@ -15,6 +15,7 @@ from cloudckpt.commit.entries import (
     read_entry,
 )
 from cloudckpt.commit.log import Log, list_entries, read_log
+from cloudckpt.commit.references import find_claimed
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -64,7 +65,7 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
 
     """
     document = encode(manifest)
-    if len(document) > (max_bytes := max_manifest_bytes(stored.size for stored in manifest.objects)):
+    if len(document) > (max_bytes := max_manifest_bytes(manifest.own_sizes_bytes)):
         raise UnsupportedValueError(
             f"the manifest of {client.uri} takes {len(document)} bytes, and readers take at most {max_bytes} beside "
             f"its {len(manifest.objects)} data objects. Nothing was committed. Save fewer or shorter names, or less "
@@ -132,7 +133,6 @@ def remove_superseded(
     the rest to gc; readers do not see it. `on_removing` gets the first key of each request before it is made. Returns
     the number of removed objects.
     """
-    kept = {stored.key for stored in manifest.objects}
     num_removed = 0
     try:
         log = read_log(client)
@@ -140,7 +140,10 @@ def remove_superseded(
             return 0  # overwritten or deleted since: another save's data is there now
         stale = [entry for entry in log.entries if entry.number < number]
         manifests = [entry.number for entry in stale if not entry.is_fence]
-        keys = [key for n in manifests for key in _data_keys(client, n) if key not in kept]
+        keys = [key for n in manifests for key in _data_keys(client, n) if key not in manifest.own_keys]
+        # After the commit: a save whose claim comes later finds that its source was replaced.
+        claimed = find_claimed(client) if keys else frozenset()
+        keys = [key for key in keys if claimed is not None and key not in claimed]
         entries = [manifest_key(entry.number) for entry in stale]
         for batch in (*split_into_batches(entries), *split_into_batches(keys)):
             on_removing(batch[0])
@@ -164,7 +167,7 @@ def _data_keys(client: StoreClient, number: int) -> list[str]:
             gc_advice(client.uri),
         )
         return []
-    return [stored.key for stored in entry.objects] if isinstance(entry, Manifest) else []
+    return sorted(entry.own_keys) if isinstance(entry, Manifest) else []
 
 
 def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None, bool]:

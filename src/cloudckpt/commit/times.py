@@ -14,7 +14,7 @@ from cloudckpt.stores import clock
 
 # The order of these members is that of `Manifest`.
 _HEAD = re.compile(
-    rb'\{"format":"cloudckpt","version":\[1,[0-9]+\],"attempt":"[^"\\]*","created_at":"[^"\\]*",'
+    rb'\{"format":"cloudckpt","version":\[[12],[0-9]+\],"attempt":"[^"\\]*","created_at":"[^"\\]*",'
     rb'"committed_at_ns":([0-9]{1,19}),'
 )
 _TICK_NS = 1000  # of a `datetime`, which shows the order to users

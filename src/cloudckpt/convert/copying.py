@@ -281,15 +281,15 @@ class CopyJob:
 
     def _ask_service(self, keys: list[str], arena: Arena) -> None:
         """Ask the service to copy all objects. Those that it refuses or copies wrongly remain to be streamed."""
-        source, target, tile_bytes = self._source, self._target, self._manifest.tile_bytes
+        target, tile_bytes = self._target, self._manifest.tile_bytes
         objects = self._manifest.objects
         refused: list[StoreError] = []
         copied: dict[int, str] = {}
 
         def ask(number: int) -> None:
-            stored = objects[number]
+            stored, (client, key) = objects[number], self._reader.place(number)
             try:
-                crc32c = target.store.copy_from(source.store.url(stored.key), keys[number], run=target.client.call)
+                crc32c = target.store.copy_from(client.url(key), keys[number], run=target.client.call)
             # Copies need a permission of their own. A missing object is the source, or an aborted upload: reading the
             # source tells which.
             except (UnsupportedOperationError, AccessDeniedError, ObjectNotFoundError) as error:
@@ -364,11 +364,11 @@ class CopyJob:
             stop_reading=source.stop,
         )
         for number, receipt in zip(bodies, receipts, strict=True):
-            stored = self._manifest.objects[number]
+            stored, (client, key) = self._manifest.objects[number], self._reader.place(number)
             if receipt.size_bytes != stored.size or pack_tiles(receipt.tile_crc32cs) != stored.crc32c:
                 raise IncompleteSaveError(
                     f"what was sent to {target.store.url(receipt.key)} is not what was read from "
-                    f"{source.store.url(stored.key)}: this machine's memory is not reliable. Nothing was committed",
+                    f"{client.url(key)}: this machine's memory is not reliable. Nothing was committed",
                     uri=target.uri,
                 )
             self._keys[number] = receipt.key

@@ -14,7 +14,7 @@ from awscrt.checksums import crc32c
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
-from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_NAME, CommitTime, Manifest, StoredObject
+from cloudckpt.format.model import FORMAT_NAME, REFERENCES_VERSION, CommitTime, Manifest, StoredObject
 from cloudckpt.format.validation import find_name_problems, find_object_problems, find_problems
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
@@ -120,10 +120,10 @@ def _check_version(head: _ManifestHead | None, uri: str) -> None:
     is_version = isinstance(version, list) and [type(number) for number in version] == [int, int]
     if not is_version or not (version[0] >= 1 and version[1] >= 0):
         raise InvalidManifestError(f"the manifest of {uri} has no usable version: {version!r:.80}", uri=uri)
-    if version[0] > FORMAT_MAJOR:
+    if version[0] > REFERENCES_VERSION[0]:
         raise UnsupportedFormatError(
             f"{uri} was written{head.writer} in version {version[0]}.{version[1]} of the format; this cloudckpt, "
-            f"{__version__}, reads up to {FORMAT_MAJOR}.x. Upgrade cloudckpt to load it",
+            f"{__version__}, reads up to {REFERENCES_VERSION[0]}.x. Upgrade cloudckpt to load it",
             uri=uri,
         )
 

@@ -11,6 +11,8 @@ import msgspec
 FORMAT_NAME = "cloudckpt"
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 4
+REFERENCES_VERSION = (2, 0)
+"""The version of a manifest that refers to objects of other checkpoints: an older reader must refuse it."""
 JSON_VALUE = "value.json/1"
 """The last of the transforms of a value that is stored as tagged JSON. The others are pickles."""
 
@@ -18,13 +20,20 @@ JSON_VALUE = "value.json/1"
 CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class StoredObject(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class StoredObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One data object: its key under the checkpoint, its size, and the CRC32C of each of its tiles."""
 
     key: str
     size: int
     crc32c: str
     """Base64 of the tiles' CRC32C values, each as four little-endian bytes."""
+    folder: str = ""
+    """The folder beside the checkpoint's own that holds the object; empty for the checkpoint's own."""
+
+    @property
+    def path(self) -> str:
+        """The key, and how to get to it from the checkpoint's folder."""
+        return f"../{self.folder}/{self.key}" if self.folder else self.key
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -113,12 +122,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     """The user's own."""
 
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The keys of the objects that the checkpoint's own folder holds."""
+        return frozenset(stored.key for stored in self.objects if not stored.folder)
+
+    @property
+    def own_sizes_bytes(self) -> list[int]:
+        """The sizes of these objects."""
+        return [stored.size for stored in self.objects if not stored.folder]
+
     def is_copy_of(self, other: Manifest) -> bool:
         """Return True if both are of one save: object for object with the same content, under keys of their own."""
         if len(self.objects) != len(other.objects):
             return False
         objects = [
-            msgspec.structs.replace(mine, key=its.key) for mine, its in zip(self.objects, other.objects, strict=True)
+            msgspec.structs.replace(mine, key=its.key, folder=its.folder)
+            for mine, its in zip(self.objects, other.objects, strict=True)
         ]
         return other == msgspec.structs.replace(
             self, version=other.version, attempt=other.attempt, created_at=other.created_at, objects=objects

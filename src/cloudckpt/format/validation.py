@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest, StoredObject, StoredTensor, StoredValue
+from cloudckpt.format.model import (
+    ITEMSIZE_BYTES,
+    REFERENCES_VERSION,
+    Chunk,
+    Manifest,
+    StoredObject,
+    StoredTensor,
+    StoredValue,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,10 +46,13 @@ _Path = Sequence[Any]  # of strings, integers and lists of one key
 def find_problems(manifest: Manifest) -> list[str]:
     """Every contradiction, each with its place; empty for a manifest that can be relied on.
 
-    Afterwards: keys stay under the checkpoint's ``data/``; every byte range lies in its object, is aligned to its
-    element size and has the length that dtype and shape demand; the chunks of a tensor fill it, each element once.
+    Afterwards: keys stay under ``data/`` of the checkpoint, or of a folder beside it; every byte range lies in its
+    object, is aligned to its element size and has the length that dtype and shape demand; the chunks of a tensor fill
+    it, each element once.
     """
     problems = find_object_problems(manifest.objects, tile_bytes=manifest.tile_bytes, world_size=manifest.world_size)
+    if manifest.version < REFERENCES_VERSION and any(stored.folder for stored in manifest.objects):
+        problems.append(f"an object has a folder, which version {manifest.version[0]} does not know")
     if problems:
         return problems  # ranges cannot be judged against objects that are wrong themselves
     import numpy as np  # noqa: PLC0415  # what lists checkpoints alone starts sooner without
@@ -141,6 +152,11 @@ def _num_list_places(paths: Iterable[_Path]) -> int:
     return sum(lengths.values())
 
 
+def is_safe_folder(name: str) -> bool:
+    """Return whether `name` names a folder beside a checkpoint's own and can name nothing else."""
+    return is_safe_key(f"data/{name}/0") and "/" not in name
+
+
 def is_safe_key(key: str) -> bool:
     """Return whether `key` names an object under a checkpoint's ``data/`` and can name nothing else."""
     segments = key.split("/")
@@ -159,14 +175,16 @@ def num_tiles(size_bytes: int, tile_bytes: int) -> int:
 
 
 def _object_problems(objects: Sequence[StoredObject], tile_bytes: int) -> Iterator[str]:
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     for index, stored in enumerate(objects):
         where = f"objects[{index}]"
         if not is_safe_key(stored.key):
             yield f"{where}: key {stored.key!r:.200} does not lie under data/"
-        if stored.key in seen:
+        if stored.folder and not is_safe_folder(stored.folder):
+            yield f"{where}: folder {stored.folder!r:.200} is not the name of one"
+        if (stored.folder, stored.key) in seen:
             yield f"{where}: key {stored.key!r:.200} occurs twice"
-        seen.add(stored.key)
+        seen.add((stored.folder, stored.key))
         if not 0 <= stored.size <= MAX_BYTES:
             yield f"{where}: size is {stored.size}"
         elif tile_bytes > 0:

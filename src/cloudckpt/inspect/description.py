@@ -198,7 +198,7 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
         software=manifest.software,
         metadata=manifest.metadata,
         tile_bytes=manifest.tile_bytes,
-        objects=Rows(ObjectDescription(key=stored.key, num_bytes=stored.size) for stored in manifest.objects),
+        objects=Rows(ObjectDescription(key=stored.path, num_bytes=stored.size) for stored in manifest.objects),
         tensors=Rows(_describe_tensor(name, tensor) for name, tensor in manifest.tensors.items()),
         values=Rows(
             ValueDescription(name=name, num_bytes=value.end - value.begin) for name, value in manifest.values.items()

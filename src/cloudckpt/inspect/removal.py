@@ -13,6 +13,7 @@ from cloudckpt.commit.collect import (
     WalkedLocation,
     collect,
     delete_checkpoint,
+    find_spent_claims,
     plan_collection,
     walk,
 )
@@ -202,7 +203,8 @@ class _Collection:
         try:
             walked = _walked_location(self._location, self._client, inventory, prefix, self._options)
             if self._dry_run:
-                _, plan = plan_collection(walked, before=self._before)
+                spent = find_spent_claims(walked, before=self._before, conditional=self._is_conditional, is_dry=True)
+                _, plan = plan_collection(walked, before=self._before, spent=spent)
                 young = plan.young
             else:
                 done = collect(walked, before=self._before, conditional=self._is_conditional)
@@ -282,11 +284,21 @@ def _uri_of(location: Location, prefix: str) -> str:
 def _walked_location(
     location: Location, client: StoreClient, inventory: Inventory, prefix: str, options: Options
 ) -> WalkedLocation:
-    own = client
-    if prefix:
-        # Raises `InvalidURIError` for a folder that no checkpoint can have.
-        own = client.at(open_store(parse_location(location.child(prefix.rstrip("/")).uri), options))
-    return WalkedLocation(client=own, root=client, prefix=prefix, found=inventory.at(prefix))
+    if not prefix:
+        return WalkedLocation(client=client, root=client, prefix=prefix, found=inventory.at(prefix))
+    # Raises `InvalidURIError` for a folder that no checkpoint can have.
+    own = parse_location(location.child(prefix.rstrip("/")).uri)
+
+    def open_sibling(folder: str) -> StoreClient:
+        return client.at(open_store(own.parent.child(folder), options))
+
+    return WalkedLocation(
+        client=client.at(open_store(own, options)),
+        root=client,
+        prefix=prefix,
+        found=inventory.at(prefix),
+        siblings=open_sibling,
+    )
 
 
 @shown
@@ -386,13 +398,15 @@ def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
     entries = [*plan.entries, *([plan.lone_fence] if plan.lone_fence else [])]
     fences = [entry for entry in entries if entry.is_fence]
     data = [item for item in plan.objects if item.kind == "data"]
+    claims = [item for item in plan.objects if item.kind == "claim"]
     attempts = {item.attempt for item in data}
     counts = (
         (len(data), f"{count(len(data), 'data object')} of {count(len(attempts), 'save')} that nothing refers to"),
         (len(plan.uploads), count(len(plan.uploads), "unfinished upload")),
         (len(entries) - len(fences), f"{count(len(entries) - len(fences), 'manifest')} that no longer counts"),
         (len(fences), count(len(fences), "spent fence")),
-        (len(plan.objects) - len(data), count(len(plan.objects) - len(data), "left-over probe")),
+        (len(claims), f"{count(len(claims), 'claim')} of saves that are gone"),
+        (num_probes := len(plan.objects) - len(data) - len(claims), count(num_probes, "left-over probe")),
     )
     return Garbage(
         uri=uri,

@@ -252,11 +252,13 @@ class Verification:
         return bytes(content)
 
     def _fetch(self, index: int, begin: int, view: memoryview) -> None:
-        download_range(self._client, key=self._manifest.objects[index].key, begin=begin, views=[view])
+        client, key = self._reader.place(index)
+        download_range(client, key=key, begin=begin, views=[view])
 
     def _problems_of(self, index: int) -> Iterator[str]:
         stored, contents = self._manifest.objects[index], self._contents[index]
-        where = self._client.url(stored.key)
+        client, key = self._reader.place(index)
+        where = client.url(key)
         if index in self._missing:
             yield f"{where} is missing, and with it {contents.names(0, stored.size)}"
             return

@@ -265,7 +265,8 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
 
 
 def _has_other_writer(walked: WalkedLocation, *, alive_since: datetime) -> bool:
-    attempts = {item.attempt for item in walked.found if item.attempt}
+    found = [item for item in walked.found if item.attempt and item.kind != "claim"]
+    attempts = {item.attempt for item in found}
     if len(attempts) <= 1:
         return False  # the only attempt is the committed one; the manifest, which may be large, need not be read
     try:
@@ -273,10 +274,6 @@ def _has_other_writer(walked: WalkedLocation, *, alive_since: datetime) -> bool:
     except CheckpointError:
         own: set[str] = set()
     else:
-        named = {walked.prefix + stored.key for stored in manifest.objects}
-        own = {item.attempt for item in walked.found if item.key in named}
-    return any(
-        max(item.moment, attempt_time(item.attempt)) >= alive_since
-        for item in walked.found
-        if item.attempt and item.attempt not in own
-    )
+        named = {walked.prefix + key for key in manifest.own_keys}
+        own = {item.attempt for item in found if item.key in named}
+    return any(max(item.moment, attempt_time(item.attempt)) >= alive_since for item in found if item.attempt not in own)

@@ -22,6 +22,7 @@ from cloudckpt.io.upload import UploadSession
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
 from cloudckpt.telemetry import subscribers
 from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.uri import Location
@@ -40,6 +41,7 @@ class Context:
         self.recorder = recorder if recorder is not None else Recorder()
         self._lock = threading.Lock()
         self._client: StoreClient | None = None
+        self._siblings: dict[str, Store] = {}
         self._stopped_by: list[BaseException | None] = []
         """The arguments of `stop` before the client was opened."""
         self.on_sent: Callable[[int], None] = _ignore
@@ -60,6 +62,16 @@ class Context:
                 for refusal in self._stopped_by:
                     self._client.stop(refusal)
             return self._client
+
+    def client_at(self, folder: str) -> StoreClient:
+        """Return a client of a folder beside the location, or of the location for an empty name."""
+        if not folder:
+            return self.client
+        with self._lock:
+            store = self._siblings.get(folder)
+            if store is None:
+                store = self._siblings[folder] = open_store(self.location.parent.child(folder), self.options)
+        return self.client.at(store)
 
     def stop(self, refusal: BaseException | None = None) -> None:
         """Stop the client, as `StoreClient.stop` does. For any thread, and before the client is opened."""

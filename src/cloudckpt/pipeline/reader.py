@@ -35,7 +35,7 @@ from cloudckpt.format.chunks import dtype_of, find_overlapping_chunks, locate_ch
 from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest, StoredTensor
 from cloudckpt.io.boxes import Box, intersect, split_into_boxes
-from cloudckpt.io.client import choose_hedge_bytes
+from cloudckpt.io.client import StoreClient, choose_hedge_bytes
 from cloudckpt.io.download import download_range, find_size, find_wrong_tiles
 from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
 from cloudckpt.options import MIB
@@ -166,6 +166,14 @@ class Reader:
         if wants:
             self.read(Wants(wants))
 
+    def place(self, object_index: int) -> tuple[StoreClient, str]:
+        """Return the client of the folder that holds an object, which may be another checkpoint's, and the key there.
+
+        Its messages name the object.
+        """
+        stored = self.manifest.objects[object_index]
+        return self.context.client_at(stored.folder), stored.key
+
     def read_tiles(
         self,
         request: RangeRead,
@@ -185,7 +193,7 @@ class Reader:
             event: The event that is emitted at the end.
 
         """
-        client, key = self.context.client, self.manifest.objects[request.object_index].key
+        client, key = self.place(request.object_index)
         recorder, begun_ns = client.recorder, now_ns()
         with opened(request) as views:
             recorder.span("stage", begun_ns, key=key)
@@ -216,7 +224,7 @@ class Reader:
         wrong = self.compare_tiles(request, views)
         if not wrong:
             return
-        client, key = self.context.client, self.manifest.objects[request.object_index].key
+        client, key = self.place(request.object_index)
         index, actual = next(iter(wrong.items()))
         low = request.begin + index * self.manifest.tile_bytes
         high = min(low + self.manifest.tile_bytes, request.end)
@@ -224,7 +232,7 @@ class Reader:
             f"{client.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
             f"{self.tiles_of(request)[index]:08x} was saved. They hold {names_in(request, low, high)}. "
             f"{_LOAD_AN_OLDER_ONE}",
-            uri=client.uri,
+            uri=self.context.uri,
         )
 
     @contextlib.contextmanager
@@ -243,7 +251,8 @@ class Reader:
             failure = elsewhere.note(index, error)
         else:
             return
-        elsewhere.warn(index, self.context.client.url(self.manifest.objects[index].key), failure)
+        client, key = self.place(index)
+        elsewhere.warn(index, client.url(key), failure)
         try:
             read(elsewhere.open())
         except (StoreError, CheckpointError) as error:
@@ -260,13 +269,13 @@ class Reader:
 
     def _raise(self, error: Exception, index: int, names: str) -> NoReturn:
         """Raise `error`, or the one that says which `names` are lost with object `index`."""
-        client, key = self.context.client, self.manifest.objects[index].key
+        client, key = self.place(index)
         if isinstance(error, ObjectNotFoundError):
-            raise self._explain_missing(key, names) from error
+            raise self._explain_missing(client.url(key), names) from error
         if isinstance(error, ShortObjectError):
             raise CorruptCheckpointError(
                 f"{client.url(key)} is shorter than when it was saved, so {names} cannot be loaded: {error}",
-                uri=client.uri,
+                uri=self.context.uri,
             ) from error
         raise error
 
@@ -285,9 +294,10 @@ class Reader:
 
     def compare_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
         """Return index and actual CRC32C of each tile of the request that is not what was saved. `views` hold it."""
+        client, key = self.place(request.object_index)
         return find_wrong_tiles(
-            self.context.client,
-            key=self.manifest.objects[request.object_index].key,
+            client,
+            key=key,
             begin=request.begin,
             views=views,
             tile_bytes=self.manifest.tile_bytes,
@@ -303,8 +313,8 @@ class Reader:
 
     def measure_object(self, object_index: int) -> int | None:
         """Return the size of an object in the store, or None if it is missing."""
-        stored = self.manifest.objects[object_index]
-        return find_size(self.context.client, key=stored.key, size_bytes=stored.size)
+        client, key = self.place(object_index)
+        return find_size(client, key=key, size_bytes=self.manifest.objects[object_index].size)
 
     def has_changed(self) -> bool:
         """Return True if the checkpoint was removed or replaced since its manifest was read."""
@@ -313,7 +323,7 @@ class Reader:
         except (CheckpointNotFoundError, CheckpointChangedError):
             return True
 
-    def _explain_missing(self, key: str, names: str) -> CheckpointError:
+    def _explain_missing(self, url: str, names: str) -> CheckpointError:
         """Return the reason why an object of the manifest is missing."""
         uri = self.context.uri
         if self.has_changed():
@@ -322,9 +332,7 @@ class Reader:
                 "or repeat the command",
                 uri=uri,
             )
-        return CorruptCheckpointError(
-            f"{self.context.client.url(key)} is missing, and with it {names}. {_LOAD_AN_OLDER_ONE}", uri=uri
-        )
+        return CorruptCheckpointError(f"{url} is missing, and with it {names}. {_LOAD_AN_OLDER_ONE}", uri=uri)
 
     def _check_extensions(self, wants: Wants) -> None:
         """Raise for a missing extension before anything is read."""
@@ -372,7 +380,8 @@ class Reader:
 
     def _check_claim(self, *, index: int, claimed_bytes: int, names: str) -> None:
         """Raise unless object `index` is here, with the bytes that were saved and those that are asked for."""
-        store, stored, size_bytes = self.context.store, self.manifest.objects[index], self.measure_object(index)
+        stored, size_bytes = self.manifest.objects[index], self.measure_object(index)
+        store = self.place(index)[0].store
         if size_bytes is None:
             raise store.error(ObjectNotFoundError, "head", stored.key, "there is no such object.")
         if size_bytes < max(stored.size, claimed_bytes):

@@ -64,6 +64,7 @@ def test_plan_of_gc_follows_the_rules(  # noqa: C901  # the rules are many
         location=location,
         current=counting,
         references=references,
+        claimed=(),
         before=BEFORE,
         is_fenced=is_fenced,
     )

@@ -1,0 +1,170 @@
+"""References to objects of other checkpoints of a root, and the claims that keep these objects.
+
+A checkpoint, the *user*, can name objects in the folder of another one beside it, the *holder*. Before its commit it
+puts a *claim* into the holder's folder, which names the objects. A claimed object stays when its checkpoint is deleted
+or overwritten. gc removes a claim once its save has no commit and can have none any more
+(``docs/design/037-references.md``).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
+
+import msgspec
+from awscrt.checksums import crc32c
+
+from cloudckpt.commit.attempts import ATTEMPT
+from cloudckpt.commit.entries import put_fence, read_entry
+from cloudckpt.commit.log import list_entries, read_current, read_log
+from cloudckpt.errors import CheckpointError, StoreError, gc_advice
+from cloudckpt.format.model import Manifest
+from cloudckpt.io.client import StoreClient
+
+_log = logging.getLogger("cloudckpt")
+
+Siblings: TypeAlias = Callable[[str], StoreClient]
+"""Returns the client of a folder beside the checkpoint's own."""
+_SUFFIX = ".claim"
+_MAX_CLAIM_BYTES = 256 * 1024 * 1024
+
+
+class _Claim(msgspec.Struct, frozen=True, kw_only=True):
+    keys: list[str]
+    crc32c: int
+    """That of the keys, each with a line feed at its end."""
+
+
+_DECODER = msgspec.json.Decoder(_Claim)  # made on import, by one thread
+
+
+def claim_key(attempt: str, folder: str) -> str:
+    """Return the key, in the holder's folder, of the claim of a save to `folder`."""
+    return f"data/{attempt}/{folder}{_SUFFIX}"
+
+
+def parse_claim(key: str) -> tuple[str, str] | None:
+    """Return the attempt and the folder of a claim; None for a key that is no claim's."""
+    parts = key.split("/")
+    if len(parts) != 3 or parts[0] != "data" or not ATTEMPT.fullmatch(parts[1]) or not parts[2].endswith(_SUFFIX):  # noqa: PLR2004
+        return None
+    return parts[1], parts[2].removesuffix(_SUFFIX)
+
+
+def references_of(manifest: Manifest, *, folder: str) -> dict[str, frozenset[str]]:
+    """Return the keys of all objects of the checkpoint in `folder`, by the folder that holds them."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for stored in manifest.objects:
+        found[stored.folder or folder].add(stored.key)
+    return {holder: frozenset(keys) for holder, keys in found.items()}
+
+
+def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *, attempt: str, folder: str) -> None:
+    """Claim the objects in `references`, keys by holder, for the save `attempt` to `folder`.
+
+    A claim that exists is replaced. Where `references` names no key, it is removed: until the commit, only its own
+    save needs it.
+    """
+    for holder, keys in references.items():
+        client, key = siblings(holder), claim_key(attempt, folder)
+        if not keys:
+            client.delete([key])
+            continue
+        document = msgspec.json.encode(_Claim(keys=sorted(keys), crc32c=_checksum(sorted(keys))))
+        client.call(client.store.put, key, [memoryview(document)], crc32c=crc32c(document))
+
+
+def is_current(client: StoreClient, attempt: str) -> bool:
+    """Return whether the checkpoint of `attempt` counts at its place.
+
+    If it still does after a save has claimed all of its objects, every later removal of one of them sees the claim.
+    """
+    _, manifest = read_current(client)
+    return manifest is not None and manifest.attempt == attempt
+
+
+def find_claimed(client: StoreClient, *, spent: Collection[str] = ()) -> frozenset[str] | None:
+    """Return the keys of all objects that have a claim, and of the claims; None if one of them cannot be read.
+
+    Call it after the request that hides the checkpoint: a save whose claim comes later finds its source gone.
+    Claims in `spent` do not count. That there are none is confirmed.
+    """
+    claims = client.confirm(lambda: _list_claims(client), evidence=lambda claims: not claims)
+    claimed: set[str] = set()
+    for key in claims:
+        if key in spent:
+            continue
+        document = client.read(key, max_bytes=_MAX_CLAIM_BYTES)
+        if document is None:  # its save has taken it back, or another gc has removed it
+            continue
+        try:
+            claim = _DECODER.decode(document)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        if claim.crc32c != _checksum(claim.keys):
+            return None
+        claimed |= {key, *claim.keys}
+    return frozenset(claimed)
+
+
+def _list_claims(client: StoreClient) -> list[str]:
+    return [info.key for info in client.list("data/") if parse_claim(info.key)]
+
+
+def find_spent(siblings: Siblings, claims: Iterable[str], *, conditional: bool, is_dry: bool = False) -> frozenset[str]:
+    """Return those of `claims`, keys in one holder's folder, whose save has no commit, and can have none any more.
+
+    A fence in the user's folder takes the number that the save would have, as in `collect`: it had fixed the number
+    before it put the claim. A user that cannot be judged keeps its claims. Raises `StoreError`.
+    """
+    by_folder: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for key in claims:
+        if (parsed := parse_claim(key)) is not None:
+            by_folder[parsed[1]][parsed[0]] = key
+    spent: set[str] = set()
+    for folder, keys in by_folder.items():
+        client = siblings(folder)
+        try:
+            lost = keys.keys() - _attempts_in(client)
+            if lost and conditional and not is_dry:
+                log = read_log(client)
+                # If the number is taken, the log has grown as well.
+                put_fence(client, log.highest_number + 1, keeps=log.current, conditional=True)
+                lost -= _attempts_in(client, above=log.highest_number)
+        except CheckpointError as error:
+            _log.warning("kept what the checkpoint at %s may use, because it cannot be judged: %s", client.uri, error)
+            continue
+        spent |= {keys[attempt] for attempt in lost}
+    return frozenset(spent)
+
+
+def _attempts_in(client: StoreClient, *, above: int | None = None) -> set[str]:
+    """Return the attempts of all manifests in a log, also of those that do not count.
+
+    Raises `CheckpointError` if one cannot be read, or if no entry is `above` a number.
+    """
+    entries = list_entries(client)
+    if above is not None and (not entries or entries[-1].number <= above):
+        raise CheckpointError(f"{client.uri} does not list the fence that was just put", uri=client.uri)
+    found = [read_entry(client, entry.number) for entry in entries]
+    if any(entry is None for entry in found):
+        raise CheckpointError(f"{client.uri} is being overwritten", uri=client.uri)
+    return {entry.attempt for entry in found if isinstance(entry, Manifest)}
+
+
+def drop_claims(siblings: Siblings, holders: Iterable[str], *, attempt: str, folder: str) -> None:
+    """Remove the claims of a save that has no commit and can have none any more. What cannot be removed is logged."""
+    for holder in holders:
+        client = siblings(holder)
+        try:
+            client.delete([claim_key(attempt, folder)])
+        except StoreError as error:
+            _log.warning("could not remove a claim at %s: %s. %s", client.uri, error, gc_advice(client.uri))
+
+
+def _checksum(keys: Iterable[str]) -> int:
+    checksum: int = functools.reduce(lambda so_far, key: crc32c(f"{key}\n".encode(), so_far), keys, 0)
+    return checksum

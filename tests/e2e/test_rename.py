@@ -164,6 +164,17 @@ def test_one_error_has_the_names_of_both_sides(tmp_path: Path) -> None:
         cloudckpt.load(tmp_path / "a", model=NET, extra={}, scheduler=OPTIMIZER, no_dist=True)
 
 
+def test_entry_that_is_to_hold_another_is_named(tmp_path: Path) -> None:
+    """If this fails, a load into objects ends in an error of Python that names no entry."""
+    ones, net = torch.ones(2), nn.Linear(2, 2)
+    cloudckpt.save({"a": ones, "b": ones, "model": ones}, tmp_path / "a")
+    told = r"rename calls 'a' of \S+ 'extra', and 'b' 'extra\.x', which is below it"
+    with pytest.raises(InvalidOptionError, match=told):
+        cloudckpt.load(tmp_path / "a", extra={}, rename={"a": "extra", "b": "extra.x"})
+    with pytest.raises(StateDictMismatchError, match=r"'model' of .* is one tensor or value, and not the state"):
+        cloudckpt.load(tmp_path / "a", model=net)
+
+
 SLIPS: list[tuple[Callable[[Path], object], str]] = [
     (lambda uri: cloudckpt.load(uri, model=NET, rename={"model.encodr": "model"}), "model.encoder"),
     (lambda uri: cloudckpt.load(uri, model=NET, rename={"encoder": "model"}), "model.encoder"),

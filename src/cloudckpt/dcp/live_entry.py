@@ -117,7 +117,10 @@ def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, source: Lo
     live = {key: entry for key, entry in entries.items() if isinstance(entry, LiveEntry)}
     if not live:
         return []
-    saved = nest_metadata(metadata, num_ranks=num_ranks)
+    try:
+        saved = nest_metadata(metadata, num_ranks=num_ranks)
+    except ValueError as error:
+        raise _overlap_error(error, source) from None
     planned = _plan_all(live, saved, where="", source=source)
     for key in live:
         entries.pop(key)
@@ -167,6 +170,25 @@ def _plan_all(
             advice = f". If it was saved under another name, pass {rename=}" if rename else ""
             _log.warning("%s has no %s: these objects keep what they have%s", source.uri, quote_names(missing), advice)
     return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
+
+
+def _overlap_error(error: ValueError, source: LoadSource) -> Exception:
+    """Return the error for an entry and others below it, of which no object can be made; or `error` if there are none.
+
+    A flat state dict may hold both. Most come by `rename`.
+    """
+    heads = ((name[:at], name) for name in source.entries for at, letter in enumerate(name) if letter == ".")
+    pair = next((pair for pair in heads if pair[0] in source.entries), None)
+    if pair is None:
+        return error
+    if source.renaming is None:
+        told = f"{source.uri} has the entry {pair[0]!r}, and {pair[1]!r} below it. Load it with a flat state dict"
+        return StateDictMismatchError(told, uri=source.uri)
+    olds = [source.renaming.old_names[name] for name in pair]
+    return InvalidOptionError(
+        f"rename calls {olds[0]!r} of {source.uri} {pair[0]!r}, and {olds[1]!r} {pair[1]!r}, which is below it: one "
+        "entry cannot hold another. Give them names apart"
+    )
 
 
 def _lacking_error(

@@ -79,6 +79,12 @@ class ModelEntry(LiveEntry):
                 f"the model has no memory for {quote_names(meta)}, which are on the meta device: call "
                 "model.to_empty(device=…) before the load"
             )
+        if not isinstance(saved, Mapping):
+            raise StateDictMismatchError(
+                f"{where!r} of {source.uri} is one tensor or value, and not the state of a model. If it has another "
+                "name, pass rename",
+                uri=source.uri,
+            )
         known = {name: found for name in wanted if (found := _find_named(saved, name)) is not NO_PLACE}
         if wanted and saved and not known:
             names = {f"{where}.{name}": value for name, value in wanted.items()}

@@ -65,6 +65,14 @@ def test_objects_are_read_where_they_are(root: Path) -> None:
     cloudckpt.verify(moved / "b")
 
 
+def test_a_claim_is_no_save(root: Path) -> None:
+    """If this fails, `ls --all` shows a second save at a checkpoint that others refer to."""
+    assert [(info.name, info.state) for info in cloudckpt.list_checkpoints(root, all=True)] == [
+        ("a", "committed"),
+        ("b", "committed"),
+    ]
+
+
 def test_a_copy_has_data_of_its_own(root: Path, tmp_path: Path) -> None:
     """If this fails, a copy of a checkpoint needs the folder that its source referred to."""
     cloudckpt.copy(root / "b", tmp_path / "elsewhere" / "b")
@@ -80,7 +88,7 @@ def test_a_deleted_checkpoint_leaves_what_others_use(root: Path) -> None:
     cloudckpt.delete(root / "a")
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         loaded(root / "a")
-    assert [info.name for info in cloudckpt.list_checkpoints(root) if info.state == "committed"] == ["b"]
+    assert [info.name for info in cloudckpt.list_checkpoints(root)] == ["b"]
     cloudckpt.gc(root, older_than=0, dry_run=False)
     assert is_whole(root / "b")
     cloudckpt.delete(root / "b")

@@ -55,7 +55,8 @@ class CheckpointInfo:
     - ``"newer"``: only a newer cloudckpt reads the format.
     - ``"denied"``: this user may not look at the location.
     - ``"in progress"``: data of a save that may still be committed.
-    - ``"garbage"``: data that no save will commit, or that shows no sign of life. `gc` removes it.
+    - ``"garbage"``: data that no save will commit, or that shows no sign of life. `gc` removes it, unless another
+      checkpoint refers to it.
     - ``"torch"``: a checkpoint of torch's own writer, whose size is unknown.
 
     Only ``list_checkpoints(root, all=True)`` lists other states than the first, and sets the fields from `num_bytes`
@@ -395,7 +396,8 @@ class _Listing:
         """Describe each save that has data in `found`."""
         by_attempt: defaultdict[str, list[FoundItem]] = defaultdict(list)
         for item in found:
-            by_attempt[item.attempt].append(item)
+            if item.kind != "claim":
+                by_attempt[item.attempt].append(item)
         for attempt, items in by_attempt.items():
             last_write = max(item.moment for item in items)
             if attempt:  # a server can date unfinished uploads wrongly

@@ -101,8 +101,13 @@ MAX_MESSAGE_CHARS = 4000
 
 def quote_names(names: Sequence[object]) -> str:
     """Quote the first few names for a message."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + more if names else "none"
+    return join_first([repr(name) for name in names], _MAX_NAMES, separator=", ") if names else "none"
+
+
+def join_first(texts: Sequence[str], max_texts: int, *, separator: str = "; ") -> str:
+    """Join the first texts for a message, and say how many more there are."""
+    more = f"{separator.rstrip(', ')} and {len(texts) - max_texts:,} more" if len(texts) > max_texts else ""
+    return separator.join(texts[:max_texts]) + more
 
 
 def find_near(name: object, names: Iterable[object], *, cutoff: float = 0.6) -> str:

@@ -75,7 +75,7 @@ def rm(
 
 def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
     """Return everything that a deletion of `uri` removes. Raises `CheckpointNotFoundError`."""
-    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, gc_advice
+    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, gc_advice, join_first
     from cloudckpt.inspect.catalog import list_checkpoints
     from cloudckpt.uri import parse_location
 
@@ -89,8 +89,8 @@ def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
         return found
     below = [one.name for one in everything if one.state in _CHECKPOINTS]
     if below:
-        more = f" and {len(below) - _MAX_NAMED:,} more" if len(below) > _MAX_NAMED else ""
-        advice = f"It is a folder of {', '.join(below[:_MAX_NAMED])}{more}: name each checkpoint by its URI"
+        shown = join_first(below, _MAX_NAMED, separator=", ")
+        advice = f"It is a folder of {shown}: name each checkpoint by its URI"
     elif any(one.state == "torch" for one in everything):
         advice = "It is a checkpoint of torch's own writer, which cloudckpt does not delete: use another tool"
     elif everything:

@@ -25,6 +25,7 @@ from cloudckpt.errors import (
     StoreError,
     UnsupportedValueError,
     gc_advice,
+    join_first,
 )
 from cloudckpt.format.codec import encode
 from cloudckpt.format.model import Manifest
@@ -250,9 +251,8 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
         and (problem := _find_problem(client, key, size_bytes))
     ]
     if problems:
-        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise IncompleteSaveError(
-            f"nothing was committed at {client.uri}: {'; '.join(problems[:_MAX_SHOWN])}{more}. Something removed or "
+            f"nothing was committed at {client.uri}: {join_first(problems, _MAX_SHOWN)}. Something removed or "
             "replaced what this save wrote (a gc with a short older_than, a lifecycle rule?): save again",
             uri=client.uri,
         )

@@ -29,6 +29,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
     UnsupportedOperationError,
+    join_first,
 )
 from cloudckpt.format.codec import encode, pack_tiles, unpack_tiles
 from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest, StoredObject
@@ -193,8 +194,8 @@ class CopyJob:
                 f"{target.uri} was overwritten or removed while it was being compared. Copy again",
                 uri=target.uri,
             )
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        what = f"{target.uri}, which an earlier copy has committed, is damaged by now: {problems[0]}{more}"
+        shown = join_first(problems, 1)
+        what = f"{target.uri}, which an earlier copy has committed, is damaged by now: {shown}"
         if not self._overwrite:
             raise CorruptCheckpointError(
                 what,

@@ -37,6 +37,7 @@ from cloudckpt.errors import (
     Hint,
     InvalidOptionError,
     UnsupportedValueError,
+    join_first,
     quote_names,
 )
 from cloudckpt.format.chunks import dtype_name, dtype_of
@@ -350,10 +351,9 @@ class Files:
 
     def _refuse(self, names: Sequence[str]) -> None:
         if names:
-            more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+            shown = join_first([self._target.store.url(name) for name in names], _MAX_SHOWN, separator=", ")
             raise CheckpointExistsError(
-                f"{', '.join(self._target.store.url(name) for name in names[:_MAX_SHOWN])}{more} "
-                f"{'exist' if len(names) > 1 else 'exists'} already: nothing was written",
+                f"{shown} {'exist' if len(names) > 1 else 'exists'} already: nothing was written",
                 uri=self._target.uri,
                 hint=Hint(advice="Choose another place, or {option} to replace it.", option="overwrite", value="True"),
             )

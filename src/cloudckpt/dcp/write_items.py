@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
-from cloudckpt.errors import CloudckptError, UnsupportedValueError
+from cloudckpt.errors import CloudckptError, UnsupportedValueError, join_first
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
 from cloudckpt.format.safetensors import HeaderEntry
@@ -330,8 +330,7 @@ def describe_shards(plans: Sequence[SavePlan], entries: Mapping[str, object]) ->
         if problem is not None:
             held = ", ".join(map(str, shards[:_MAX_NAMES])) + (", …" if len(shards) > _MAX_NAMES else "")
             clauses.append(f"{fqn!r} of shape {list(entry.size)} {problem} (it has {held})")
-    more = f"; and {len(clauses) - _MAX_NAMES} more" if len(clauses) > _MAX_NAMES else ""
-    return "; ".join(clauses[:_MAX_NAMES]) + more
+    return join_first(clauses, _MAX_NAMES)
 
 
 def _find_problem(shape: tuple[int, ...], shards: Sequence[_Shard], *, has_others: bool) -> str | None:

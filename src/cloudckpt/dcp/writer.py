@@ -25,6 +25,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     InvalidOptionError,
     UnsupportedValueError,
+    join_first,
     make_picklable,
 )
 from cloudckpt.format.build import Content
@@ -363,8 +364,7 @@ def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, 
             object_index=object_indices[number], begin=begin, end=end, transforms=list(transforms)
         )
     if missing:
-        more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
-        shown = ", ".join(missing[:_MAX_SHOWN]) + more
+        shown = join_first(missing, _MAX_SHOWN, separator=", ")
         raise IncompleteSaveError(
             f"{len(missing)} planned items of {uri} were not written, or not in their planned shape: {shown}. "
             "Nothing was committed",

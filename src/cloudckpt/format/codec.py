@@ -13,7 +13,7 @@ import msgspec
 from awscrt.checksums import crc32c
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
+from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError, join_first
 from cloudckpt.format.model import FORMAT_NAME, REFERENCES_VERSION, CommitTime, Manifest, StoredObject
 from cloudckpt.format.validation import find_name_problems, find_object_problems, find_problems
 
@@ -68,8 +68,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
 def raise_problems(problems: Sequence[str], *, uri: str) -> None:
     """Raise `InvalidManifestError` if there are `problems`."""
     if problems:
-        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
-        shown = "; ".join(problems[:_MAX_SHOWN]) + more
+        shown = join_first(problems, _MAX_SHOWN)
         raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
 
 

@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.log import resolve
-from cloudckpt.errors import CheckpointChangedError, CorruptCheckpointError, ObjectNotFoundError, ShortObjectError
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    join_first,
+)
 from cloudckpt.format.safetensors import (
     LENGTH_BYTES,
     ObjectContents,
@@ -83,9 +89,8 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
             f"{location.uri} was overwritten or removed while it was being verified. Verify again", uri=location.uri
         )
     if problems:
-        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise CorruptCheckpointError(
-            f"{location.uri} is not what was saved: {'; '.join(problems[:_MAX_SHOWN])}{more}. Load an older checkpoint",
+            f"{location.uri} is not what was saved: {join_first(problems, _MAX_SHOWN)}. Load an older checkpoint",
             uri=location.uri,
             problems=problems,
         )

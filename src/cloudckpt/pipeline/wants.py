@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cloudckpt.errors import join_first
 from cloudckpt.format.model import Chunk, ItemLocation
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange
@@ -103,8 +104,7 @@ class Wants:
         ]
         wanted = (one for one in request.wanted if one.begin < end and one.end > begin)
         fqns += {self.single[number].name: None for number in self.numbers_of_single(wanted)}
-        shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
-        return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")
+        return join_first([repr(fqn) for fqn in fqns], _MAX_NAMES, separator=", ")
 
     def numbers_of_single(self, wanted: Iterable[WantedRange]) -> Iterator[int]:
         """Yield the number of each range's want that is of `single`."""

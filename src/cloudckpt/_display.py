@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
+import itertools
 import logging
 import re
 import reprlib
@@ -227,3 +228,14 @@ def _cell(text: str, tag: str = "td", *, is_number: bool = False) -> str:
 
 def _caption(title: str) -> str:
     return f'<caption style="text-align:left;font-weight:bold">{html.escape(title)}</caption>' if title else ""
+
+
+def find_shown_begin(before: str, after: str, *, max_chars: int) -> int:
+    """Return where to begin, so that `max_chars` show the first difference of two texts. Long values often begin alike.
+
+    It is 0 if both texts are short enough.
+    """
+    if max(len(before), len(after)) <= max_chars:
+        return 0
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+    return max(sum(1 for _ in same) - max_chars // 2, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt._display import count, size
+from cloudckpt._display import count, find_shown_begin, size
 from cloudckpt.cli._console import NO, NOT_FOUND, Console
 from cloudckpt.cli._options import CommonOptions, PairOptions
 from cloudckpt.errors import did_you_mean, find_near_entry
@@ -339,16 +338,8 @@ def row_of_difference(one: Difference) -> list[str]:
     if one.num_different:
         largest = [f"{one.max_absolute:.4g}", f"{one.max_relative:.4g}"]
         figures = [f"{one.num_different:,} of {one.num_elements:,}", *largest]
-    return [one.name, one.kind, *_shorten(one.before, one.after), *figures]
-
-
-def _shorten(before: str, after: str) -> tuple[str, str]:
-    """Cut both texts to the place of their first difference, since long values often begin alike."""
-    begin = 0
-    if max(len(before), len(after)) > _MAX_CELL_CHARS:
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
-        begin = max(sum(1 for _ in same) - _MAX_CELL_CHARS // 2, 0)
-    return _cut(before, begin), _cut(after, begin)
+    begin = find_shown_begin(one.before, one.after, max_chars=_MAX_CELL_CHARS)
+    return [one.name, one.kind, _cut(one.before, begin), _cut(one.after, begin), *figures]
 
 
 def _cut(text: str, begin: int) -> str:

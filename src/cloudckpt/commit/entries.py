@@ -31,7 +31,7 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
     UnsupportedOperationError,
 )
-from cloudckpt.format.codec import Summary, decode, decode_summary
+from cloudckpt.format.codec import Summary, add_checksum, decode, decode_summary, find_checksums
 from cloudckpt.format.model import Manifest
 from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.base import ObjectInfo
@@ -63,7 +63,6 @@ MAX_FENCE_BYTES = 128
 _FENCE_FORMAT = "cloudckpt-fence"
 _FENCE_MAJOR = 1
 _FENCE_BEGINNING = b'{"format":"%s"' % _FENCE_FORMAT.encode()
-_FENCE_END = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
 _FENCE_ID = re.compile(r"[0-9a-f]{12}")
 
 
@@ -380,8 +379,7 @@ def new_fence(*, keeps: int | None) -> Fence:
 
 def encode_fence(fence: Fence) -> bytes:
     """Return the document: compact JSON whose last member is the CRC32C of all that stands before it."""
-    body = msgspec.json.encode(fence)[:-1]
-    return body + b',"crc32c":"%08x"}' % crc32c(body)
+    return add_checksum(msgspec.json.encode(fence))
 
 
 def is_fence(document: bytes) -> bool:
@@ -394,11 +392,12 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
 
     Raises `InvalidManifestError` where it is damaged, and `UnsupportedFormatError` for a newer major version.
     """
-    tail = _FENCE_END.search(document)
-    if tail is None or len(document) > MAX_FENCE_BYTES:
+    checksums = find_checksums(document)
+    if checksums is None or len(document) > MAX_FENCE_BYTES:
         raise _invalid_fence(uri, f"its {len(document)} bytes do not end in a checksum, or are too many")
-    if int(tail.group(1), 16) != (actual := crc32c(document[: tail.start()])):
-        raise _invalid_fence(uri, f"its checksum is {actual:08x}, but it was written as {tail.group(1).decode()}")
+    recorded, actual = checksums
+    if recorded != actual:
+        raise _invalid_fence(uri, f"its checksum is {actual:08x}, but it was written as {recorded:08x}")
     try:
         major = _HEAD_DECODER.decode(document).version[0]
         if major > _FENCE_MAJOR:

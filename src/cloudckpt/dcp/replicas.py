@@ -33,7 +33,7 @@ from cloudckpt.stores.base import crc32c_of
 from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.host_memory import new_arena
-from cloudckpt.tensors.tensor_bytes import plain_tensor, view_memory, viewable_address
+from cloudckpt.tensors.tensor_bytes import ALIGNMENT_BYTES, plain_tensor, view_memory, viewable_address
 
 CompareReplicas: TypeAlias = Literal["sample", "whole", "never"]
 ItemKey: TypeAlias = tuple[str, torch.Size | None]
@@ -42,7 +42,6 @@ _WHOLE_BYTES = 16 * KIB  # of a tensor that is compared whole
 _WINDOW_BYTES = KIB
 _LINE_BYTES = 64  # of a window where there are few: a line of a cache
 _WORD_BYTES = 8
-_ALIGNMENT_BYTES = 16  # the size of the largest element
 _BYTES_PER_WINDOW = 4 * MIB
 _MIN_WINDOWS, _MAX_WINDOWS = 3, 256  # begin, middle and end
 _MAX_GATHERED = 4096  # tensors in one call, for the sake of the caches
@@ -228,14 +227,14 @@ def windows_of(num_bytes: int, *, is_whole: bool = False) -> tuple[tuple[int, in
         return tuple((begin, min(begin + _PART_BYTES, num_bytes)) for begin in range(0, num_bytes, _PART_BYTES))
     number = min(max(num_bytes // _BYTES_PER_WINDOW, _MIN_WINDOWS), _MAX_WINDOWS)
     window_bytes = _WINDOW_BYTES if number > _MIN_WINDOWS else _LINE_BYTES
-    last = (num_bytes - window_bytes) // _ALIGNMENT_BYTES
-    begins = [index * last // (number - 1) * _ALIGNMENT_BYTES for index in range(number)]
+    last = (num_bytes - window_bytes) // ALIGNMENT_BYTES
+    begins = [index * last // (number - 1) * ALIGNMENT_BYTES for index in range(number)]
     return (*((begin, begin + window_bytes) for begin in begins[:-1]), (begins[-1], num_bytes))
 
 
 def is_gathered(num_bytes: int) -> bool:
     """Return True if tensors of this size have windows of the same size, so that many are read in one call."""
-    return _WHOLE_BYTES < num_bytes < (_MIN_WINDOWS + 1) * _BYTES_PER_WINDOW and not num_bytes % _ALIGNMENT_BYTES
+    return _WHOLE_BYTES < num_bytes < (_MIN_WINDOWS + 1) * _BYTES_PER_WINDOW and not num_bytes % ALIGNMENT_BYTES
 
 
 def _gather(tensors: Sequence[tuple[int, int, int]], pending: Staging | None) -> Iterator[tuple[int, int]]:
@@ -251,8 +250,8 @@ def _gather(tensors: Sequence[tuple[int, int, int]], pending: Staging | None) ->
         positions, addresses, sizes = np.array(group, dtype=np.int64).T
         base = int(addresses.min())
         memory = view_memory(base, int((addresses + sizes).max()) - base, tensors)
-        last = (sizes - _LINE_BYTES) // _ALIGNMENT_BYTES
-        begins = np.stack([0 * last, last // 2, last], axis=1) * _ALIGNMENT_BYTES + (addresses - base)[:, None]
+        last = (sizes - _LINE_BYTES) // ALIGNMENT_BYTES
+        begins = np.stack([0 * last, last // 2, last], axis=1) * ALIGNMENT_BYTES + (addresses - base)[:, None]
         words = begins[:, :, None] // _WORD_BYTES + np.arange(_LINE_BYTES // _WORD_BYTES)
         rows = np.frombuffer(memory, dtype=np.uint64)[words.reshape(len(group), -1)]
         yield from zip(positions.tolist(), _hash_rows(rows).tolist(), strict=True)

@@ -46,8 +46,19 @@ def unpack_tiles(text: str) -> array[int]:
 
 def encode(manifest: Manifest) -> bytes:
     """Return the document: compact JSON whose last member is the CRC32C of all that stands before it."""
-    body = msgspec.json.encode(manifest)[:-1]
-    return body + b',"crc32c":"%08x"}' % crc32c(body)
+    return add_checksum(msgspec.json.encode(manifest))
+
+
+def add_checksum(document: bytes) -> bytes:
+    """Add one member at the end of compact JSON: the CRC32C of all that stands before it."""
+    document = document[:-1]  # the memory of the whole one is free from here on
+    return document + b',"crc32c":"%08x"}' % crc32c(document)
+
+
+def find_checksums(document: bytes) -> tuple[int, int] | None:
+    """Return the CRC32C that `add_checksum` has added, and that of the content. None if the document ends in none."""
+    tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
+    return (int(tail[1], 16), crc32c(document[: tail.start()])) if tail else None
 
 
 def decode(document: bytes, *, uri: str) -> Manifest:
@@ -74,11 +85,10 @@ def raise_problems(problems: Sequence[str], *, uri: str) -> None:
 
 def check_document(document: bytes, *, uri: str) -> None:
     """That `document` is whole, a manifest, and of a version that is known. Raises what `decode` raises."""
-    tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
-    if tail is None:
+    checksums = find_checksums(document)
+    if checksums is None:
         raise _foreign(document, uri)
-    body = document[: tail.start()]
-    recorded, actual = int(tail.group(1), 16), crc32c(body)
+    recorded, actual = checksums
     if recorded != actual:
         raise InvalidManifestError(
             f"the manifest of {uri} is damaged: its checksum is {actual:08x}, but it was written as {recorded:08x}. "

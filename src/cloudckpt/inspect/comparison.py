@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import os
 from collections import deque
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cloudckpt._display import Rows, shown
+from cloudckpt._display import Rows, find_shown_begin, shown
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
@@ -382,10 +381,7 @@ def is_same_value(before: bytes, after: bytes, *, are_json: Sequence[bool]) -> t
 
 def _shorten(*texts: str) -> tuple[str, str]:
     """Return what two long texts have around their first difference."""
-    begin = 0
-    if max(map(len, texts)) > _MAX_TEXT_CHARS:  # long values often begin alike
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
-        begin = max(sum(1 for _ in same) - _MAX_TEXT_CHARS // 2, 0)
+    begin = find_shown_begin(*texts, max_chars=_MAX_TEXT_CHARS)
     return _cut(texts[0], begin), _cut(texts[1], begin)
 
 

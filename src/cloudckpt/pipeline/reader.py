@@ -450,7 +450,7 @@ class Reader:
         if content is None or len(content) != num_bytes:
             raise CorruptCheckpointError(
                 f"{fqn!r} of {uri} unpacks to {'more' if content is None else 'fewer'} than the {num_bytes} bytes that "
-                f"{list(location.lengths)} of {location.dtype} take. Load an older checkpoint",
+                f"{list(location.lengths)} of {location.dtype} take. {_LOAD_AN_OLDER_ONE}",
                 uri=uri,
             )
         return content

@@ -21,9 +21,8 @@ from cloudckpt.io.boxes import split_into_boxes
 from cloudckpt.options import MIB
 from cloudckpt.tensors.copying import CudaStream, Staging, copies_queued_on
 from cloudckpt.tensors.host_memory import Arena
-from cloudckpt.tensors.tensor_bytes import address_range, as_carrier, bytes_view, is_viewable
+from cloudckpt.tensors.tensor_bytes import ALIGNMENT_BYTES, address_range, as_carrier, bytes_view, is_viewable
 
-_ALIGNMENT_BYTES = 16  # the size of the largest element
 # An object's layout needs all of its tensors; meanwhile the object before it is sent.
 _MAX_TENSORS_PER_OBJECT = 4096
 # Transformed tensors are held until the layout of their object is known.
@@ -102,7 +101,7 @@ class PieceBody:
         positions: list[int] = []
         used_bytes = 0
         for piece, low, high in inside:
-            positions.append(used_bytes + (piece.begin + low - begin - used_bytes) % _ALIGNMENT_BYTES)
+            positions.append(used_bytes + (piece.begin + low - begin - used_bytes) % ALIGNMENT_BYTES)
             if isinstance(piece.content, torch.Tensor):
                 used_bytes = positions[-1] + high - low
         empty = contextlib.nullcontext(torch.empty(0, dtype=torch.uint8, device="cpu"))

@@ -23,6 +23,7 @@ from cloudckpt.stores.base import copy_into
 from cloudckpt.tensors.casts import Cast
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import (
+    ALIGNMENT_BYTES,
     address_range,
     as_carrier,
     bytes_view,
@@ -32,8 +33,6 @@ from cloudckpt.tensors.tensor_bytes import (
     viewable_address,
     writable,
 )
-
-_ALIGNMENT_BYTES = 16  # the size of the largest element
 
 
 class BytesTarget:
@@ -66,9 +65,6 @@ class BytesTarget:
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
         return [memoryview(self.content)[begin - self._location.begin : end - self._location.begin]]
 
-    def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        copy_into(self.direct_views(begin, begin + len(source)), bytes_view(source))
-
 
 class RunTarget:
     """Fills whole tensors that are stored one after the other, each in its own memory.
@@ -97,9 +93,6 @@ class RunTarget:
         low = min(begins)
         memory = view_memory(low, max(ends) - low, self._tensors[first:last])
         return [memory[begin - low : end - low] for begin, end in zip(begins, ends, strict=True)]
-
-    def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        copy_into(self.direct_views(begin, begin + len(source)), bytes_view(source))
 
 
 class TensorTarget(msgspec.Struct, gc=False):
@@ -150,9 +143,6 @@ class TensorTarget(msgspec.Struct, gc=False):
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
         """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
         if self.is_dropped:
-            return
-        if self.address:
-            self._memory(begin, begin + len(source))[:] = bytes_view(source)
             return
         first = (begin - self.chunk.begin) // self.dtype.itemsize
         elements = source.view(self.dtype)
@@ -327,7 +317,7 @@ def _find_direct_views(
 
 
 def _new_gap(begin: int, end: int, position: int) -> _Gap:
-    return _Gap(begin=begin, end=end, position=position + (begin - position) % _ALIGNMENT_BYTES)
+    return _Gap(begin=begin, end=end, position=position + (begin - position) % ALIGNMENT_BYTES)
 
 
 def _copy(want: WantedRange, sources: Sequence[_Source], targets: Sequence[Target]) -> None:
@@ -337,7 +327,11 @@ def _copy(want: WantedRange, sources: Sequence[_Source], targets: Sequence[Targe
             break
         begin, end = max(want.begin, source.begin), min(want.end, source.end)
         if begin < end:
-            targets[want.target].copy_from(source.content[begin - source.begin : end - source.begin], begin)
+            target, content = targets[want.target], source.content[begin - source.begin : end - source.begin]
+            if views := target.direct_views(begin, end):
+                copy_into(views, bytes_view(content))
+            elif isinstance(target, TensorTarget):
+                target.copy_from(content, begin)
 
 
 def _end_of(source: _Source) -> int:

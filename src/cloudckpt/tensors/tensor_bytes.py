@@ -19,6 +19,8 @@ from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
 
 # Copies move bit patterns, also of dtypes that torch can hardly compute with: an integer of the same size stands in.
+ALIGNMENT_BYTES = 16
+"""The size of the largest element."""
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 

@@ -17,7 +17,7 @@ from benchmarks.turns import num_bytes_of
 _MEASURED_GB_PER_S = {"s3fs": 0.17, "s3fs-tuned": 0.3, "s3torchconnector": 0.7, "s3torchconnector-kept": 0.7}
 """On two cores, of saves and loads together: docs/benchmarks has the figures of each."""
 _OTHERS_GB_PER_S = 1.5
-_MOST_GB_PER_S = {"moto": 0.05, "rgw": 0.1, "given": 0.3, "tls": 0.5, "slow": 0.5, "capped": 0.2}
+_MAX_GB_PER_S = {"moto": 0.05, "rgw": 0.1, "given": 0.3, "tls": 0.5, "slow": 0.5, "capped": 0.2}
 """That a server or a wire gives."""
 _START_S = 10.0
 """Start of the processes of a cell: each imports torch."""
@@ -89,7 +89,7 @@ def _cell_s(sweep: Sweep, cell: Cell) -> float:
 
 
 def _turn_s(cell: Cell, system: str) -> float:
-    most = [_MOST_GB_PER_S[name] for name in (cell.server, cell.wire) if name in _MOST_GB_PER_S]
+    most = [_MAX_GB_PER_S[name] for name in (cell.server, cell.wire) if name in _MAX_GB_PER_S]
     gb_per_s = min(_MEASURED_GB_PER_S.get(system, _OTHERS_GB_PER_S), *most, _OTHERS_GB_PER_S)
     moved_s = sum(num_bytes_of(verb, cell.payload) / _GB / gb_per_s for verb in cell.verbs)
     return _TURN_S + cell.payload.num_bytes / _GB / _FILLED_GB_PER_S + moved_s

@@ -23,7 +23,7 @@ from benchmarks.worker import WorkerSpec
 GB = 1e9
 NOT_INSTALLED = "not installed"
 INTERRUPTED = "interrupted"
-_MOST_WORDS = 2000
+_MAX_WORDS = 2000
 _LIMITS: Mapping[tuple[Verb, bool], str] = {
     ("save", True): "send",
     ("load", True): "receive",
@@ -188,4 +188,4 @@ class Run:
 
 def _fail(rows: list[Row], why: str) -> None:
     for row in rows:
-        row.failed = why if len(why) <= _MOST_WORDS else f"{why[:_MOST_WORDS]} …"
+        row.failed = why if len(why) <= _MAX_WORDS else f"{why[:_MAX_WORDS]} …"

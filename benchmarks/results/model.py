@@ -14,7 +14,7 @@ from benchmarks.sweeps import FAR_LATENCY_S
 SCHEMA = 1
 GB = 1e9
 MIB = 1024 * 1024
-_MOST_PROBLEMS = 10
+_MAX_PROBLEMS = 10
 SYSTEM_TITLES: Mapping[str, str] = {
     "cloudckpt": "cloudckpt",
     "cloudckpt-process": "cloudckpt, by process",
@@ -238,8 +238,8 @@ def parsed(document: object) -> Results:
     """A document's results. Raises `MalformedResultsError`, which names all that is wrong with it."""
     problems = list(_problems_of(document))
     if problems:
-        more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
-        raise MalformedResultsError("not the results of a run: " + "; ".join(problems[:_MOST_PROBLEMS]) + more)
+        more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
+        raise MalformedResultsError("not the results of a run: " + "; ".join(problems[:_MAX_PROBLEMS]) + more)
     assert isinstance(document, dict)  # noqa: S101  # or it would have been a problem
     rows = tuple(_row(cell) for cell in document["cells"])
     return Results(

@@ -19,8 +19,8 @@ _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 _MB, _GB = 10**6, 10**9
 _TEN_MS = 0.01
-_MOST_ROWS = 50
-_MOST_UNBROKEN = 60
+_MAX_ROWS = 50
+_MAX_UNBROKEN = 60
 """Characters of a cell that stays one line."""
 _NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
 _T = TypeVar("_T")
@@ -168,14 +168,14 @@ def pairs_to_html(title: str, values: Mapping[str, object]) -> str:
 
 def _table_of_rows(title: str, items: Sequence[Any]) -> str:
     """Return a table with a row for each item. Columns that are empty in all rows are left out."""
-    rows = [dict(_columns(item)) for item in items[:_MOST_ROWS]]
+    rows = [dict(_columns(item)) for item in items[:_MAX_ROWS]]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
     are_numbers = {name: all(map(_NUMBER.fullmatch, (row.get(name, "") for row in rows))) for name in names}
     head = "".join(_cell(name, "th", is_number=are_numbers[name]) for name in names)
     body = "".join(
         f"<tr>{''.join(_cell(row.get(name, ''), is_number=are_numbers[name]) for name in names)}</tr>" for row in rows
     )
-    more = f"<p>… and {len(items) - _MOST_ROWS:,} more</p>" if len(items) > _MOST_ROWS else ""
+    more = f"<p>… and {len(items) - _MAX_ROWS:,} more</p>" if len(items) > _MAX_ROWS else ""
     return f"<table>{_caption(title)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}" if rows else ""
 
 
@@ -222,7 +222,7 @@ def _are_dataclasses(values: Sequence[object]) -> bool:
 
 def _cell(text: str, tag: str = "td", *, is_number: bool = False) -> str:
     # Colours and lines are the notebook's own, which has a light and a dark theme.
-    wrap = "white-space:nowrap" if len(text) <= _MOST_UNBROKEN else "overflow-wrap:anywhere"
+    wrap = "white-space:nowrap" if len(text) <= _MAX_UNBROKEN else "overflow-wrap:anywhere"
     return f'<{tag} style="text-align:{"right" if is_number else "left"};{wrap}">{html.escape(text)}</{tag}>'
 
 

@@ -33,8 +33,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each of these would take seconds; and on a busy machine others may be slow, too."""
-    monkeypatch.setattr(hedging, "LEAST_S", 0.2)
-    monkeypatch.setattr(hedging, "LEAST_ALLOWED", 100)
+    monkeypatch.setattr(hedging, "MIN_DELAY_S", 0.2)
+    monkeypatch.setattr(hedging, "MIN_ALLOWED", 100)
 
 
 def options_at(server: Server, url: str) -> cloudckpt.Options:

@@ -86,8 +86,8 @@ def test_no_copy_of_the_model_outlives_its_save(local: LocalPlace) -> None:
 CYCLE = 10
 """So many saves contain every kind of them, and every shape of the state."""
 NUM_WARM_CYCLES = 2
-MOST_RSS_BYTES = 16 * MIB
-MOST_OWN_BYTES = 32 * 1024
+MAX_RSS_BYTES = 16 * MIB
+MAX_OWN_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,5 +220,5 @@ def test_two_hundred_background_saves_leave_nothing(tmp_path: Path) -> None:
     assert after.num_children <= before.num_children
     assert after.shared_mappings <= before.shared_mappings
     assert after.shared_bytes <= before.shared_bytes
-    assert after.rss_bytes - before.rss_bytes <= MOST_RSS_BYTES
-    assert after.own_bytes - before.own_bytes <= MOST_OWN_BYTES
+    assert after.rss_bytes - before.rss_bytes <= MAX_RSS_BYTES
+    assert after.own_bytes - before.own_bytes <= MAX_OWN_BYTES

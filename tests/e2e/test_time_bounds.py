@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
 TIMEOUT_S = 3.0
 """Long enough for a loaded machine to come to the request that stalls."""
-MOST_CALLS = 4
+MAX_CALLS = 4
 """One after the other that are given up in a save: the commit, a look whether it is there, the ranks' cleaning up."""
 SLACK_S = 12.0
 """For a loaded machine, and for all that does not stall."""
@@ -102,4 +102,4 @@ def test_a_store_that_stalls_is_given_up_in_time_on_all_ranks(
     for elapsed_s, error in results:
         assert isinstance(error, cloudckpt.errors.StoreTimeoutError | cloudckpt.CommitUnknownError), error
         assert uri in str(error)
-        assert elapsed_s < MOST_CALLS * TIMEOUT_S + SLACK_S
+        assert elapsed_s < MAX_CALLS * TIMEOUT_S + SLACK_S

@@ -30,7 +30,7 @@ _HOST = "127.0.0.1"
 _RECEIVE_BYTES = 256 * 1024
 _THROTTLED_BYTES = 16 * 1024
 """Size of the pieces that are forwarded at a limited rate."""
-_LONGEST_ANSWER_BYTES = 256 * 1024
+_MAX_ANSWER_BYTES = 256 * 1024
 """A cut at a random place in an answer is within this number of bytes."""
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -194,7 +194,7 @@ def _choose_cut(head: Head, event: tuple[object, ...]) -> Action:
         return CutRequest(after_bytes=int(place * ((head.length_bytes or 0) + 1)))
     if kind < 2 / 3:
         return LOSE_ANSWER
-    return CutAnswer(after_bytes=int(place * _LONGEST_ANSWER_BYTES), reset=draw("reset", event) < 1 / 2)
+    return CutAnswer(after_bytes=int(place * _MAX_ANSWER_BYTES), reset=draw("reset", event) < 1 / 2)
 
 
 class Wire:

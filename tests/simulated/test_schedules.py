@@ -20,8 +20,8 @@ from tests.simulated.world import KINDS, World
 pytestmark = pytest.mark.faults
 
 NUM_SCHEDULES = int(os.environ.get("CLOUDCKPT_SCHEDULES", "1100"))
-_MOST_AT_ONCE = 4
-_MOST_EVER = 6
+_MAX_AT_ONCE = 4
+_MAX_EVER = 6
 _CHOICE = st.integers(0, 59)  # 60 is divisible by all numbers of things to choose from
 NUM_STEPS = (*range(8), 99, 99, 99)
 """That are done before the one that may go wrong; many are enough to come to the end."""
@@ -67,7 +67,7 @@ class Schedules(RuleBasedStateMachine):
 
     def has_room(self) -> bool:
         num_running = len(self.world.running)
-        return num_running < _MOST_AT_ONCE and (self.world.num_begun < _MOST_EVER or not num_running)
+        return num_running < _MAX_AT_ONCE and (self.world.num_begun < _MAX_EVER or not num_running)
 
     def teardown(self) -> None:
         try:

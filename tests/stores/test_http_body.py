@@ -349,7 +349,7 @@ def test_bodies_arrive_whole_and_connections_are_used_again(
     serve: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, sizes: list[int], at_once_bytes: int
 ) -> None:
     """Bytes would be lost, doubled or out of place; or every range would cost a connection of its own."""
-    monkeypatch.setattr(http_body, "MOST_RECEIVED_BYTES", at_once_bytes)
+    monkeypatch.setattr(http_body, "MAX_RECEIVED_BYTES", at_once_bytes)
     monkeypatch.setattr(http_body, "GATHERED_BYTES", at_once_bytes)
     line = serve(sending(DATA))
     for _ in range(3):

@@ -33,10 +33,10 @@ from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.probe import error_of
 
-_MOST_REFUSALS = 10
+_MAX_REFUSALS = 10
 """In a row: then nothing there can be removed."""
 _NUM_FENCES = 8
-_MOST_KEPT_BYTES = 64 * 1024 * 1024
+_MAX_KEPT_BYTES = 64 * 1024 * 1024
 """The size of the largest manifest that a deletion holds to put it back."""
 _NO_OBJECT = "data/.cloudckpt-probe-0000000000000000"
 """A key that no object has."""
@@ -281,7 +281,7 @@ def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreEr
                 gone.append(key)
             else:
                 left[key] = error
-            if num_refused == _MOST_REFUSALS:
+            if num_refused == _MAX_REFUSALS:
                 return left, gone
     return left, gone
 
@@ -403,7 +403,7 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
     document: bytes | None = None
     if counted is not None:
         with contextlib.suppress(StoreError):
-            document = client.read(manifest_key(counted), max_bytes=_MOST_KEPT_BYTES)
+            document = client.read(manifest_key(counted), max_bytes=_MAX_KEPT_BYTES)
     for _ in range(_NUM_FENCES):
         below = log
         has_laid = put_fence(client, log.highest_number + 1, keeps=None, conditional=conditional)

@@ -48,7 +48,7 @@ _HEAD_BYTES = 256
 _BEGINNING = b'{"format":"cloudckpt'
 """The first bytes of every entry that cloudckpt writes, manifest or fence."""
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
-_MOST_VANISHED = 2
+_MAX_VANISHED = 2
 # Errors that say that the object was not written. Any other may have come after it was, unless it says that it did not.
 _REFUSALS = (
     AccessDeniedError,
@@ -316,7 +316,7 @@ class CommitTimes:
             head = None
         except ObjectNotFoundError:
             self._num_vanished[url] += 1  # a count that another thread loses costs one more look
-            if self._num_vanished[url] < _MOST_VANISHED:
+            if self._num_vanished[url] < _MAX_VANISHED:
                 return None
             head = None
         committed_at_ns = None if head is None else parse_commit_time_ns(head)

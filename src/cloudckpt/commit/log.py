@@ -22,8 +22,8 @@ from cloudckpt.format.model import Manifest
 from cloudckpt.io.client import StoreClient
 
 TORCH_METADATA_KEY = ".metadata"
-_MOST_NAMED = 5
-_MOST_LOOKED_AT = 20
+_MAX_NAMED = 5
+_MAX_LOOKED_AT = 20
 _LOAD_AN_OLDER_ONE = "Load an older checkpoint (cloudckpt ls ROOT lists them)"
 
 
@@ -261,11 +261,11 @@ def list_kept_folders(client: StoreClient) -> list[str]:
     """
     kept: list[str] = []
     names = sorted(client.list_directories(), key=_split_numbers, reverse=True)
-    for name in names[:_MOST_LOOKED_AT]:
+    for name in names[:_MAX_LOOKED_AT]:
         log = read_log_once(client, prefix=f"{name}/", is_lenient=True)
         if log.current is not None or not log.entries:
             kept.append(name)
-        if len(kept) > _MOST_NAMED:
+        if len(kept) > _MAX_NAMED:
             break
     return kept
 
@@ -277,5 +277,5 @@ def _split_numbers(name: str) -> list[str | int]:
 
 def describe_folders(folders: Sequence[str]) -> str:
     """Name the first few of at least one folder, in words."""
-    more = " and more" if len(folders) > _MOST_NAMED else ""
-    return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders[:_MOST_NAMED]))}{more}"
+    more = " and more" if len(folders) > _MAX_NAMED else ""
+    return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders[:_MAX_NAMED]))}{more}"

@@ -229,7 +229,7 @@ def _unknown_error(client: StoreClient, key: str, why: object) -> CommitUnknownE
     )
 
 
-_MAX_SHOWN = 3
+_MAX_SHOWN_PROBLEMS = 3
 
 
 def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime | None:
@@ -252,7 +252,7 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
     ]
     if problems:
         raise IncompleteSaveError(
-            f"nothing was committed at {client.uri}: {join_first(problems, _MAX_SHOWN)}. Something removed or "
+            f"nothing was committed at {client.uri}: {join_first(problems, _MAX_SHOWN_PROBLEMS)}. Something removed or "
             "replaced what this save wrote (a gc with a short older_than, a lifecycle rule?): save again",
             uri=client.uri,
         )

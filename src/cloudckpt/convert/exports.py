@@ -57,7 +57,7 @@ ExportFormat: TypeAlias = Literal["safetensors", "torch"]
 _SINGLE_NAME = "model.safetensors"
 _SAFETENSORS_PATTERNS = (_SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
 _RESERVED_NAME = "__metadata__"
-_MAX_SHOWN = 3
+_MAX_SHOWN_URLS = 3
 _CONNECTIONS_OF_EACH = 2
 """Connections of each upload for the bytes that it sends."""
 TILE_BYTES = MIB
@@ -351,7 +351,7 @@ class Files:
 
     def _refuse(self, names: Sequence[str]) -> None:
         if names:
-            shown = join_first([self._target.store.url(name) for name in names], _MAX_SHOWN, separator=", ")
+            shown = join_first([self._target.store.url(name) for name in names], _MAX_SHOWN_URLS, separator=", ")
             raise CheckpointExistsError(
                 f"{shown} {'exist' if len(names) > 1 else 'exists'} already: nothing was written",
                 uri=self._target.uri,

@@ -51,7 +51,7 @@ from cloudckpt.format.nesting import (
 from cloudckpt.format.wrappers import Registry, collapse, describe_difference
 from cloudckpt.tensors.tensor_bytes import refuse_target
 
-_MAX_SHOWN = 10
+_MAX_SHOWN_PROBLEMS = 10
 _MIN_CHUNKS = 64  # torch visits fewer in less time than it takes to leave any out
 
 
@@ -151,8 +151,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             if not missing and not reshaped and not unlike:
                 raise
             # The search for similar names takes long, so only shown ones get it.
-            missing_texts = (self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN])
-            problems = [*unlike, *reshaped.values(), *missing_texts][:_MAX_SHOWN]
+            missing_texts = (self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN_PROBLEMS])
+            problems = [*unlike, *reshaped.values(), *missing_texts][:_MAX_SHOWN_PROBLEMS]
             num_more = len(missing) + len(reshaped) + len(unlike) - len(problems)
             more = f"; and {num_more} more" if num_more else ""
             if unasked := self._find_unasked(missing):
@@ -160,7 +160,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             subject, partial = "the state dict does", "planner=DefaultLoadPlanner(allow_partial_load=True)"
             keep = "leave these entries out of the state dict, which keeps them as they are"
             if self._has_live_objects:
-                names = f"{{{', '.join(map(repr, reshaped))}}}" if len(reshaped) <= _MAX_SHOWN else "{…}"
+                names = f"{{{', '.join(map(repr, reshaped))}}}" if len(reshaped) <= _MAX_SHOWN_PROBLEMS else "{…}"
                 subject, partial = "the objects do", "strict=False"
                 keep = (
                     f"keep these as they are with strict=False, rename=lambda name: None if name in {names} else name"

@@ -46,7 +46,7 @@ from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.tensor_bytes import Source, classify, plain_tensor
 
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
-_MAX_SHOWN = 500  # characters, as in torch
+_MAX_SHOWN_CHARACTERS = 500  # as in torch
 _MAX_NAMES = 5
 _SHARDED = (DTensor, ShardedTensor)  # the latter refuses to be asked for what any tensor has
 
@@ -337,7 +337,7 @@ def merge_plans(plans: Sequence[SavePlan], *, uri: str = "the checkpoint") -> tu
                 "written. Save from all ranks that hold shards, each with its own",
                 uri=uri,
             )
-        shown = problems[:_MAX_SHOWN] + ("... (truncated)" if len(problems) > _MAX_SHOWN else "")
+        shown = problems[:_MAX_SHOWN_CHARACTERS] + ("... (truncated)" if len(problems) > _MAX_SHOWN_CHARACTERS else "")
         raise ValueError(f"Failed to validate global plan: {shown}")
     return new_plans, Metadata(entries)
 

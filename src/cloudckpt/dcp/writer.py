@@ -42,11 +42,12 @@ from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.uri import is_valid_location, parse_location
 
-_MAX_SHOWN = 10
+_MAX_SHOWN_ITEMS = 10
 _STEPS = frozenset({str, int})
 _ChunkType: TypeAlias = tuple[str | None, tuple[str, ...]]
 _Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...]]
 """The number of the receipts that have it, and then what they say of it, in their order."""
+_NOT_WRITTEN: _Item = (0, 0, 0, None, (-1,), ())  # no chunk has such lengths
 _Items: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Item]
 """The items by FQN and offsets."""
 
@@ -338,7 +339,7 @@ def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, 
     _check_paths(metadata.planner_data, uri)
     receipts: list[ItemReceipts] = [result.storage_data for of_rank in results for result in of_rank]
     written = _written(receipts)
-    used = {receipts[item[0]].stored_in.key for item in written.values()}
+    used = {receipts[number].stored_in.key for number, *_ in written.values()}
     index_of: dict[str, int] = {}
     objects: list[list[ObjectRef]] = []
     for of_rank in results:
@@ -364,7 +365,7 @@ def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, 
             object_index=object_indices[number], begin=begin, end=end, transforms=list(transforms)
         )
     if missing:
-        shown = join_first(missing, _MAX_SHOWN, separator=", ")
+        shown = join_first(missing, _MAX_SHOWN_ITEMS, separator=", ")
         raise IncompleteSaveError(
             f"{len(missing)} planned items of {uri} were not written, or not in their planned shape: {shown}. "
             "Nothing was committed",
@@ -403,11 +404,10 @@ def _stored_tensor(
     chunks: list[Chunk] = []
     types: set[_ChunkType] = set()
     for chunk in entry.chunks:
-        item = written.get((fqn, chunk.offsets))
-        if item is None or item[4] != chunk.sizes:
+        number, begin, end, dtype, lengths, transforms = written.get((fqn, chunk.offsets), _NOT_WRITTEN)
+        if lengths != chunk.sizes:
             missing.append(f"{fqn}{list(chunk.offsets)}")
             continue
-        number, begin, end, dtype, lengths, transforms = item
         chunks.append(Chunk(tuple(chunk.offsets), lengths, object_indices[number], begin, end))
         if len(entry.chunks) > 1:
             types.add((dtype, transforms))

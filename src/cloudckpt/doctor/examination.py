@@ -37,7 +37,7 @@ Outcome = Literal["passed", "failed", "skipped"]
 _MARKS = {"passed": "✓", "failed": "✗", "skipped": "–"}  # noqa: RUF001  # a dash as wide as the other marks
 _NOT_ASKED = "not asked: "
 _MAX_WAIT_S = 10.0
-_MAX_SHOWN = 5
+_MAX_SHOWN_NAMES = 5
 _LOST_WITHOUT = {
     "put": "Without it nothing can be saved.",
     "get": "Without it nothing can be loaded, and a save cannot verify its commit.",
@@ -176,7 +176,7 @@ def examine(
                 "left behind",
                 "failed",
                 f"{len(left)} of the doctor's own objects could not be removed",
-                f"Remove {', '.join(left[:_MAX_SHOWN])}. {gc_advice(location.uri)}",
+                f"Remove {', '.join(left[:_MAX_SHOWN_NAMES])}. {gc_advice(location.uri)}",
                 matters=False,
             )
     _check_settings(checklist, location, plain, read_only=read_only)

@@ -29,7 +29,7 @@ from cloudckpt.format.model import (
 from cloudckpt.format.nesting import Nesting, path_to_json
 from cloudckpt.format.validation import find_problems
 
-_MAX_SHOWN = 10
+_MAX_SHOWN_PROBLEMS = 10
 
 Paths: TypeAlias = Mapping[str, Sequence[str | int]]
 """The path of each entry in the nested state dict, by its name."""
@@ -83,7 +83,7 @@ def build_manifest(
     problems = find_problems(manifest)
     if problems:
         raise IncompleteSaveError(
-            f"the ranks hold no whole checkpoint for {uri}: {'; '.join(problems[:_MAX_SHOWN])}. Nothing was "
+            f"the ranks hold no whole checkpoint for {uri}: {'; '.join(problems[:_MAX_SHOWN_PROBLEMS])}. Nothing was "
             "committed. Sharded tensors have to be saved by all of their ranks together (no_dist=False)",
             uri=uri,
         )

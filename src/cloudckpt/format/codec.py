@@ -18,7 +18,7 @@ from cloudckpt.format.model import FORMAT_NAME, REFERENCES_VERSION, CommitTime, 
 from cloudckpt.format.validation import find_name_problems, find_object_problems, find_problems
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
-_MAX_SHOWN = 10
+_MAX_SHOWN_PROBLEMS = 10
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TAIL_BYTES = len(b',"crc32c":"00000000"}\n')
 # Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
@@ -79,7 +79,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
 def raise_problems(problems: Sequence[str], *, uri: str) -> None:
     """Raise `InvalidManifestError` if there are `problems`."""
     if problems:
-        shown = join_first(problems, _MAX_SHOWN)
+        shown = join_first(problems, _MAX_SHOWN_PROBLEMS)
         raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
 
 

@@ -38,7 +38,7 @@ from cloudckpt.uri import Location, parse_location
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
 
-_MAX_SHOWN = 10
+_MAX_SHOWN_PROBLEMS = 10
 _MIN_READ_BYTES = 4096
 
 
@@ -89,8 +89,9 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
             f"{location.uri} was overwritten or removed while it was being verified. Verify again", uri=location.uri
         )
     if problems:
+        shown = join_first(problems, _MAX_SHOWN_PROBLEMS)
         raise CorruptCheckpointError(
-            f"{location.uri} is not what was saved: {join_first(problems, _MAX_SHOWN)}. Load an older checkpoint",
+            f"{location.uri} is not what was saved: {shown}. Load an older checkpoint",
             uri=location.uri,
             problems=problems,
         )

@@ -45,14 +45,14 @@ _log = logging.getLogger("cloudckpt")
 
 _FIRST_DELAY_S = 0.1
 _FIRST_THROTTLED_DELAY_S = 0.5
-_LONGEST_DELAY_S = 10.0
+_MAX_DELAY_S = 10.0
 FIRST_LOOK_DELAY_S = 0.1
-_LONGEST_LOOK_DELAY_S = 3.2
+_MAX_LOOK_DELAY_S = 3.2
 NUM_LOOKS_AT_DAMAGE = 3
 """Looks in a row that must end with one error before it is raised: damage, or missing data that a manifest names."""
 NUM_LOOKS_AT_ABSENCE = 2
 """Looks in a row that must have one result before it is returned: nothing exists, or something has changed."""
-MOST_LOOKS = 16
+MAX_LOOKS = 16
 """After so many looks without agreement, the store contradicts itself, or its content changes all the time."""
 _MIN_FILE_THREADS = 2  # while one waits for its device, another can copy
 _MAX_FILE_THREADS = 8
@@ -137,8 +137,9 @@ class StoreClient:
         self.store = store
         self.hedger = hedger or Hedger(ConcurrencyLimit(DEFAULT_CONNECTIONS), budget_bytes=0)
         self.recorder = recorder if recorder is not None else Recorder()
-        self.shared = _SharedState(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
-        """For this module alone."""
+        self._shared = _SharedState(
+            retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK
+        )
 
     def at(self, store: Store) -> StoreClient:
         """Return a client of another store, which is stopped together with this one and counts into its numbers."""
@@ -148,8 +149,8 @@ class StoreClient:
 
     def restarted(self) -> StoreClient:
         """Return a client of the same store for calls that are made even if this one was stopped."""
-        other, mine = copy.copy(self), self.shared
-        other.shared = _SharedState(
+        other, mine = copy.copy(self), self._shared
+        other._shared = _SharedState(  # noqa: SLF001  # its own class
             retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock
         )
         return other
@@ -157,20 +158,20 @@ class StoreClient:
     @property
     def num_requests(self) -> int:
         """Tries so far, over all calls, the first of each and hedged ones included."""
-        return self.shared.num_requests + self.hedger.num_hedges
+        return self._shared.num_requests + self.hedger.num_hedges
 
     @property
     def num_retries(self) -> int:
         """Repetitions so far, over all calls."""
-        return self.shared.num_retries
+        return self._shared.num_retries
 
     def stop(self, refusal: BaseException | None = None) -> None:
         """Repeat no call any more: one that fails, or waits after a failure, raises that failure.
 
         With a `refusal`, no call makes a request any more: each raises the refusal in place of its next try.
         """
-        self.shared.refusal = refusal or self.shared.refusal  # before the event: a call that wakes reads it
-        self.shared.stopped.set()
+        self._shared.refusal = refusal or self._shared.refusal  # before the event: a call that wakes reads it
+        self._shared.stopped.set()
 
     @property
     def uri(self) -> str:
@@ -333,15 +334,15 @@ class Retries:
 
     def __init__(self, client: StoreClient) -> None:
         _this_process.refuse_in_fork()
-        self._client, self.shared = client, client.shared
+        self._client, self._shared = client, client._shared  # noqa: SLF001  # of this module
         self.renew()
 
     def __enter__(self) -> None:
         """Count a try. Raises the refusal that the client was stopped with."""
-        if self.shared.refusal is not None:
-            raise self.shared.refusal
-        with self.shared.lock:
-            self.shared.num_requests += 1
+        if self._shared.refusal is not None:
+            raise self._shared.refusal
+        with self._shared.lock:
+            self._shared.num_requests += 1
         self._begun_ns = now_ns()
 
     def __exit__(
@@ -353,15 +354,15 @@ class Retries:
         finally:
             self._client.recorder.spent("transfer", self._begun_ns)
             if has_ended:
-                with self.shared.lock:
-                    self.shared.num_ended += 1
+                with self._shared.lock:
+                    self._shared.num_ended += 1
         return not has_ended
 
     def renew(self) -> None:
         """Forget the failures so far, after progress."""
         self._num_failures = self._num_unsent = 0
-        self._num_ended = self.shared.num_ended
-        self._deadline_s = self.shared.clock.monotonic() + self.shared.timeout_s
+        self._num_ended = self._shared.num_ended
+        self._deadline_s = self._shared.clock.monotonic() + self._shared.timeout_s
 
     def _wait_after(self, error: Exception) -> bool:
         """Wait before the next try, and return True. Return False if `error` is final: the context then raises it.
@@ -373,7 +374,7 @@ class Retries:
             if isinstance(error, (CloudckptError, MemoryError)):
                 return False
             raise StoreError(f"the store failed with {type(error).__name__}: {error}", key="", operation="") from error
-        shared = self.shared
+        shared = self._shared
         has_progressed = isinstance(error, InterruptedReadError) and error.received_bytes > 0
         if has_progressed or (error.is_unsent and self._num_ended != shared.num_ended):
             self.renew()
@@ -383,13 +384,13 @@ class Retries:
             self._num_failures += 1
         first_s = _FIRST_THROTTLED_DELAY_S if isinstance(error, ThrottledError) else _FIRST_DELAY_S
         num_failures = self._num_failures + self._num_unsent
-        delay_s = shared.clock.jitter() * min(first_s * 2.0 ** (num_failures - 1), _LONGEST_DELAY_S)
+        delay_s = shared.clock.jitter() * min(first_s * 2.0 ** (num_failures - 1), _MAX_DELAY_S)
         if self._num_failures > shared.retries or shared.clock.monotonic() + delay_s >= self._deadline_s:
             return False
         return self._wait(error, delay_s)
 
     def _wait(self, error: StoreError, delay_s: float) -> bool:
-        shared = self.shared
+        shared = self._shared
         more = log_fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
         _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
         with shared.lock:
@@ -409,21 +410,21 @@ class Confirmation:
     """
 
     def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
-        self.shared = client.shared
+        self._shared = client._shared  # noqa: SLF001  # of this module
         self._changing = changing
         self._evidence: list[Hashable] = []
 
     def add(self, evidence: Hashable, error: Exception | None = None) -> bool:
         """Add the evidence of a look. Return True if the last looks agree, and False if another look must begin.
 
-        After an `error`, it waits before it returns False. Raises if `MOST_LOOKS` do not agree, and if the client was
+        After an `error`, it waits before it returns False. Raises if `MAX_LOOKS` do not agree, and if the client was
         stopped.
         """
         self._evidence.append(evidence)
         num_looks = NUM_LOOKS_AT_ABSENCE if error is None else NUM_LOOKS_AT_DAMAGE
         if self._evidence[-num_looks:] == [evidence] * num_looks:
             return True
-        if len(self._evidence) >= MOST_LOOKS:
+        if len(self._evidence) >= MAX_LOOKS:
             if self._changing is not None:
                 raise self._changing() from error
             raise TransientStoreError(
@@ -433,9 +434,9 @@ class Confirmation:
             ) from error
         if error is not None:
             _log.info("looking again, since this may be wrong: %s", error)
-            longest_s = min(FIRST_LOOK_DELAY_S * 2.0 ** (len(self._evidence) - 1), _LONGEST_LOOK_DELAY_S)
-            if self.shared.clock.wait(self.shared.stopped, self.shared.clock.jitter() * longest_s):
-                raise self.shared.refusal or CloudckptError(
+            longest_s = min(FIRST_LOOK_DELAY_S * 2.0 ** (len(self._evidence) - 1), _MAX_LOOK_DELAY_S)
+            if self._shared.clock.wait(self._shared.stopped, self._shared.clock.jitter() * longest_s):
+                raise self._shared.refusal or CloudckptError(
                     f"another call failed first, so this was not looked at again: {error}"
                 ) from error
         return False

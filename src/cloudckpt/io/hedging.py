@@ -24,16 +24,16 @@ from cloudckpt.stores.http_clients import CallScope
 _T = TypeVar("_T")
 Kind: TypeAlias = Literal["upload", "download"]
 
-LEAST_S = 2.0
+MIN_DELAY_S = 2.0
 """A request that takes less is not worth a second one."""
-_MOST_PER_HOST = 128
+_MAX_PER_HOST = 128
 _CALM_S = 30.0
 """No request is repeated for this long after the store has asked to slow down."""
-_MOST_AT_ONCE = 4
+_MAX_AT_ONCE = 4
 _TIMES_SLOWER = 3.0
-_LEAST_PEERS = 4
-_MOST_PEERS = 64
-LEAST_ALLOWED = 2
+_MIN_PEERS = 4
+_MAX_PEERS = 64
+MIN_ALLOWED = 2
 _ONE_IN = 20
 _WATCH_EVERY_S = 0.5  # each look is a wait for the GIL, of a training loop too
 
@@ -42,12 +42,12 @@ def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
     """Return `connections` if the user has set it; otherwise 16, or less where the ranks of one host share 128."""
     if connections is not None:
         return connections
-    return min(DEFAULT_CONNECTIONS, max(_MOST_PER_HOST // max(ranks_of_host, 1), 1))
+    return min(DEFAULT_CONNECTIONS, max(_MAX_PER_HOST // max(ranks_of_host, 1), 1))
 
 
 def max_hedges(num_requests: int) -> int:
     """Return how many of `num_requests` may be repeated: one in twenty, and always a few."""
-    return max(num_requests // _ONE_IN, LEAST_ALLOWED)
+    return max(num_requests // _ONE_IN, MIN_ALLOWED)
 
 
 class ConcurrencyLimit:
@@ -86,7 +86,7 @@ class PeerTimes:
     """The times that the last requests of one kind took, by size. Not thread-safe: `Hedger` locks it."""
 
     def __init__(self) -> None:
-        self._took: deque[tuple[int, float]] = deque(maxlen=_MOST_PEERS)
+        self._took: deque[tuple[int, float]] = deque(maxlen=_MAX_PEERS)
 
     def add(self, *, num_bytes: int, took_s: float) -> None:
         """Record a request that succeeded."""
@@ -100,9 +100,9 @@ class PeerTimes:
         took = [
             took_s for size_bytes, took_s in self._took if num_bytes <= 2 * size_bytes and size_bytes <= 2 * num_bytes
         ]
-        if len(took) < _LEAST_PEERS:
+        if len(took) < _MIN_PEERS:
             return None
-        return max(_TIMES_SLOWER * statistics.median(took), LEAST_S)
+        return max(_TIMES_SLOWER * statistics.median(took), MIN_DELAY_S)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -316,7 +316,7 @@ class Hedger:
             request.second_has_ended is None
             and request.name not in self._hedged
             and len(self._hedged) < max_hedges(self._num_requests)
-            and self._num_at_once < _MOST_AT_ONCE
+            and self._num_at_once < _MAX_AT_ONCE
             and self._held_bytes + request.held_bytes <= self._budget_bytes
         )
 

@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 class WantedRange(NamedTuple):
     """Bytes ``[begin, end)`` of an object that one target wants. A tuple, since a load has one for each tensor."""
 
-    target: int
-    """Number of the target."""
+    target_number: int
     object_index: int
     begin: int
     end: int

@@ -26,7 +26,7 @@ _log = logging.getLogger("cloudckpt")
 
 _PARTS_PER_CONNECTION = 4
 _SMALL_PART_BYTES = 16 * 1024 * 1024
-_LEAST_HELD_PART_BYTES = 64 * 1024
+_MIN_HELD_PART_BYTES = 64 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -368,7 +368,7 @@ def choose_part_bytes(num_bytes: int, *, connections: int, most_bytes: int, buff
 
 def choose_held_part_bytes(budget_bytes: int, *, connections: int, most_bytes: int, tile_bytes: int) -> int:
     """Return the size of parts that are held in memory, whole tiles each: the budget has one for each connection."""
-    share_bytes = max(budget_bytes // connections, min(_LEAST_HELD_PART_BYTES, budget_bytes))
+    share_bytes = max(budget_bytes // connections, min(_MIN_HELD_PART_BYTES, budget_bytes))
     return max(min(most_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 

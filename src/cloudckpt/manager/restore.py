@@ -25,7 +25,7 @@ from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptChe
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.verification import verify
-from cloudckpt.io.client import MOST_LOOKS, open_client
+from cloudckpt.io.client import MAX_LOOKS, open_client
 from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import log_and_deliver
@@ -179,7 +179,7 @@ def load_newest(
             else:
                 reader.report = dataclasses.replace(report, skipped=tuple(skipped))
                 return uri, reader.report
-        if found.is_gone and num_looks < MOST_LOOKS:
+        if found.is_gone and num_looks < MAX_LOOKS:
             num_looks += 1
             tried = {one.uri for one in skipped}
             waiting = [other for other in ranks.broadcast("find", find) if other not in tried]

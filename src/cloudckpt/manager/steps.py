@@ -23,7 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metrics
-from cloudckpt.io.client import MOST_LOOKS, StoreClient, open_client
+from cloudckpt.io.client import MAX_LOOKS, StoreClient, open_client
 from cloudckpt.manager.policies import StepInfo, sort_newest_first
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
@@ -237,7 +237,7 @@ class Steps:
         )
 
     def _look_at(self, name: str, client: StoreClient, summaries: SummaryReader | None) -> StepFolder:
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_LOOKS):
             folder = self._try_to_look_at(name, client, summaries)
             if folder is not None:
                 return folder

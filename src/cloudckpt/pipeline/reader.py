@@ -59,7 +59,7 @@ _SMALL_REQUEST_BYTES = 8 * MIB
 _MAX_KEPT_BYTES = 512 * MIB
 """More than that is kept only of a single chunk."""
 _LOAD_AN_OLDER_ONE = "Load an older checkpoint"
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 class Reader:
@@ -554,10 +554,10 @@ class CopyElsewhere:
                 return
             self.read_indices.add(index)
             number = len(self.read_indices)
-        if number <= _MOST_NAMED:
+        if number <= _MAX_NAMED:
             why = str(failure).removesuffix(f". {_LOAD_AN_OLDER_ONE}")
             _log.warning("reading the copy of %s in %s, because of this failure: %s", url, self.context.uri, why)
-        elif number == _MOST_NAMED + 1:
+        elif number == _MAX_NAMED + 1:
             _log.warning("reading the copies of more objects in %s, which are not named", self.context.uri)
 
 
@@ -584,7 +584,7 @@ def choose_request_bytes(context: Context, ranges: Sequence[WantedRange], copied
     for wanted in ranges:
         num_bytes = wanted.end - wanted.begin
         wanted_bytes += num_bytes
-        copied_bytes += num_bytes * copied[wanted.target]
+        copied_bytes += num_bytes * copied[wanted.target_number]
     most_bytes = context.options.advanced.request_bytes
     if 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
         most_bytes = min(most_bytes, _buffer_bytes(context) // context.connections)

@@ -108,4 +108,4 @@ class Wants:
 
     def numbers_of_single(self, wanted: Iterable[WantedRange]) -> Iterator[int]:
         """Yield the number of each range's want that is of `single`."""
-        return (one.target for one in wanted if one.target < len(self.single))
+        return (one.target_number for one in wanted if one.target_number < len(self.single))

@@ -12,7 +12,7 @@ from cloudckpt._this_process import is_first_warning
 
 _log = logging.getLogger("cloudckpt")
 
-_MOST_APART_S = 3600.0
+_MAX_APART_S = 3600.0
 
 
 class MachineClock:
@@ -59,7 +59,7 @@ def warn_of_clock(ahead_s: float, of: str, *, whose: str) -> None:
         whose: The kind of the other clock. One warning for each.
 
     """
-    if abs(ahead_s) <= _MOST_APART_S or not is_first_warning("clock", whose):
+    if abs(ahead_s) <= _MAX_APART_S or not is_first_warning("clock", whose):
         return
     _log.warning(
         "this machine's clock is %.1f hours %s %s. One of the two is wrong: set it (NTP). Checkpoints keep the order "
@@ -77,4 +77,4 @@ def now() -> datetime:
     earliest time, by which the most is spared.
     """
     ahead_s = max(list(MACHINE.ahead_s.values()), default=0.0)
-    return datetime.fromtimestamp(MACHINE.time_ns() / 1e9 - (ahead_s if ahead_s > _MOST_APART_S else 0.0), timezone.utc)
+    return datetime.fromtimestamp(MACHINE.time_ns() / 1e9 - (ahead_s if ahead_s > _MAX_APART_S else 0.0), timezone.utc)

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
 
 _SENT_AT_ONCE_BYTES = 256 * 1024  # a larger piece could take longer than a timeout on a slow line
-_MOST_SENT_BYTES = 1024 * 1024 * 1024
-_MOST_VIEWS = 1024  # IOV_MAX
+_MAX_SENT_BYTES = 1024 * 1024 * 1024
+_MAX_VIEWS = 1024  # IOV_MAX
 
-_MOST_READ_BYTES = 1024 * 1024
-MOST_RECEIVED_BYTES = 8 * 1024 * 1024
-_FEWEST_RECEIVED_BYTES = 256 * 1024
+_MAX_READ_BYTES = 1024 * 1024
+MAX_RECEIVED_BYTES = 8 * 1024 * 1024
+_MIN_RECEIVED_BYTES = 256 * 1024
 SHARE_OF_TIMEOUT = 0.25
 GATHERED_BYTES = 512 * 1024
-_MOST_HELD_BYTES = 32 * 1024  # OpenSSL may have most of one record already
+_MAX_HELD_BYTES = 32 * 1024  # OpenSSL may have most of one record already
 
 
 _CRC32C_BYTES = 4
@@ -112,7 +112,7 @@ def send_all(connection: Any, views: Views) -> None:
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
         return
     with _waiting_in_the_kernel(connection, socket.SO_SNDTIMEO):
-        for batch in batches(views, max_bytes=_MOST_SENT_BYTES, max_views=_MOST_VIEWS):
+        for batch in batches(views, max_bytes=_MAX_SENT_BYTES, max_views=_MAX_VIEWS):
             left = batch
             while left:
                 left = skip_bytes(left, connection.sendmsg(left))
@@ -185,7 +185,7 @@ class ResponseBody:
             for view in views:
                 begin = 0
                 while begin < view.nbytes:
-                    count = response.readinto(view[begin : begin + _MOST_READ_BYTES])
+                    count = response.readinto(view[begin : begin + _MAX_READ_BYTES])
                     if not count:
                         raise BodyEndedError
                     begin += count
@@ -201,7 +201,7 @@ class ResponseBody:
                 _receive_records(response, connection, rest)
                 return
             with _waiting_in_the_kernel(connection, socket.SO_RCVTIMEO):
-                for batch in batches(rest, max_bytes=MOST_RECEIVED_BYTES, max_views=_MOST_VIEWS):
+                for batch in batches(rest, max_bytes=MAX_RECEIVED_BYTES, max_views=_MAX_VIEWS):
                     left = batch
                     while left:
                         count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
@@ -242,7 +242,7 @@ def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
     """
     if not isinstance(response, http.client.HTTPResponse) or response.chunked:
         return None
-    if response.length is None or response.length < max(wanted_bytes, _FEWEST_RECEIVED_BYTES):
+    if response.length is None or response.length < max(wanted_bytes, _MIN_RECEIVED_BYTES):
         return None
     buffer: Any = response.fp
     raw = getattr(buffer, "raw", None)
@@ -272,7 +272,7 @@ def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> 
         for view in views:
             begin = 0
             while begin < view.nbytes:
-                if is_gathering and left_bytes < GATHERED_BYTES + _MOST_HELD_BYTES:
+                if is_gathering and left_bytes < GATHERED_BYTES + _MAX_HELD_BYTES:
                     is_gathering = False
                     _wait_for(connection, 1, timeout_s)
                 try:

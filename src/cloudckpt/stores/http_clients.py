@@ -23,8 +23,8 @@ from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
-_MOST_CLIENTS = 16
-_LONGEST_CONNECT_S = 20.0
+_MAX_CLIENTS = 16
+_MAX_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3
 _CONFIGURING = (
     "ALL_PROXY",
@@ -76,7 +76,7 @@ class ClientKey(Generic[Config]):
         """Return the timeouts for connecting and for reading; the arguments are those that the user gave."""
         return (
             # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
-            connect_s or min(self.timeout_s, _LONGEST_CONNECT_S),
+            connect_s or min(self.timeout_s, _MAX_CONNECT_S),
             # A fraction of the timeout, so that one dead connection leaves time for another try.
             read_s or self.timeout_s / _TRIES_WITHIN_TIMEOUT,
         )
@@ -114,7 +114,7 @@ class ClientCache(Generic[Config, Client]):
         self._lock = threading.Lock()
         self._replacing = threading.Lock()
 
-        @functools.lru_cache(maxsize=_MOST_CLIENTS)
+        @functools.lru_cache(maxsize=_MAX_CLIENTS)
         def make_for(key: ClientKey[Config], _environment: tuple[tuple[str, str], ...]) -> Client:
             return make(key)
 

@@ -33,10 +33,10 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 
-_MOST_CHARACTERS = 400
-_MOST_QUOTED_BYTES = 60
+_MAX_CHARACTERS = 400
+_MAX_QUOTED_BYTES = 60
 _PREFIX_CHARACTERS = 12
-_FEWEST_SECRET_CHARACTERS = 6  # shorter ones are dummies, and part of any word
+_MIN_SECRET_CHARACTERS = 6  # shorter ones are dummies, and part of any word
 
 
 class ErrorRule(NamedTuple):
@@ -187,8 +187,8 @@ def build_error(rule: ErrorRule, request: FailedRequest, *, reason: str) -> Stor
         permission=request.permission,
     )
     reason = " ".join(mask(reason, request.secrets).split())
-    if len(reason) > _MOST_CHARACTERS:
-        reason = f"{reason[:_MOST_CHARACTERS]}…"
+    if len(reason) > _MAX_CHARACTERS:
+        reason = f"{reason[:_MAX_CHARACTERS]}…"
     text = f"{request.url}: {request.api} failed: {reason.rstrip('. ')}. {advice}"
     return cls(text, key=request.url, operation=request.operation)
 
@@ -308,7 +308,7 @@ def _network_reason(error: Exception) -> str | None:
 
 def describe_foreign(whose: str, status: int, content_type: str | None, body: object) -> str:
     """Describe an answer that is not of `whose` kind. Quotes the beginning of `body` if it is bytes."""
-    beginning = f", {body[:_MOST_QUOTED_BYTES]!r}" if isinstance(body, bytes) and body else ""
+    beginning = f", {body[:_MAX_QUOTED_BYTES]!r}" if isinstance(body, bytes) and body else ""
     return f"the answer is not {whose}: status {status}, {content_type or 'no Content-Type'}{beginning}"
 
 
@@ -334,7 +334,7 @@ def is_json_error(body: bytes) -> bool:
 def mask(text: str, secrets: Iterable[str]) -> str:
     """Replace `secrets` in `text`, plain and as in a URL; the beginning of a long one too, since quotes are cut."""
     for secret in secrets:
-        if len(secret) >= _FEWEST_SECRET_CHARACTERS:
+        if len(secret) >= _MIN_SECRET_CHARACTERS:
             for form in (secret, quote(secret, safe="", errors="replace"), quote(secret, errors="replace")):
                 text = text.replace(form, "***")
                 if len(form) >= 2 * _PREFIX_CHARACTERS:

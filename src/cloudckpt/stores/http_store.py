@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
     from cloudckpt.uri import Location
 
-_MOST_NAME_CHARACTERS = 200
+_MAX_NAME_CHARACTERS = 200
 _LISTINGS = ("list", "list_directories", "list_uploads")
-_MOST_PER_ROW = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
-_FEWEST_PER_ROW = 17
+_MAX_PER_ROW = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
+_MIN_PER_ROW = 17
 _BETWEEN = "Is a proxy or a load balancer between? Try again; if it persists, use another store or another route to it."
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
@@ -191,7 +191,7 @@ class HTTPSession(abc.ABC):
                     UnsupportedOperationError,
                     operation,
                     prefix,
-                    f"a listing of this prefix holds {ascii(name)[:_MOST_NAME_CHARACTERS]} too. The store, or a proxy "
+                    f"a listing of this prefix holds {ascii(name)[:_MAX_NAME_CHARACTERS]} too. The store, or a proxy "
                     "before it, ignores prefixes. Use another one.",
                 )
 
@@ -284,8 +284,8 @@ class HTTPStore(Store):
         """
         names = (self.name_of(key, "delete") for key in keys)
         for _, siblings in itertools.groupby(names, key=lambda name: name.rpartition("/")[0]):
-            while row := list(itertools.islice(siblings, _MOST_PER_ROW)):
-                if len(row) >= _FEWEST_PER_ROW:
+            while row := list(itertools.islice(siblings, _MAX_PER_ROW)):
+                if len(row) >= _MIN_PER_ROW:
                     self.delete_row(row)
                 else:
                     for name in row:

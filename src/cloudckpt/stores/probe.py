@@ -35,7 +35,7 @@ _TEXT = b"cloudckpt tried out this store. Nothing needs this object: delete it. 
 _CONTENT = _TEXT + b"first)\n"
 _OTHER_CONTENT = _TEXT + b"second, which must not exist)\n"
 _DAMAGED_CONTENT = _TEXT + b"damaged, which must not exist)\n"
-_MOST_READ_BYTES = 64 * MIB
+_MAX_READ_BYTES = 64 * MIB
 _NUM_REMOVALS = 2
 _UNCONDITIONAL = (
     "Two saves to one URI at the same time can both report success, and one of them is lost. Use another store, or "
@@ -211,7 +211,7 @@ def check_put(scratch: Scratch) -> str:
 
 def check_read(scratch: Scratch) -> str:
     """Read an object."""
-    content = scratch.store.read(scratch.key, max_bytes=_MOST_READ_BYTES)
+    content = scratch.store.read(scratch.key, max_bytes=_MAX_READ_BYTES)
     if content != _CONTENT:
         raise CheckFailed(f"returned {len(content)} other bytes than were put", "Do not use this store.")
     return "the object was read as it was put"
@@ -296,7 +296,7 @@ def check_create_if_absent(scratch: Scratch, key: str = "") -> str:
 
 def _check_that_refusal_changed_nothing(scratch: Scratch, key: str) -> None:
     try:
-        content = scratch.store.read(key, max_bytes=_MOST_READ_BYTES)
+        content = scratch.store.read(key, max_bytes=_MAX_READ_BYTES)
     except AccessDeniedError:
         _log.info("%s: could not check that a refused put changes nothing: reading is denied", scratch.store.url(key))
     except ObjectNotFoundError:
@@ -376,7 +376,7 @@ def check_delete(scratch: Scratch) -> str:
     scratch.put(key, _CONTENT)
     scratch.remove(key)
     try:
-        scratch.store.read(key, max_bytes=_MOST_READ_BYTES)
+        scratch.store.read(key, max_bytes=_MAX_READ_BYTES)
     except ObjectNotFoundError:
         return "an object was removed"
     raise CheckFailed("still has an object that was removed", "gc and deletions have no effect here.")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from cloudckpt.errors import InvalidOptionError, did_you_mean, find_near
 
-_MOST_S = 1_000_000_000
+_MAX_S = 1_000_000_000
 """The longest wait that a socket takes."""
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 PARSER = "parser"
@@ -107,8 +107,8 @@ def parse_text(value: Any) -> str:
 
 def parse_seconds(value: Any) -> float:
     """Return a positive number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_S:
-        raise ValueError(f"must be a positive number of seconds, at most {_MOST_S:,}, not {value!r:.50}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_S:
+        raise ValueError(f"must be a positive number of seconds, at most {_MAX_S:,}, not {value!r:.50}")
     return float(value)
 
 

@@ -20,7 +20,7 @@ from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.uri import store_attributes
 
 _NAME = "cloudckpt"
-_MOST_RUNNING = 256
+_MAX_RUNNING = 256
 """The most operations that are kept. The end of some is never reported, as on most ranks of torch's own `save`."""
 _SPAN_OF_STEP = {"set_up": "plan", "write": "upload", "commit": "commit", "read": "read"}
 _REMOVERS = frozenset({"gc", "delete", "retention"})
@@ -133,7 +133,7 @@ class Instrumentation:
         with self._lock:
             forgotten = [self._running.pop(event.operation, None)]
             self._running[event.operation] = running
-            if len(self._running) > _MOST_RUNNING:
+            if len(self._running) > _MAX_RUNNING:
                 forgotten.append(self._running.popitem(last=False)[1])
         self._metrics["operation.active"].add(1, running.kind)
         for one in forgotten:

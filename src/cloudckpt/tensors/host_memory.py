@@ -48,7 +48,7 @@ class Block:
 
     def __init__(self, num_bytes: int, *, shared: bool = False) -> None:
         self.num_bytes = num_bytes
-        self._unpin: weakref.finalize[..., Any] | None = None
+        self._unpin_finalizer: weakref.finalize[..., Any] | None = None
         self._shared = _map_shared_memory(num_bytes) if shared else None
         self._memory = None if shared else mmap.mmap(-1, num_bytes)
         self._view: memoryview | None = None
@@ -103,7 +103,7 @@ class Block:
     @property
     def is_pinned(self) -> bool:
         """True if the memory is registered with CUDA."""
-        return self._unpin is not None and self._unpin.alive
+        return self._unpin_finalizer is not None and self._unpin_finalizer.alive
 
     def pin(self) -> bool:
         """Register the memory with CUDA, so that copies run at the link's rate beside other work.
@@ -118,8 +118,8 @@ class Block:
         if problem:
             _log.warning("Host memory is not pinned, so copies from the GPU are slower: %s. See ulimit -l.", problem)
             return False
-        self._unpin = weakref.finalize(self, _unpin, self.address, self.num_bytes, os.getpid())
-        self._unpin.atexit = False  # CUDA may have ended by then, and unpins everything itself
+        self._unpin_finalizer = weakref.finalize(self, _unpin, self.address, self.num_bytes, os.getpid())
+        self._unpin_finalizer.atexit = False  # CUDA may have ended by then, and unpins everything itself
         return True
 
     def release_after_last_tensor(self) -> None:
@@ -130,8 +130,8 @@ class Block:
 
     def release(self) -> None:
         """Unpin the memory, and give up this object's reference to it. The last tensor that uses it unmaps it."""
-        if self._unpin is not None:
-            self._unpin()
+        if self._unpin_finalizer is not None:
+            self._unpin_finalizer()
         self._view = self._shared = self._memory = None
 
 

@@ -311,7 +311,7 @@ def _find_direct_views(
     """Return the want whose own memory takes bytes ``[begin, end)``, and that memory. Each has to want all of it."""
     if len(wants) == 1 or all(want.begin <= begin and end <= want.end for want in wants):
         for want in wants:
-            if views := targets[want.target].direct_views(begin, end):
+            if views := targets[want.target_number].direct_views(begin, end):
                 return want, views
     return None, []
 
@@ -327,7 +327,7 @@ def _copy(want: WantedRange, sources: Sequence[_Source], targets: Sequence[Targe
             break
         begin, end = max(want.begin, source.begin), min(want.end, source.end)
         if begin < end:
-            target, content = targets[want.target], source.content[begin - source.begin : end - source.begin]
+            target, content = targets[want.target_number], source.content[begin - source.begin : end - source.begin]
             if views := target.direct_views(begin, end):
                 copy_into(views, bytes_view(content))
             elif isinstance(target, TensorTarget):

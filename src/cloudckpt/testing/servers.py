@@ -145,7 +145,7 @@ def answers(endpoint_url: str, path: str = "/", *, timeout_s: float) -> bool:
 _REQUEST_TIMEOUT_S = 10.0
 _STOP_S = 10.0
 _POLL_S = 0.02
-_LONGEST_LOG_BYTES = 4096
+_MAX_LOG_BYTES = 4096
 # A supervisor between this process and the server, because the server does not notice the end of this process. The
 # supervisor kills the server and its children when it reads a byte from its standard input, or the end of file that
 # follows the end of this process. On Linux its own end kills the server too. It ends when the server ends.
@@ -300,9 +300,9 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """Return the end of its standard output and error."""
-        begin = max(0, os.fstat(self.log.fileno()).st_size - _LONGEST_LOG_BYTES)
+        begin = max(0, os.fstat(self.log.fileno()).st_size - _MAX_LOG_BYTES)
         # pread instead of seek and read, because the server writes at the same file position.
-        return os.pread(self.log.fileno(), _LONGEST_LOG_BYTES, begin).decode(errors="replace").strip() or "no output"
+        return os.pread(self.log.fileno(), _MAX_LOG_BYTES, begin).decode(errors="replace").strip() or "no output"
 
     def _failure(self, what: str) -> str:
         return f"{self.program.name} {what}: {self.last_words()}"

@@ -88,7 +88,7 @@ rgw gc processor period = 10
 rgw gc processor max time = 10
 """
 _CAPACITY_BYTES = 8 << 30
-_MOST_WORDS = 2000
+_MAX_WORDS = 2000
 _DEBIAN_PACKAGES = "radosgw ceph-mon ceph-osd ceph-common"
 
 
@@ -160,7 +160,7 @@ class _Cluster:
                 check=True,
             )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            words = (error.output or b"").decode(errors="replace").strip()[:_MOST_WORDS]
+            words = (error.output or b"").decode(errors="replace").strip()[:_MAX_WORDS]
             raise RuntimeError(f"{program} {arguments[0]} failed: {words or error}") from error
 
     def _run(

@@ -136,7 +136,7 @@ def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) 
     elif config.anonymous or is_emulator:
         return AnonymousCredentials()
     else:
-        search: Any = _BoundedSearch(min(timeout_s, _LONGEST_SEARCH_S))
+        search: Any = _BoundedSearch(min(timeout_s, _MAX_SEARCH_S))
         try:
             credentials, _ = google.auth.default(scopes=SCOPES, request=search)
         except DefaultCredentialsError:
@@ -211,14 +211,14 @@ class _BoundedSearch:
 
 T = TypeVar("T")
 _METADATA_VARIABLES = ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT")
-_LONGEST_SEARCH_S = 20.0  # for Google's own search for credentials
+_MAX_SEARCH_S = 20.0  # for Google's own search for credentials
 
 CONTENT_TYPE = "application/octet-stream"
-MOST_HELPERS = 4
+MAX_HELPERS = 4
 """Threads in which one call of the store makes requests side by side."""
 _SPARE_CONNECTIONS = 4
 _STORES_AT_ONCE = 4
-_MOST_ANSWER_BYTES = 64 * 1024
+_MAX_ANSWER_BYTES = 64 * 1024
 _OK, _NO_CONTENT, _PARTIAL, _FIRST_REFUSED, _UNAUTHORIZED, _NOT_FOUND = 200, 204, 206, 300, 401, 404
 _LENGTH = re.compile(r"[0-9]{1,18}")
 LISTING = "storage#objects"
@@ -252,7 +252,7 @@ class GCSClient(SDKClient):
         self._renewing = threading.Lock()
         # The number that is kept open, not a limit. Stores of one configuration share it: a save beside a load would
         # otherwise close connections that both need.
-        most_connections = (_STORES_AT_ONCE + MOST_HELPERS) * key.connections + _SPARE_CONNECTIONS
+        most_connections = (_STORES_AT_ONCE + MAX_HELPERS) * key.connections + _SPARE_CONNECTIONS
         self.http, self._auth_request = _make_http_session(credentials, most_connections=most_connections)
         self.storage = storage.Client(
             project=config.project,
@@ -533,7 +533,7 @@ def refuse_errors(response: Any, **_: Any) -> None:
 
     text = ""
     if is_error or is_delete:  # no object's bytes, which may never end
-        text = next(response.iter_content(_MOST_ANSWER_BYTES), b"").decode(errors="replace")
+        text = next(response.iter_content(_MAX_ANSWER_BYTES), b"").decode(errors="replace")
     response.close()
     raise from_http_status(response.status_code, text, response=response)
 

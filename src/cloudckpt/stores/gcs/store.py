@@ -21,7 +21,7 @@ from cloudckpt.stores.base import (
     sort_parts,
 )
 from cloudckpt.stores.gcs import uploads
-from cloudckpt.stores.gcs.client import LISTING, MOST_HELPERS, GCSSession, is_googles, parse_storage_options
+from cloudckpt.stores.gcs.client import LISTING, MAX_HELPERS, GCSSession, is_googles, parse_storage_options
 from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
 from cloudckpt.stores.http_body import decode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cloudckpt.stores.base import Part, RequestRunner, Views
     from cloudckpt.stores.gcs.client import GCSClient
 
-_MOST_BYTES = 5 * 1024 * GIB  # https://cloud.google.com/storage/quotas
+_MAX_BYTES = 5 * 1024 * GIB  # https://cloud.google.com/storage/quotas
 _OBJECTS = "kind,nextPageToken,items(name,size,timeCreated,generation)"
 _NAMES = "kind,nextPageToken,items/name"
 _PARTS = "kind,nextPageToken,items(name,size,generation,crc32c)"
@@ -63,9 +63,9 @@ class GCSStore(HTTPStore):
     )
     limits = Limits(
         min_part_bytes=1,
-        max_part_bytes=_MOST_BYTES,
-        max_parts=uploads.MOST_SOURCES**3,
-        max_put_bytes=_MOST_BYTES,
+        max_part_bytes=_MAX_BYTES,
+        max_parts=uploads.MAX_SOURCES**3,
+        max_put_bytes=_MAX_BYTES,
     )
     session: GCSSession
     condition = "ifGenerationMatch=0"
@@ -100,7 +100,7 @@ class GCSStore(HTTPStore):
         name = self.name_of(key, "create_multipart")
         upload_id = uploads.new_upload_id()
         longest = Upload(name=name, upload_id=upload_id).part_name(1, nonce=uploads.new_nonce())
-        if len(longest.encode()) > uploads.LONGEST_NAME_BYTES:
+        if len(longest.encode()) > uploads.MAX_NAME_BYTES:
             problem = "the key is too long for an upload in parts, whose names are longer. Use a shorter prefix or key."
             raise self.session.error(UnsupportedOperationError, "create_multipart", name, problem)
         return upload_id
@@ -290,7 +290,7 @@ class GCSStore(HTTPStore):
 
 def _run_side_by_side(names: Sequence[str], work: Callable[[str], None]) -> None:
     """Run `work` on each name, several at once. Raises the first error after all requests have ended."""
-    for _ in each_done(names, work, num_threads=MOST_HELPERS, name="cloudckpt-gcs", on_failure=_do_nothing):
+    for _ in each_done(names, work, num_threads=MAX_HELPERS, name="cloudckpt-gcs", on_failure=_do_nothing):
         pass
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cloudckpt.stores.base import UploadedPart, Views
     from cloudckpt.stores.gcs.client import GCSClient, GCSSession
 
-MOST_SOURCES = 32  # https://cloud.google.com/storage/docs/composite-objects
+MAX_SOURCES = 32  # https://cloud.google.com/storage/docs/composite-objects
 TEMPORARY_CLASS = "STANDARD"
 """The class of temporary objects: the others charge for a month at least, and compose needs one class."""
 FACTS = "name,generation,size,crc32c"
@@ -46,7 +46,7 @@ _SUFFIX = ".~part"
 _TEMPORARY = re.compile(r"(.+)\.~([0-9a-f]{16})-[0-9]-[0-9]{5}-[0-9a-f]{8}" + re.escape(_SUFFIX), re.DOTALL)
 _PART = re.compile(r"0-([0-9]{5})-([0-9a-f]{8})" + re.escape(_SUFFIX))
 _TOKEN = re.compile(r"([0-9a-f]{8})-([0-9]+)(?:@([0-9a-f]{16})@(.+))?", re.DOTALL)
-LONGEST_NAME_BYTES = 1024  # https://cloud.google.com/storage/docs/objects#naming
+MAX_NAME_BYTES = 1024  # https://cloud.google.com/storage/docs/objects#naming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +186,9 @@ def compose_parts(session: GCSSession, upload: Upload, parts: Sequence[ObjectGen
         raise session.error(StoreError, _COMPLETE, upload.name, problem)
     level, nonce, pieces = 0, new_nonce(), list(parts)
     try:
-        while len(pieces) > MOST_SOURCES:
+        while len(pieces) > MAX_SOURCES:
             level += 1
-            groups = [pieces[start : start + MOST_SOURCES] for start in range(0, len(pieces), MOST_SOURCES)]
+            groups = [pieces[start : start + MAX_SOURCES] for start in range(0, len(pieces), MAX_SOURCES)]
             names = [upload.part_name(number, nonce=nonce, level=level) for number in range(1, len(groups) + 1)]
             pieces = [
                 _compose(session, name, group, is_temporary=True) for name, group in zip(names, groups, strict=True)

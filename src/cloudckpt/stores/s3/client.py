@@ -255,7 +255,7 @@ _STORES_AT_ONCE = 4
 # An access key's id is no secret: it names the key, as a user name does.
 _SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
 _IDENTIFYING_FIELDS = ("access_key", "_access_key", *_SECRET_FIELDS)
-_MOST_SENDINGS = 3
+_MAX_SENDINGS = 3
 _TEMPORARY = 307
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetBucketLocation.html
 _LEGACY_REGIONS = {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}
@@ -393,7 +393,7 @@ class S3Session(HTTPSession):
                     self.cache.discard(client)
                     raise CredentialSourceError(problem) from None
                 last_code, code = code, code_of(error)
-                if num_sent == _MOST_SENDINGS:
+                if num_sent == _MAX_SENDINGS:
                     raise
                 if is_redirection(error, sent_to=region):
                     self._follow(error, client, last_region=region)

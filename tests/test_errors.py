@@ -23,6 +23,7 @@ from cloudckpt.errors import (
     CloudckptError,
     CommitUnknownError,
     InterruptedReadError,
+    RankLostError,
     StoreError,
     StoreTimeoutError,
     ThrottledError,
@@ -94,7 +95,8 @@ def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
         assert isinstance(copy, (kind, CheckpointException))
         assert sorted(copy.failures) == [0, 2]
         assert str(copy) == str(failure)
-        assert str(copy) == f"saving s3://bucket/run failed on ranks 0, 2: {cause}"
+        place = "" if kind is RankLostError else "saving s3://bucket/run failed on ranks 0, 2: "
+        assert str(copy) == f"{place}{cause}"
 
 
 def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> None:
@@ -112,6 +114,8 @@ def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> 
     assert text_of(denied, is_alone=True) == f"loading s3://bucket/run failed: {denied}"
     assert text_of(OSError("gone"), is_alone=True) == "loading s3://bucket/run failed: OSError: gone"
     assert text_of(missing, missing) == f"loading s3://bucket/run failed on ranks 0-1: {missing}"
+    lost = RankLostError("loading model of s3://bucket/run failed: rank 1 died", uri="s3://bucket/run", ranks=(1,))
+    assert text_of(lost) == text_of(lost, is_alone=True) == str(lost)
     lines = text_of(missing, denied).splitlines()
     assert lines[0] == "loading s3://bucket/run failed on ranks 0-1:"
     assert lines[1:] == [f"[rank 0] CheckpointNotFoundError: {missing}", f"[rank 1] AccessDeniedError: {denied}"]

@@ -371,7 +371,7 @@ class Coordinator:
         try:
             with guarded_collectives(
                 self._process_group,
-                doing="finding a checkpoint",
+                doing="finding a checkpoint under",
                 uri=self._root,
                 timeout_s=self._timeout_s,
                 no_dist=self._no_dist,
@@ -425,8 +425,8 @@ class SaveOrLoadError(CheckpointException):
         (text,) = ranks_by_text
         place = self.what.partition(" ")[2]
         names_it = self.is_alone and isinstance(causes[0], CheckpointError) and place in text
-        # The loss of a rank is told as that of the whole save or load.
-        return text if names_it or text.startswith(f"{self.what} failed: ") else f"{self.what} {how}: {text}"
+        # The error of a lost rank names the save or load that it failed.
+        return text if names_it or isinstance(causes[0], RankLostError) else f"{self.what} {how}: {text}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.what, self.step, dict(self.failures), self.is_alone)

@@ -149,10 +149,11 @@ class ObjectStoreReader(StorageReader):
         self._strict = strict
         check_rename(rename)
         self._rename = rename
-        self._is_part, self._via = _is_part, _via
+        self._is_part = _is_part
         self._may_be_renamed = _may_be_renamed
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
+        self.lifecycle = Lifecycle("load", self._options, via=_via)
         self.is_alone = False
         """True if the load is of this process alone, which `run_load` finds out."""
         self.reset()
@@ -194,7 +195,7 @@ class ObjectStoreReader(StorageReader):
         self.end_call()
         self.load_id = str(uuid.uuid4())
         self.report = None
-        self.lifecycle = Lifecycle("load", self._options, via=self._via)
+        self.lifecycle = Lifecycle("load", self._options, via=self.lifecycle.via)
         self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri, operation=self.load_id)
         self._started_s, self._manifest_s = time.monotonic(), 0.0
         self._found_here: tuple[Context, Manifest] | None = None
@@ -249,7 +250,7 @@ class ObjectStoreReader(StorageReader):
         if call is None:
             self._begin(None)
         try:
-            with raised_via(self._via):
+            with raised_via(self.lifecycle.via):
                 return self._read_metadata(self._look_up(is_sent=False) if call is None else call.lookup)
         except Exception as error:
             self._failure = make_picklable(error)
@@ -366,7 +367,7 @@ class ObjectStoreReader(StorageReader):
             saved = {name: entry for name, entry in saved.items() if name not in handed}
         hidden = self._renaming.hidden if self._strict and self._renaming is not None else []
         try:
-            with raised_via(self._via):
+            with raised_via(self.lifecycle.via):
                 check_hidden(hidden, uri=self.checkpoint_id)
                 check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
                 if self._call is None:  # torch's load, which cannot give objects more than they ask for

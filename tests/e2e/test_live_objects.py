@@ -185,7 +185,7 @@ def save_positions(uri: str) -> None:
 
 def load_positions(uri: str) -> None:
     if dist.get_world_size() != 2:
-        with pytest.raises(StateDictMismatchError, match="was saved by 2 ranks"):
+        with pytest.raises(StateDictMismatchError, match="was saved with 2 ranks"):
             cloudckpt.load(uri, dataloader=Sampler())
         return
     for wrong in (3, Sampler()) if dist.get_rank() else (Sampler(), Sampler()):

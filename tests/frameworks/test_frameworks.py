@@ -115,7 +115,7 @@ def test_accelerate_with_two_models_and_a_stateful_loader(one_place: str, jobs: 
     assert found["3"] == found["8"] == found["whole"]
     assert "data loader 0 is stateful and dispatches" in found["dispatched"]
     refused = jobs.at(one_place, "accelerate_state", num_ranks=1)["pair"]
-    assert "was saved by 2 ranks, and this job has 1" in refused
+    assert "was saved with 2 ranks, and this job has 1" in refused
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
@@ -142,7 +142,7 @@ def test_transformers_trainer_keeps_the_best(kind: str, one_place: str, jobs: Jo
     rank would train with more data than the run that saved had, and skip samples that it has not seen.
     """
     found = jobs.at(one_place, "trainer")["best"][kind]
-    assert "was saved with samples=64, and this training has samples=72" in found["refused"]
+    assert "was saved with samples=64, and this job has samples=72" in found["refused"]
     assert found["kept"] == [4, 8]
     assert found["scores"] == [0.9, 0.9]
     assert found["part"] == found["resumed"] == found["saved"]
@@ -155,7 +155,7 @@ def test_transformers_trainer_on_fewer_ranks(kind: str, one_place: str, jobs: Jo
     """What two ranks of a Trainer saved, shards too, would not go on on one, or would go on with other samples."""
     whole = jobs.at(one_place, "trainer")[kind]["whole"]
     alone = jobs.at(one_place, "trainer", num_ranks=1)[kind]
-    assert "with samples_per_step=16, and this training has samples_per_step=8" in alone["refused"]
+    assert "with samples_per_step=16, and this job has samples_per_step=8" in alone["refused"]
     assert alone["history"][:12] == whole["history"]
     assert alone["num_steps"] == 16
 

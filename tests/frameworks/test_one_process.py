@@ -171,7 +171,7 @@ def test_accelerate_evaluations_before_a_save_are_no_obstacle(tmp_path: Path, ca
     accelerator, fresh, *_ = prepared(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     evaluate(accelerator, fresh)
     accelerator.prepare(torch.utils.data.DataLoader(samples(), batch_size=4))
-    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match="data loader 0 has 4 batches, and had 8"):
+    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match="was saved with 8 batches, and this job has 4"):
         cloudckpt.load({"accelerator": AcceleratorState(accelerator)}, tmp_path / "c")
 
 
@@ -329,7 +329,7 @@ def test_trainer_that_has_evaluated_resumes(evaluates: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"num_samples": 48}, "with samples=32, and this training has samples=48"),
+        ({"num_samples": 48}, "with samples=32, and this job has samples=48"),
         ({"per_device_train_batch_size": 2}, "samples_per_step=4, .* samples_per_step=2"),
         ({"seed": 7}, "seed=42, .* seed=7"),
         ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, None),

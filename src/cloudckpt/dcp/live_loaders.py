@@ -53,6 +53,12 @@ def find_differences(saved: Mapping[str, Any], held: Mapping[str, Any]) -> tuple
     return (then, now) if names else None
 
 
+def make_position_error(what: str, then: str, now: str, *, advice: str, uri: str) -> StateDictMismatchError:
+    """Return the error for a position in data, from which a job with something else gives other batches."""
+    text = f"{what} of {uri} was saved with {then}, and this job has {now}, so it would give other batches. {advice}"
+    return StateDictMismatchError(text, uri=uri)
+
+
 class LoaderEntry(LiveEntry):
     """A data loader or sampler with a state, and the settings that its position depends on."""
 
@@ -98,13 +104,9 @@ class LoaderEntry(LiveEntry):
                     *differing,
                 )
         if differing := find_differences(saved, held):
-            then, now = differing
             leave_out = f"leave {where.partition('.')[0]} out, pass strict=False, and set the position yourself"
-            raise StateDictMismatchError(
-                f"{where!r} of {self._uri} was saved with {then}. The loader of this job has {now}, so it would give "
-                f"other batches. Make it as that run did; or {self._advice or leave_out}",
-                uri=self._uri,
-            )
+            advice = f"Make the loader as that run did; or {self._advice or leave_out}"
+            raise make_position_error(repr(where), *differing, advice=advice, uri=self._uri)
 
 
 def _get(held: Any, name: str) -> Any:
@@ -174,12 +176,9 @@ class RankEntry(LiveEntry):
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         if self._key not in known or len(known) not in {1, self._num_ranks}:  # 1: this rank saved by itself
-            raise StateDictMismatchError(
-                f"{where!r} of {source.uri} was saved by {len(known)} ranks, and this job has {self._num_ranks}. "
-                f"Positions in the data cannot be shared out anew: leave {where} out, pass strict=False, and set the "
-                "position yourself",
-                uri=source.uri,
-            )
+            advice = f"Leave {where} out, pass strict=False, and set the position yourself"
+            ranks = f"{len(known)} ranks", str(self._num_ranks)
+            raise make_position_error(repr(where), *ranks, advice=advice, uri=source.uri)
         return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", source=source)}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:

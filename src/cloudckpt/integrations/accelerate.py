@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import RandomSampler
 
 from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, LoadSource, make_empty
-from cloudckpt.dcp.live_loaders import length_of
+from cloudckpt.dcp.live_loaders import length_of, make_position_error
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations._nested_state import deserialize, serialize
 from cloudckpt.integrations._requirements import require
 
@@ -142,10 +142,11 @@ class AcceleratorState(LiveEntry):
         if len(ranks) == accelerator.num_processes:
             self._restore_rank(of_rank)
         elif any(map(_is_stateful, self._loaders)):
-            raise StateDictMismatchError(
-                f"{self._uri} was saved by {len(ranks)} ranks, and this job has {accelerator.num_processes}: the "
-                "positions of stateful data loaders cannot be shared out anew. Set use_stateful_dataloader=False for "
-                "this job, and use skip_first_batches",
+            raise make_position_error(
+                "the position of stateful data loaders",
+                f"{len(ranks)} ranks",
+                str(accelerator.num_processes),
+                advice="Set use_stateful_dataloader=False for this job, and use skip_first_batches",
                 uri=self._uri,
             )
         else:
@@ -232,11 +233,12 @@ class AcceleratorState(LiveEntry):
                 _log.warning("the checkpoint has no state of prepared data loader %d, which starts anew", position)
             elif _is_stateful(loader):
                 if None not in (length, length_of(loader)) and length != length_of(loader):
-                    raise StateDictMismatchError(
-                        f"prepared data loader {position} has {length_of(loader)} batches, and had {length} when its "
-                        "state was saved, so it would give other batches. Prepare the loaders in the order of the run "
-                        "that saved, with the same data; or set use_stateful_dataloader=False and use "
-                        "skip_first_batches",
+                    raise make_position_error(
+                        f"prepared data loader {position}",
+                        f"{length} batches",
+                        str(length_of(loader)),
+                        advice="Prepare the loaders in the order of the run that saved, with the same data; or set "
+                        "use_stateful_dataloader=False and use skip_first_batches",
                         uri=self._uri,
                     )
                 epoch = of_loader.pop(_EPOCH, None)

@@ -18,10 +18,17 @@ from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import load, save
 from cloudckpt.convert.state_dicts import Selection, load_whole
 from cloudckpt.dcp.live_entry import LiveEntry
-from cloudckpt.dcp.live_loaders import LoaderEntry, begin_next_epoch, length_of, sampler_of, set_epoch
+from cloudckpt.dcp.live_loaders import (
+    LoaderEntry,
+    begin_next_epoch,
+    length_of,
+    make_position_error,
+    sampler_of,
+    set_epoch,
+)
 from cloudckpt.dcp.live_objects import ModelEntry, StatefulEntry
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
-from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, StateDictMismatchError
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations._nested_state import SKELETON, deserialize, from_state_dict, serialize, to_state_dict
 from cloudckpt.integrations._requirements import require
@@ -218,12 +225,8 @@ class LoaderStates(Callback):
         is_repeated = loop.restarted_on_epoch_end
         is_between = saved[0]["is_ended"] and not is_repeated
         if not is_between and len(saved) != trainer.world_size:
-            raise StateDictMismatchError(
-                f"{trainer.ckpt_path} was saved within an epoch by {len(saved)} ranks, and this job has "
-                f"{trainer.world_size}: positions in the data cannot be shared out anew. Keep the number, or "
-                f"{_OTHER_DATA}",
-                uri=str(trainer.ckpt_path),
-            )
+            ranks, advice = (f"{len(saved)} ranks", str(trainer.world_size)), f"Keep the number, or {_OTHER_DATA}"
+            raise make_position_error("the part of an epoch", *ranks, advice=advice, uri=str(trainer.ckpt_path))
         if is_repeated:
             progress.current.processed -= 1
             progress.total.processed -= 1

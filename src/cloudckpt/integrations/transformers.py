@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cloudckpt.dcp.live_loaders import find_differences, length_of
+from cloudckpt.dcp.live_loaders import find_differences, length_of, make_position_error
 from cloudckpt.dcp.live_objects import RandomState
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations._nested_state import deserialize, serialize
 from cloudckpt.integrations._requirements import require
 from cloudckpt.integrations.accelerate import AcceleratorState
@@ -164,13 +164,12 @@ class CloudCheckpoints(_Trainer):
         """Raise `StateDictMismatchError` if the steps that are skipped stand for other samples than those seen."""
         differing = find_differences(saved, self._describe_position())
         if differing and not self.args.ignore_data_skip:
-            then, now = differing
-            uri = self._cloud.uri_of(self._cloud_step or 0)
-            raise StateDictMismatchError(
-                f"{uri} was saved with {then}, and this training has {now}: it would skip other samples than "
-                "those seen. Keep the settings: on another number of ranks, change gradient_accumulation_steps to keep "
+            raise make_position_error(
+                "the step",
+                *differing,
+                advice="Keep the settings: on another number of ranks, change gradient_accumulation_steps to keep "
                 "samples_per_step. Or pass ignore_data_skip=True, which begins the epoch of that step anew",
-                uri=uri,
+                uri=self._cloud.uri_of(self._cloud_step or 0),
             )
 
     def _get_best_uri(self) -> str | None:

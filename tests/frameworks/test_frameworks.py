@@ -48,7 +48,7 @@ def test_lightning_resumes_within_an_epoch(place: str, jobs: Jobs) -> None:
         assert len(of_rank["resumed"]) == 6
         assert of_rank["order"][0] == of_rank["order"][1]
         other_length, unsaved = of_rank["refused"]
-        assert "samples=64. The loader of this job has samples=80" in other_length
+        assert "samples=64, and this job has samples=80" in other_length
         assert "the order of stateful data loader 0 is not saved by its sampler (DistributedSamplerWrapper)" in unsaved
     assert found["ranks"][0]["whole"] != found["ranks"][1]["whole"]
     assert sorted(found["names"]["steps"]) == ["last.ckpt", "step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]

@@ -67,3 +67,16 @@ def test_a_save_without_collectives_is_refused(name: str, tmp_path: Path) -> Non
     with pytest.raises((InvalidOptionError, CheckpointException), match=words):
         SAVES[name](str(tmp_path / "c"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("saver", [0, 1])
+@on_ranks(2)
+def test_rank_that_loads_while_the_other_saves_is_named_under_enable(saver: int, root: str) -> None:
+    """If this fails, the error of torch's own calls is an attribute that a plan lacks."""
+    cloudckpt.enable()
+    dcp.save(STATE, checkpoint_id=f"file://{root}/there")
+    told = rf"rank 1 came to do something else than rank 0 \(rank 0: {'load' if saver else 'sav'}ing .*all ranks must"
+    call, name = (dcp.save, "other") if dist.get_rank() == saver else (dcp.load, "there")
+    with pytest.raises(CheckpointException, match=told):
+        call(dict(STATE), checkpoint_id=f"file://{root}/{name}")
+    dcp.load(dict(STATE), checkpoint_id=f"file://{root}/there")

@@ -14,17 +14,18 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.rendezvous import Rendezvous, c10d
-from cloudckpt.errors import RankLostError
+from cloudckpt.errors import RankLostError, name_ranks
 from cloudckpt.telemetry.timeline import records_waits
 
 Purpose: TypeAlias = Literal["foreground", "background", "asking"]
@@ -259,6 +260,23 @@ def unguarded_collectives(process_group: dist.ProcessGroup | None, *, no_dist: b
     """
     is_joined = not no_dist and dist.is_available() and dist.is_initialized()
     return DistWrapper(process_group, is_joined and dist.get_world_size(process_group) != 1, 0)
+
+
+def refuse_other_calls(plans: Sequence[object], *, uri: str) -> None:
+    """Raise `RankLostError` if ranks sent plans of the other kind than rank 0: some save and others load.
+
+    Under torch's own calls no `Rendezvous` finds it.
+    """
+    doing = {True: "saving", False: "loading"}
+    is_save = [isinstance(plan, SavePlan) for plan in plans]
+    apart = tuple(rank for rank, one in enumerate(is_save) if one != is_save[0])
+    if apart:
+        raise RankLostError(
+            f"{name_ranks(apart)} came to do something else than rank 0 (rank 0: {doing[is_save[0]]} {uri}; "
+            f"{name_ranks(apart)}: {doing[not is_save[0]]}): all ranks must make the same calls in the same order",
+            uri=uri,
+            ranks=apart,
+        )
 
 
 def as_checkpoint_exception(error: RankLostError) -> CheckpointException:

@@ -19,6 +19,7 @@ from torch.futures import Future
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
+from cloudckpt.dcp.collectives import refuse_other_calls
 from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_left_of_objects
 from cloudckpt.dcp.load_items import find_wants
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
@@ -297,6 +298,7 @@ class ObjectStoreReader(StorageReader):
             StateDictMismatchError: All ranks together ask for less than they must, or rename differently.
 
         """
+        refuse_other_calls(plans, uri=self.checkpoint_id)
         found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
         if len({one.names for one in found if one is not None}) > 1:
             raise StateDictMismatchError(

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
+from cloudckpt.dcp.collectives import refuse_other_calls
 from cloudckpt.dcp.replicas import (
     CompareReplicas,
     ItemCopy,
@@ -127,6 +128,7 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        refuse_other_calls(all_plans, uri=self._uri)
         copies_of = copies_of_items(all_plans)
         check_agreement(copies_of, all_plans, uri=self._uri)
         nestings = [plan.planner_data for plan in all_plans]

@@ -40,7 +40,7 @@ from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
-from cloudckpt.options import Options
+from cloudckpt.options import Options, require_options
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.progress import show_progress
 from cloudckpt.uri import parse_location, redact
@@ -296,7 +296,9 @@ def async_save(
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
     state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     # Before anything else: the save in flight may be one of the same writer.
-    chosen = options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else Options())
+    chosen = require_options(
+        options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else None)
+    )
     first_with = functools.partial(
         _in_flight_here if no_dist else in_flight_on,
         process_group=process_group,

@@ -302,6 +302,15 @@ def _check(options: Any, types: Iterable[_Rule], bounds: Iterable[_Rule]) -> Non
             object.__setattr__(options, name, int(value))
 
 
+def require_options(options: Options | None) -> Options:
+    """Return the options, or the defaults. Raises `InvalidOptionError` for anything else."""
+    if not isinstance(options, (Options, type(None))):  # type checkers see it; a notebook does not
+        raise InvalidOptionError(
+            f"options must be a cloudckpt.Options, not {type(options).__name__}: Options(retries=3)"
+        )
+    return options or Options()
+
+
 def _format_value(options: Any, name: str) -> str:
     value = getattr(options, name)
     # Any storage option may hold a secret.

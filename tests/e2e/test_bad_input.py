@@ -30,6 +30,23 @@ def values() -> dict[str, Any]:
     return {"model": {"weight": torch.ones(3, 4)}, "n": 1}
 
 
+WRONG: Any = {"timeout_s": 3}
+OPTIONS: list[Callable[[], object]] = [
+    lambda: cloudckpt.save(values(), "memory://o", options=WRONG),
+    lambda: cloudckpt.async_save(values(), "memory://o", options=WRONG),
+    lambda: cloudckpt.load(values(), "memory://o", options=WRONG),
+    lambda: cloudckpt.latest("memory://o", options=WRONG),
+    lambda: cloudckpt.CheckpointManager("memory://o", options=WRONG),
+]
+
+
+@pytest.mark.parametrize("call", OPTIONS)
+def test_options_that_are_none_are_refused(call: Callable[[], object]) -> None:
+    """If this fails, a dict in the place of Options ends in an attribute that it lacks."""
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match=r"must be a cloudckpt\.Options, not dict"):
+        call()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_bucket_that_is_not_there_is_named(bucket: BucketPlace, name: str) -> None:
     """If this fails, a mistyped bucket looks like a missing checkpoint, or like success."""

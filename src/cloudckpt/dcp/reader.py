@@ -37,7 +37,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import ItemLocation, Manifest
-from cloudckpt.options import Options
+from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.reader import CopyElsewhere, Reader, is_trouble
 from cloudckpt.pipeline.wants import Wants
@@ -144,7 +144,7 @@ class ObjectStoreReader(StorageReader):
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
-        self._options = options or Options()
+        self._options = require_options(options)
         self._copy = None if _copy is None else (parse_location(_copy[0]), _copy[1])
         self._allow_pickle = allow_pickle
         self._strict = strict

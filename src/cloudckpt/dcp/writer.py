@@ -32,7 +32,7 @@ from cloudckpt.format.build import Content
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import Chunk, ItemReceipts, ObjectRef, StoredTensor, StoredValue
 from cloudckpt.format.nesting import check_names
-from cloudckpt.options import Options
+from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.draft import Draft, bodies_of, require_no_resume
 from cloudckpt.report import SaveReport
@@ -105,7 +105,7 @@ class ObjectStoreWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
-        self._options = options or Options()
+        self._options = require_options(options)
         self._overwrite = overwrite
         require_no_resume(self._options)
         if _extensions and self._options.extensions:

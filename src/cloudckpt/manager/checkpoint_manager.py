@@ -63,7 +63,7 @@ from cloudckpt.manager.steps import (
     parse_folder,
     parse_step_uri,
 )
-from cloudckpt.options import Options
+from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import SkippedCheckpoint
 from cloudckpt.uri import parse_location
@@ -178,7 +178,7 @@ class CheckpointManager(OfThisProcess):
         self._failures = Failures(on_failure, max_failures)
         self._unmade: SaveFailure | None = None
         """Failure of the last save, until one begins after it, or `close` raises it."""
-        self._options = options or Options()
+        self._options = require_options(options)
         taken = [name for name in _RESERVED if name in self._options.metadata]
         if taken:
             raise InvalidOptionError(

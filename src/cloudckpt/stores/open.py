@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.options import Options
+from cloudckpt.options import Options, require_options
 from cloudckpt.uri import Location, parse_location
 
 if TYPE_CHECKING:
@@ -23,10 +23,7 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
     `wrap_store` that are none, and `MissingDependencyError` where its package is not installed.
     """
     refuse_in_fork()
-    if not isinstance(options, Options):  # type checkers see it; a notebook does not
-        raise InvalidOptionError(
-            f"options must be a cloudckpt.Options, not {type(options).__name__}: Options(retries=3)"
-        )
+    options = require_options(options)
     store = _make_store(parse_location(uri), options)
     if options.advanced.wrap_store is None:
         return store

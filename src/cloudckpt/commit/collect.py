@@ -233,10 +233,10 @@ def _describe(
 
 
 def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
-    """Raise what the store answers to deletions that change nothing, before a fence is laid for more of them.
+    """Raise the store's refusal of deletions that change nothing, before a fence is put for those that do.
 
-    A service checks the permission first, whether there is such an object or not. Below the top of the log, a fence
-    that an earlier removal left decides nothing any more.
+    It deletes a key that no object has, since a service checks the permission first; and the fences of earlier
+    removals below the top of the log, which decide nothing any more.
     """
     walked.root.delete([walked.prefix + _NO_OBJECT])
     spent = [entry.number for entry in log.entries[:-1] if entry.is_fence and entry.number != log.current]
@@ -247,25 +247,26 @@ def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
 def _references(client: StoreClient, entry: Entry) -> frozenset[str]:
     """Return the keys that a superseded manifest names; none if it cannot be read."""
     try:
-        entry_content = read_entry(client, entry.number)
+        content = read_entry(client, entry.number)
     except CheckpointError:
         return frozenset()
-    if entry_content is None or isinstance(entry_content, Fence):
+    if content is None or isinstance(content, Fence):
         return frozenset()
-    return entry_content.own_keys
+    return content.own_keys
 
 
 def _holds_nothing_but(client: StoreClient, fence: Entry) -> bool:
-    """Return whether nothing but the fence is there, and no save is under way."""
+    """Return True if the fence is the only object at the location, and no upload is under way."""
     if [entry.number for entry in list_entries(client)] != [fence.number]:
         return False
     return not client.list("data/", most=1) and not client.list_uploads("data/", most=1)
 
 
 def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreError], list[str]]:
-    """Remove `keys` in their order; if a request fails, its keys one by one. Return the errors by key, and the rest.
+    """Remove `keys` in their order. Return the errors by key, and the keys that are gone.
 
-    After many refusals in a row, the keys that follow are not tried, and in neither.
+    If a request for many keys fails, each of them is removed by a request of its own. After many refusals in a row, the
+    keys that follow are not tried, and are in neither result.
     """
     left: dict[str, StoreError] = {}
     gone: list[str] = []
@@ -287,9 +288,9 @@ def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreEr
 
 
 def group_uploads(client: StoreClient) -> Mapping[str, list[UploadInfo]]:
-    """Unfinished uploads by the directory that they are for, with keys relative to it; the root's own under ``""``.
+    """Return the unfinished uploads by directory, with keys relative to it; those of the root itself under ``""``.
 
-    Those that may not be listed are left out.
+    Returns nothing if they may not be listed.
     """
     by_place: defaultdict[str, list[UploadInfo]] = defaultdict(list)
     with contextlib.suppress(StoreError):
@@ -304,13 +305,18 @@ def group_uploads(client: StoreClient) -> Mapping[str, list[UploadInfo]]:
 
 
 def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
-    """Remove the checkpoint at this location, and all that saves had written there; False where there is none.
+    """Remove the checkpoint at this location, and all that saves have written there. Return False if there is none.
 
-    With its fence it is gone, at once. Objects that other checkpoints have claimed stay, for gc. If the store then
-    refuses to remove the first of its objects, another entry makes it count again. The error that is raised says so.
-    Raises `InvalidManifestError` if the manifest is another program's; `CheckpointChangedError` where another save's
-    commit came between, which is left untouched; `CommitUnknownError` where it is not known whether the fence was laid;
-    `StoreError`.
+    A fence hides the checkpoint at once. Then its objects are removed, except for those that other checkpoints have
+    claimed: they are left to gc. If the store refuses to remove the first of them, another entry makes the checkpoint
+    current again, and the error says so.
+
+    Raises:
+        InvalidManifestError: Another program wrote the manifest.
+        CheckpointChangedError: Another save has committed meanwhile. Its checkpoint is untouched.
+        CommitUnknownError: It cannot be found out if the fence exists.
+        StoreError: The store failed, or refused.
+
     """
     log = read_log(walked.client, is_lenient=True)
     if log.current is None and all(entry.is_fence for entry in log.entries):
@@ -365,7 +371,7 @@ def _remove_whole(walked: WalkedLocation, doomed: Sequence[int]) -> tuple[StoreE
 
     try:
         for keys in (
-            # First what can be put back.
+            # The manifests first: after a refusal, `_put_back` can restore them, and no data.
             [walked.prefix + manifest_key(number) for number in doomed],
             sorted(item.key for item in walked.found if item.kind == "data"),
         ):
@@ -394,10 +400,10 @@ class _DeletionFence:
 
 
 def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _DeletionFence:
-    """Lay a fence of our own above all that counted.
+    """Put a fence above all entries of the log, so that no manifest is current.
 
-    Never relies on the fence of another deletion: who laid one may take it back. Unless `conditional`, it takes the
-    place of what another save commits at the same moment, as that save's manifest could take its place.
+    It does not rely on the fence of another deletion, which that one may take back. Unless `conditional`, the fence can
+    replace the manifest of a save that commits at the same moment, and that manifest can replace the fence.
     """
     counted = log.current
     document: bytes | None = None
@@ -421,10 +427,10 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
 
 
 def _put_back(walked: WalkedLocation, fenced: _DeletionFence, *, conditional: bool) -> bool:
-    """Make the checkpoint count again that a deletion has hidden and then could not remove. Return whether it does.
+    """Make a checkpoint current again that a deletion has hidden, and could not remove. Return True if it is.
 
-    All of its data has to be there. The entry is created directly above the deletion's own fence, and only if absent:
-    so nobody else has decided to remove anything since the checkpoint counted.
+    It does so only if all data of the checkpoint exists. It puts the entry directly above the deletion's own fence, and
+    only if that number is free: so nobody else has begun to remove anything since then.
     """
     client, number = walked.client, fenced.number + 1
     if fenced.hidden is None:

@@ -39,7 +39,7 @@ from cloudckpt.stores.base import ObjectInfo
 MANIFEST_PREFIX = "manifest"
 MAX_MANIFEST_BYTES = 2**31
 FREE_BYTES = 64 * 1024 * 1024
-"""A manifest of so many bytes is read whatever lies beside it."""
+"""A manifest of up to so many bytes is read, however little data its location has."""
 BYTES_PER_BYTE = 8
 _BYTES_PER_OBJECT = 128 * 1024 * 1024
 """One byte of a data object's header takes at most eight in a manifest; an object has 100,000 entries."""
@@ -59,7 +59,7 @@ _REFUSALS = (
     UnsupportedOperationError,
 )
 MAX_FENCE_BYTES = 128
-"""Any manifest is longer, so that a listing tells the two apart."""
+"""Any manifest is longer: a size in a listing, which is mostly right, tells the two apart."""
 _FENCE_FORMAT = "cloudckpt-fence"
 _FENCE_MAJOR = 1
 _FENCE_BEGINNING = b'{"format":"%s"' % _FENCE_FORMAT.encode()

@@ -32,7 +32,7 @@ class FoundItem(NamedTuple):
     key: str
     """Relative to the root that was walked."""
     attempt: str
-    """Whose it is; empty for what belongs to none."""
+    """The attempt that wrote it; empty if no attempt did."""
     size_bytes: int
     moment: datetime
     upload_id: str = ""
@@ -43,16 +43,16 @@ class RemovalPlan:
     """The items to remove at one location, in the order of the fields."""
 
     needs_fence: bool
-    """The save of something that is removed could still be committed otherwise."""
+    """True if a fence must be put first: the save of some of this data could still commit."""
     uploads: tuple[FoundItem, ...]
     entries: tuple[Entry, ...]
     """Lowest number first."""
     objects: tuple[FoundItem, ...]
-    """In the order of their keys, so that siblings go together."""
+    """In the order of their keys."""
     lone_fence: Entry | None
     """The last trace of a checkpoint, which ends the log."""
     young: tuple[FoundItem, ...]
-    """Data and uploads that are kept for their age, where no manifest counts."""
+    """Data and uploads that are too young to remove, at a location without a current manifest."""
 
     @property
     def is_empty(self) -> bool:
@@ -107,7 +107,7 @@ class Inventory:
 
 
 def attempt_time(attempt: str) -> datetime:
-    """When the attempt began, by the clock of who drew its id. `ValueError` where the id tells no time."""
+    """Return when the attempt began, by the clock of the machine that drew its id. Raise `ValueError` for other ids."""
     return datetime.strptime(attempt[:_TIME_CHARACTERS], "%Y%m%dT%H%M%S%f").replace(tzinfo=timezone.utc)
 
 

@@ -50,7 +50,7 @@ from cloudckpt.tensors.tensor_bytes import training_mode
 _T = TypeVar("_T")
 
 RanksContext: TypeAlias = AbstractContextManager[DistWrapper]
-"""Gives the ranks for one call's collectives, and ends the call on all of them where one leaves it."""
+"""Gives the collectives of one save or load. If a rank leaves it with an error, the call ends on all ranks."""
 
 _last_save_s = 0.0
 
@@ -108,8 +108,17 @@ def run_save(
 ) -> SavedMetadata:
     """Save `state_dict` from all ranks.
 
-    A rank that has a `refusal` takes part only to tell all ranks why nothing can be saved. Raises torch's
-    ``CheckpointException``, also an instance of its causes' class, and removes what this rank wrote.
+    Args:
+        state_dict: The entries of this rank.
+        writer: Writes them; on rank 0 it commits.
+        planner: Plans the save; None stands for `BalancedSavePlanner`.
+        ranks_context: Gives the collectives of the save.
+        refusal: The reason why this rank cannot save. It takes part all the same, so that all ranks raise the reason.
+
+    Raises:
+        CheckpointException: The save failed on some rank. The exception is `SaveOrLoadError`, which is also an instance
+            of the class that the causes have in common. This rank has removed what it wrote (`end_failed_save`).
+
     """
     try:
         with ranks_context as ranks:
@@ -140,8 +149,8 @@ def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:
 
 def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> CheckpointException:
     """Remove what this rank wrote, and return what the save raises."""
-    # All ranks know that the save failed, so each can remove what it wrote. Where the manifest may exist, or a rank
-    # that is lost may still put it, the data belongs to it.
+    # All ranks know that the save failed, so each can remove what it wrote. But after these two errors the manifest may
+    # exist, or a lost rank 0 may still put it: then the data belongs to it.
     if not any(isinstance(cause, CommitUnknownError | RankLostError) for cause in causes_of(error)):
         writer.discard()
     writer.flush_trace()
@@ -203,9 +212,9 @@ def run_load(
     new_ranks_context: Callable[[], RanksContext],
     rank: int,
 ) -> LoadReport:
-    """Load into `state_dict` on all ranks, once more if the checkpoint is overwritten meanwhile.
+    """Load into `state_dict` on all ranks. If the checkpoint is overwritten during the load, load the new one.
 
-    Raises what `failure_of` returns, or this rank's own Ctrl-C or exit.
+    Raises `SaveOrLoadError` (`failure_of`) if the load fails on some rank, or this rank's own Ctrl-C or exit.
     """
     for is_last in (False, True):
         try:
@@ -230,10 +239,10 @@ def _load_once(
     planner: LoadPlanner | None,
     ranks_context: RanksContext,
 ) -> None:
-    """Make one try of `run_load`.
+    """Make one try of `run_load`. Raises torch's own ``CheckpointException``.
 
-    A ``DefaultLoadPlanner`` that flattens as torch does is replaced by `ExplainingLoadPlanner`; any other planner is
-    used. Raises torch's ``CheckpointException``, not yet as `failure_of` returns it.
+    `ExplainingLoadPlanner` takes the place of torch's default planner with its default flattening. Any other planner is
+    used as it is.
     """
     if is_ours := planner is None or is_default_planner(planner):
         is_partial = planner is not None and planner.allow_partial_load
@@ -357,7 +366,7 @@ def _load(
 
 
 class Coordinator:
-    """Runs functions on rank 0 and gives all ranks the result or the failure."""
+    """Runs functions on rank 0, and gives all ranks the result or raises the failure on all of them."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
         self.rank = rank_in(process_group, no_dist=no_dist)
@@ -391,8 +400,8 @@ class Coordinator:
 class SaveOrLoadError(CheckpointException):
     """torch's `CheckpointException`, with a readable text.
 
-    Its class is also the nearest one that the ranks' causes have in common, so that ``except CheckpointExistsError``
-    works.
+    Each instance is of a class that also inherits from the nearest class that the ranks' causes have in common
+    (`_class_for`). So ``except CheckpointExistsError`` works.
     """
 
     step: str
@@ -497,7 +506,7 @@ def _rebuild(what: str, step: str, failures: dict[int, Any], is_alone: bool) -> 
 
 
 def _nearest_common(classes: Sequence[type[CloudckptError]]) -> type[CloudckptError]:
-    """Return the class that a handler can rely on where ranks failed in ways that differ only in detail."""
+    """Return the most special class of ours that all `classes` inherit from."""
     first = next(iter(classes), CloudckptError)
     return next(
         kind

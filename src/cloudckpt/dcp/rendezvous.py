@@ -29,7 +29,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     """Number of barriers of this call that the rank has come to."""
     task: str = ""
-    """Digest of what the rank is to do in this call."""
+    """Digest of the verb and, for a save, the URI: ranks with different tasks fail the call."""
     doing: str = ""
     """The same for people, such as ``saving s3://bucket/run/step-1``."""
     has_ended: bool = False
@@ -276,11 +276,13 @@ class Rendezvous:
                         self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
                     mine = self._mine
                     keys = [*map(str, self._watched)] if self._is_waiting else []
-                self._decide(store)  # before the last heartbeat, so that nobody sees the end without its reason
+                # A failure first, and then the heartbeat that ends the call: nobody sees the end without its reason.
+                self._decide(store)
                 if mine != self._posted:
                     store.set(str(self.rank), msgspec.json.encode(mine).decode())
                     self._posted = mine
-                found = self._read(store, [*keys, _STATE_KEY])  # the state last: it is as new as the heartbeats
+                # The state last: it is then no older than the heartbeats that the next decision is about.
+                found = self._read(store, [*keys, _STATE_KEY])
                 with self._changed:
                     self._take_in(found)
                     if mine.has_ended:

@@ -31,29 +31,38 @@ _MIN_HELD_PART_BYTES = 64 * 1024
 
 @dataclass(slots=True, kw_only=True)
 class ObjectUpload:
-    """The upload of one object."""
+    """The upload of one object, from `UploadSession.submit` or `begin` to its receipt."""
 
     key: str
-    """The fresh key that it was submitted for."""
+    """The new key that it was submitted for."""
     target_key: str
     """The key of the data. It differs from `key` only if an earlier attempt's upload is continued."""
     body: Body
     parts: list[Part]
     upload_id: str | None
     num_held_bytes: int = 0
-    """The size of the parts of an earlier attempt. If there are any, after a failure all is sent again."""
+    """The size of the parts that an earlier attempt has sent. If it is not 0, a failure makes the session send all."""
     is_given_up: bool = False
     crc32cs: dict[int, list[int]] = field(default_factory=dict)
     uploaded: dict[int, UploadedPart] = field(default_factory=dict)
 
 
 class UploadSession:
-    """Uploads objects over one pool of connections; the first failure ends all of it.
+    """Uploads the objects of one save on one rank, in threads. The first failure ends the whole session.
 
-    Used as a context: left with an error, it waits for the calls in flight, aborts every unfinished multipart upload
-    and removes every object that it wrote. Nothing that it did not finish ever becomes visible. If it is `resumable`,
-    it aborts and removes nothing, so that a later one finds what is there already. The interpreter ends without one
-    that is not left if it is `daemon`.
+    It is a context. At its end it waits for the calls in flight. After a failure, it also aborts every unfinished
+    multipart upload, and removes every object that it wrote. Nothing that it did not complete ever becomes visible.
+
+    Args:
+        client: Client of the store.
+        part_bytes: Size of a part, unless `submit` is given another one.
+        tile_bytes: Size of a tile.
+        resumable: Abort and remove nothing after a failure, so that a later session finds what was sent.
+        daemon: Let the interpreter end although the context is open.
+        on_part: Called with the key and the size of each part that the store has.
+        on_completing: Called with the key of a multipart upload before it is completed.
+        on_object: Called with the key and the size of each object that is complete.
+
     """
 
     def __init__(
@@ -281,8 +290,8 @@ class UploadSession:
         try:
             self._hedger.complete_multipart(self._store, target.target_key, upload_id, parts)
         except ObjectNotFoundError:
-            # The upload is gone: an earlier try completed it and only the answer was lost. The key is fresh, so what
-            # is there can only be ours; but if uploads are taken up, it may have been somebody else's last word.
+            # The upload is gone: an earlier try has completed it, and its answer was lost. Nobody else writes to a new
+            # key, so its object is ours. But another process may have completed an upload that this one continues.
             if self._resumable and not self._resumption.is_at(target.target_key, target.body):
                 raise
             if self._store.head(target.target_key).size_bytes != target.body.size_bytes:
@@ -309,7 +318,7 @@ class UploadSession:
         self._client.stop()
 
     def _remove_everything(self) -> None:
-        """After a failure, with no call in flight. What cannot be removed is left to gc, and said."""
+        """Remove what was sent, after a failure, with no call in flight. Log what cannot be removed: gc removes it."""
         for target in self._open.values():
             if target.upload_id is not None:
                 with _logged("abort an upload", uri=self._store.uri):

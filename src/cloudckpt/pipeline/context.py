@@ -1,4 +1,4 @@
-"""The state that every step of a save or load shares: its location, its store, and the events that it tells."""
+"""The state that all steps of one save or load on one rank share: its location, its client, and its events."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Context:
 
 
 class Lifecycle:
-    """Tells that the current save or load of a writer or reader begins, and how it ends."""
+    """Emits the events and the log records of the begin and the end of a writer's or reader's save or load."""
 
     def __init__(self, verb: Literal["save", "load"], options: Options, *, via: str = "") -> None:
         self._verb: Literal["save", "load"] = verb
@@ -153,7 +153,7 @@ class Lifecycle:
         self._is_set_up = False
 
     def begin(self, uri: str, *, operation: str, rank: int | None, is_set_up: bool) -> None:
-        """Tell that it begins, unless it has been announced and the set-up has not come since.
+        """Emit that it begins, once: the call and the set-up of the writer or reader (`is_set_up`) both call this.
 
         A `rank` of None is that of the default process group.
         """
@@ -165,14 +165,14 @@ class Lifecycle:
         self._is_set_up = is_set_up
 
     def end_staging(self, num_bytes: int) -> None:
-        """Tell that the copy of a background save is complete."""
+        """Emit that the copy of a background save is complete."""
         if self._begun_s is not None:
             seconds = time.monotonic() - self._begun_s
             words = f"{num_bytes} bytes for {self._uri} are copied"
             self._tell("save.staged", words, num_bytes=num_bytes, seconds=seconds)
 
     def end(self, outcome: BaseException | SaveReport | LoadReport | None = None) -> None:
-        """Tell how it ended, once; nothing if it has not begun."""
+        """Emit how it ended, once; nothing if it has not begun."""
         if self._begun_s is None:
             return
         seconds, self._begun_s = time.monotonic() - self._begun_s, None
@@ -195,7 +195,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """End it with what the context raises, which is told how the user came here."""
+        """If the body raises, emit that it failed. The error also gets `CloudckptError.via`, the call of the user."""
         try:
             with raised_via(self.via):
                 yield

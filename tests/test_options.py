@@ -11,7 +11,7 @@ from tests.kit.options import make_options
 
 from cloudckpt import Zstandard
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.options import KIB, MIB, AdvancedOptions, Options
+from cloudckpt.options import KIB, MIB, Options
 
 WRONG: list[tuple[str, Any]] = [
     ("timeout_s", 0),
@@ -80,14 +80,6 @@ def test_every_problem_is_named_at_once() -> None:
     message = str(caught.value)
     assert all(f"{name} must be" in message for name in ("timeout_s", "retries", "connections", "commit"))
     assert message.count(";") == 3
-
-
-def test_removed_option_is_refused_with_what_holds_instead() -> None:
-    """If this fails, a user of an earlier version sees a bare TypeError, or an option without an effect."""
-    with pytest.raises(InvalidOptionError, match="share_reads was removed: each rank reads for itself"):
-        AdvancedOptions(share_reads="always")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shared_reads'"):
-        AdvancedOptions(shared_reads="always")  # type: ignore[call-arg]
 
 
 def test_options_are_values() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import numbers
@@ -11,7 +10,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -29,29 +28,8 @@ GIB = 1024 * MIB
 DEFAULT_CONNECTIONS = 16
 """Number of requests of one rank in flight, if `Options.connections` is None and the rank's host has few ranks."""
 
-_T = TypeVar("_T")
-
-
-def _refuse(removed: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
-    """Make a dataclass refuse options of earlier versions. `removed` maps each to what to do instead."""
-
-    def decorate(options_class: type[_T]) -> type[_T]:
-        initialize: Callable[..., None] = options_class.__init__
-
-        @functools.wraps(initialize)
-        def refusing(self: _T, **values: Any) -> None:
-            if found := [f"{name} was removed: {removed[name]}" for name in values if name in removed]:
-                raise InvalidOptionError("; ".join(found))
-            initialize(self, **values)
-
-        options_class.__init__ = refusing  # type: ignore[assignment,method-assign]  # its signature stays
-        return options_class
-
-    return decorate
-
 
 @shown
-@_refuse({"share_reads": "each rank reads for itself. Leave it out"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvancedOptions:
     """Options of saves and loads that few users change. Sizes are in bytes.

@@ -31,7 +31,7 @@ _NUM_FIELDS_OF_KEEP_BEST = 3
 OnFailure: TypeAlias = Literal["raise", "warn"]
 _TROUBLE = (StoreError, CommitUnknownError)
 """The classes of failures that are the store's. All others come from the program, or end the group of the ranks."""
-_MOST_KEPT = 100
+_MAX_KEPT = 100
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -290,7 +290,7 @@ class Failures:
             return None
         # A copy has no traceback, whose frames hold the state dict.
         failure = SaveFailure(step=step, uri=uri, error=copy.copy(error))
-        self.all = (*self.all, failure)[-_MOST_KEPT:]
+        self.all = (*self.all, failure)[-_MAX_KEPT:]
         # The save in flight has an outcome of its own, and when that comes differs between ranks.
         self.in_a_row += not is_refused
         return failure if self.limit != 1 and (is_refused or self.in_a_row < self.limit) else None

@@ -35,7 +35,7 @@ from cloudckpt.uri import redact
 _log = logging.getLogger("cloudckpt")
 
 _SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
-_MAX_SHOWN = 20
+_MAX_SHOWN_NAMES = 20
 
 
 def load_latest(
@@ -295,7 +295,7 @@ def find_step_uris(steps: Steps, options: Options) -> list[str]:
             uri=root,
         )
     if others := _find_other_names(root, options):
-        names = ", ".join(others[:_MAX_SHOWN])
+        names = ", ".join(others[:_MAX_SHOWN_NAMES])
         _log.warning("no step is committed under %s, but checkpoints with other names are: %s", root, names)
     return []
 
@@ -320,4 +320,4 @@ def raise_missing(steps: Steps, step: int) -> None:
 
 def _format_steps(steps: Sequence[int]) -> str:
     """Format the highest of `steps`, which are sorted."""
-    return ("…, " if len(steps) > _MAX_SHOWN else "") + ", ".join(map(str, steps[-_MAX_SHOWN:]))
+    return ("…, " if len(steps) > _MAX_SHOWN_NAMES else "") + ", ".join(map(str, steps[-_MAX_SHOWN_NAMES:]))

@@ -34,7 +34,7 @@ _log = logging.getLogger("cloudckpt")
 STEP_KEY = "step"
 """A key in the ``metadata`` of a manifest, as `METRICS_KEY` is."""
 
-_MAX_SHOWN = 5
+_MAX_SHOWN_STEPS = 5
 _T = TypeVar("_T")
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
 
@@ -327,7 +327,7 @@ def refuse_existing_steps(root: str, steps: Collection[int], *, after: int | Non
     existing = [step for step in sorted(steps) if after is None or step > after]
     if not existing:
         return
-    shown = ", ".join(map(str, existing[:_MAX_SHOWN])) + (", …" if len(existing) > _MAX_SHOWN else "")
+    shown = ", ".join(map(str, existing[:_MAX_SHOWN_STEPS])) + (", …" if len(existing) > _MAX_SHOWN_STEPS else "")
     starts = "starts from scratch" if after is None else f"continues from step {after}"
     raise CheckpointExistsError(
         f"training {starts}, but {root} already has step{'s' if len(existing) > 1 else ''} {shown}. {hint}", uri=root

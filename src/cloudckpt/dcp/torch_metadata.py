@@ -152,7 +152,7 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
 
 
 def make_torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
-    """Torch's description of one tensor, without how it lay in the memory of a rank: its chunks lie row by row."""
+    """Return torch's description of one tensor, without its layout in the memory of a rank: chunks lie row by row."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
         size=torch.Size(tensor.shape),
@@ -246,7 +246,7 @@ class StoredRanges(Mapping[MetadataIndex, StoredRange]):
         return {**self.__dict__, "_places": None}
 
     def _found(self) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-        """A later item hides an earlier one of the same index, as in the manifest."""
+        """Return the items. A later item hides an earlier one of the same index, as in the manifest."""
         if self._places is None:
             self._places = {
                 (fqn, offsets): (key, begin, end)

@@ -26,7 +26,7 @@ _MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
 
 
 def pack_tiles(values: Sequence[int]) -> str:
-    """CRC32C values as the manifest holds them."""
+    """Return CRC32C values as the manifest holds them."""
     words = array("I", values)
     if sys.byteorder == "big":
         words.byteswap()
@@ -84,7 +84,7 @@ def raise_problems(problems: Sequence[str], *, uri: str) -> None:
 
 
 def check_document(document: bytes, *, uri: str) -> None:
-    """That `document` is whole, a manifest, and of a version that is known. Raises what `decode` raises."""
+    """Check that `document` is whole, a manifest, and of a known version. Raises what `decode` raises."""
     checksums = find_checksums(document)
     if checksums is None:
         raise _foreign(document, uri)
@@ -138,7 +138,7 @@ def _check_version(head: _ManifestHead | None, uri: str) -> None:
 
 
 def _foreign(document: bytes, uri: str) -> InvalidManifestError:
-    """Why a document without our checksum at its end is not a manifest that can be read."""
+    """Return why a document without our checksum at its end is not a manifest that can be read."""
     head = _probe(document)
     if head is not None:
         _check_version(head, uri)

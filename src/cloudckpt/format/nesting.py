@@ -140,7 +140,7 @@ def flatten(
     takes_apart: bool = True,
     is_value: Callable[[str], bool] | None = None,
 ) -> FlatStateDict:
-    """The entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
+    """Return the entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
     ``flatten_sharded_tensors`` of each entry), and those of named tuples, and of tuples that hold one or tensors, as if
     they were lists. Raises `UnsupportedValueError` where two would have one name.
     """

@@ -183,7 +183,7 @@ def find_header_end(prefix: bytes, *, size_bytes: int) -> int:
 
 
 def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes: int) -> Iterator[str]:
-    """Every respect in which an object's header is no safetensors header, or says other things than the manifest.
+    """Yield why an object's header is no safetensors header, and each thing that it says unlike the manifest.
 
     `header` is the object's bytes up to the header's end. An empty entry may stand under a name with ``#2``, ``#3``, …
     at its end, as any other may. Bytes that the manifest has under several names stand under one of them.

@@ -44,7 +44,7 @@ _Path = Sequence[Any]  # of strings, integers and lists of one key
 
 
 def find_problems(manifest: Manifest) -> list[str]:
-    """Every contradiction, each with its place; empty for a manifest that can be relied on.
+    """Return every contradiction, each with its place; empty for a manifest that can be relied on.
 
     Afterwards: keys stay under ``data/`` of the checkpoint, or of a folder beside it; every byte range lies in its
     object, is aligned to its element size and has the length that dtype and shape demand; the chunks of a tensor fill
@@ -71,7 +71,7 @@ def find_problems(manifest: Manifest) -> list[str]:
 
 
 def find_object_problems(objects: Sequence[StoredObject], *, tile_bytes: int, world_size: int) -> list[str]:
-    """The contradictions in what a manifest says of objects, and of the save as a whole."""
+    """Return the contradictions in what a manifest says of objects, and of the save as a whole."""
     problems = list(_object_problems(objects, tile_bytes))
     if not _MIN_TILE_BYTES <= tile_bytes <= _MAX_TILE_BYTES or tile_bytes % 64:
         problems.append(f"tile_bytes is {tile_bytes}, not a multiple of 64 in [{_MIN_TILE_BYTES}, {_MAX_TILE_BYTES}]")
@@ -350,7 +350,7 @@ def _hold_all(flags: npt.NDArray[np.bool_]) -> bool:
 
 
 def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int]) -> bool:
-    """`fills_once` for many blocks, one per row of ``[num_blocks, num_dims]``, all of which lie inside of `shape`.
+    """Do what `fills_once` does for many blocks inside `shape`, one per row of ``[num_blocks, num_dims]``.
 
     The same corners are counted, by sorting. Where they are too many or too far apart for that, `fills_once` decides.
     """

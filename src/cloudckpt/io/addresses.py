@@ -35,7 +35,7 @@ class AddressRanges:
 
 
 def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses) -> AddressRanges:
-    """The segments that hold views which reach over ``[begins[i], ends[i])`` and have ``own_bytes[i]`` of their own.
+    """Plan segments to hold views that reach over ``[begins[i], ends[i])`` and have ``own_bytes[i]`` of their own.
 
     Views that share a byte share a segment, so that no byte is copied twice. A view with large holes is not copied as
     it lies, unless a segment of others holds it anyway. No segment has more than twice the bytes of its views.

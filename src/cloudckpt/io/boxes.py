@@ -28,7 +28,7 @@ class Box(NamedTuple):
 
 
 def compute_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
+    """Return row-major strides, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]

@@ -149,7 +149,7 @@ class Run(NamedTuple):
 
 
 def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> Iterator[Run]:
-    """`runs`, some joined over the gap between them; all such gaps together have at most `budget_bytes`.
+    """Yield `runs`, some joined over the gap between them; all such gaps together have at most `budget_bytes`.
 
     `runs` are by object, and rising and apart within each. The smallest gaps come first. One is only read where that
     leaves fewer reads of at most `step_bytes`.
@@ -204,7 +204,7 @@ _Read = TypeVar("_Read", bound=Read)
 
 
 def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
-    """`reads`, given object by object, so ordered that connections stay busy to the end and on many objects.
+    """Order `reads`, given object by object, so that connections stay busy to the end and on many objects.
 
     Large ones come before small ones (by powers of two), so that no connection still works on a long one when the
     others are done. Among alike ones the objects take turns: the bandwidth of one object, or of the disks it lies on,

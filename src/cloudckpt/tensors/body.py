@@ -259,7 +259,7 @@ MAX_TENSORS_PER_OBJECT = 100_000
 
 
 def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:
-    """Consecutive groups, each of at most `max_tensors` and, but for a single larger one, within `object_bytes`."""
+    """Cut into groups, each of at most `max_tensors` and, but for a single larger one, within `object_bytes`."""
     groups: list[range] = []
     begin, filled_bytes = 0, 0
     for index, size_bytes in enumerate(sizes_bytes):

@@ -98,6 +98,67 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
                 self.task_done()
 
 
+class RepeatedTask:
+    """Runs a function in a thread of its own, once more after each request that came during a run.
+
+    The thread is not a daemon: the interpreter waits for it, and it ends when no run is requested.
+
+    Args:
+        run: Function to run. It must not raise.
+        name: Name of the thread.
+
+    """
+
+    def __init__(self, run: Callable[[], None], *, name: str) -> None:
+        self._run_once, self._name = run, name
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_requested = False
+
+    def request(self) -> None:
+        """Request a run. Does not wait.
+
+        Raises:
+            RuntimeError: No thread can be started: the interpreter is exiting, or the system has too many threads.
+
+        """
+        with self._changed:
+            self._is_requested = True
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._run, name=self._name, daemon=False)
+            thread.start()
+            self._thread = thread
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until no run is in progress or requested. Returns False after `timeout_s`."""
+        with self._changed:
+            thread = self._thread
+            if not self._changed.wait_for(lambda: self._thread is None, timeout_s):
+                return False
+        if thread is not None:
+            thread.join()  # it has nothing left to do
+        return True
+
+    def _run(self) -> None:
+        try:
+            while self._is_requested_still():
+                self._run_once()
+        finally:
+            with self._changed:
+                if self._thread is threading.current_thread():  # it ends by an error: nobody waits for it
+                    self._thread = None
+                    self._changed.notify_all()
+
+    def _is_requested_still(self) -> bool:
+        with self._changed:
+            is_requested, self._is_requested = self._is_requested, False
+            if not is_requested:
+                self._thread = None  # under the same lock as the check: a later `request` begins a new thread
+                self._changed.notify_all()
+            return is_requested
+
+
 @contextlib.contextmanager
 def logging_failures(text: str, *values: object) -> Iterator[None]:
     """Log what a callback raises in this context. Others wait for the thread that calls it, so it must not end.

@@ -44,6 +44,8 @@ EventName = Literal[
     "verify.range_read",
     "retention.removed",
     "retention.failed",
+    "drain.committed",
+    "drain.failed",
     "gc.removed",
     "gc.failed",
     "delete.done",
@@ -69,6 +71,8 @@ LEVELS: dict[EventName, int] = {
     "delete.failed": logging.WARNING,
     "retention.removed": logging.INFO,
     "retention.failed": logging.WARNING,
+    "drain.committed": logging.INFO,
+    "drain.failed": logging.WARNING,
 }
 """The level of each event that is written to the log; ranks other than 0 log at INFO at most."""
 

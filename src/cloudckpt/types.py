@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         WrapperDescription,
     )
     from cloudckpt.inspect.removal import Garbage, GarbageReport, KeptObject
+    from cloudckpt.manager.places import DrainReport
     from cloudckpt.manager.policies import SaveFailure, StepInfo
     from cloudckpt.manager.preemption import Preemption, PreemptionReport
     from cloudckpt.manager.restore import Restored
@@ -33,6 +34,7 @@ __all__ = [
     "ConversionReport",
     "CopyReport",
     "Difference",
+    "DrainReport",
     "Event",
     "Garbage",
     "GarbageReport",
@@ -64,6 +66,7 @@ _LAZY = {
     "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription "
     "ValueDescription WrapperDescription",
     "cloudckpt.inspect.removal": "Garbage GarbageReport KeptObject",
+    "cloudckpt.manager.places": "DrainReport",
     "cloudckpt.manager.policies": "SaveFailure StepInfo",
     "cloudckpt.manager.preemption": "Preemption PreemptionReport",
     "cloudckpt.manager.restore": "Restored",

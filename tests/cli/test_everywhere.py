@@ -41,6 +41,7 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
         "rm": ([one, "--yes"], _without("step-1/data"), "step-1: committed"),
         "gc": ([place.root, "--older-than", "0s", "--yes"], _without(OLD_ATTEMPT), "2 objects"),
         "doctor": ([place.root], _still_there, "create-if-absent works"),
+        "drain": ([str(folder.with_name("fast")), place.root], _still_there, ""),
         "cp": ([one, place.uri("step-3")], _whole("step-3"), "1 object"),
         "export": ([two, place.uri("out"), "--skip-non-tensors"], _with("out/model.safetensors"), "2 tensors"),
         "import": ([str(folder), place.uri("step-3")], _whole("step-3"), "2 tensors"),

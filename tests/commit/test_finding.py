@@ -135,7 +135,7 @@ def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
             lambda: read_log(client_of(store)).current is not None,
             lambda: list_entries(client_of(store)),
             lambda: cloudckpt.latest(tmp_path),
-            lambda: steps.find_committed(with_metrics=True),
+            lambda: steps.find_committed(with_metadata=True),
             lambda: [one for one in cloudckpt.list_checkpoints(tmp_path, all=True) if one.state == "committed"],
             lambda: cloudckpt.describe(uri),
         ]

@@ -18,7 +18,7 @@ import cloudckpt
 from cloudckpt.dcp.collectives import begin_call
 from cloudckpt.dcp.protocol import failure_of
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from cloudckpt.manager.restore import load_newest
+from cloudckpt.manager.restore import Candidate, load_newest
 from cloudckpt.report import LoadReport
 
 
@@ -80,8 +80,8 @@ def load_by_fates(
     found = load_newest(
         {"w": torch.zeros(1)},
         "memory://reused",
-        lambda: looks.pop(0),
-        reader=cloudckpt.ObjectStoreReader("memory://reused"),
+        lambda: [Candidate(uri=uri) for uri in looks.pop(0)],
+        reader_of=lambda _: cloudckpt.ObjectStoreReader("memory://reused"),
         planner=None,
         process_group=None,
         no_dist=True,

@@ -130,6 +130,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "verify": maintenance.verify,
     "rm": maintenance.rm,
     "gc": maintenance.gc,
+    "drain": maintenance.drain,
     "doctor": maintenance.doctor,
     "cp": convert.cp,
     "export": convert.export,

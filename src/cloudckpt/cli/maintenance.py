@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import shlex
 import time
 from datetime import timedelta
@@ -130,6 +132,38 @@ def gc(
             _print_report(console, report)
         else:
             console.say("Nothing was removed: pass --yes to remove it.")
+    if report.failed:
+        raise typer.Exit(NO)
+
+
+def drain(
+    fast: Annotated[str, typer.Argument(metavar="FAST", help="The fast place of a run.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of all steps, as the run names it.")],
+    *,
+    deadline: Annotated[
+        float,
+        typer.Option(
+            "--deadline", min=0.1, metavar="SECONDS", help="Send nothing more after this time.", show_default=False
+        ),
+    ] = math.inf,
+    common: CommonOptions,
+) -> None:
+    """Copy the steps that ROOT is owed from a fast place, newest first; exit with 1 if any is still missing.
+
+    Example: cloudckpt drain /nvme/run s3://bucket/run --deadline 25
+    """
+    from cloudckpt.manager.places import drain as pay
+
+    console = common.console
+    report = pay(fast, root, deadline_s=deadline, options=common.options())
+    if common.as_json:
+        console.document(dataclasses.asdict(report))
+    else:
+        for uri in report.drained:
+            console.line(f"{uri}: copied")
+        for kept in report.failed:
+            console.warn(f"{kept.uri}: failed: {kept.reason}")
+        console.say(f"{root} is owed {count(len(report.failed), 'step')}.")
     if report.failed:
         raise typer.Exit(NO)
 

@@ -163,7 +163,7 @@ class Conversion:
         self.overwrite = overwrite
         self.allow_pickle = allow_pickle
         self.progress = Progress(on_progress)
-        _check_apart(self.source, self.target)
+        check_apart(self.source, self.target)
 
     @property
     def seconds(self) -> float:
@@ -286,7 +286,7 @@ def folder_and_name(location: Location) -> tuple[Location, str]:
     return location.parent, location.name
 
 
-def _check_apart(source: Context, target: Context) -> None:
+def check_apart(source: Context, target: Context) -> None:
     """Raise `InvalidURIError` if both are the same place, or one lies inside the other."""
     one, other = _path_of(source.location), _path_of(target.location)
     if _server_of(source) != _server_of(target):

@@ -377,6 +377,13 @@ class Coordinator:
 
     def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
         """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
+        return self._run(lambda ranks: ranks.broadcast(step, find))
+
+    def all_gather(self, step: str, find: Callable[[], _T]) -> list[_T]:
+        """Run `find` on every rank. Returns the results of all, in the order of the ranks, on every rank."""
+        return self._run(lambda ranks: ranks.all_gather(step, find))
+
+    def _run(self, call: Callable[[DistWrapper], _T]) -> _T:
         try:
             with guarded_collectives(
                 self._process_group,
@@ -385,11 +392,10 @@ class Coordinator:
                 timeout_s=self._timeout_s,
                 no_dist=self._no_dist,
             ) as ranks:
-                found: _T = ranks.broadcast(step, find)
+                return call(ranks)
         except CheckpointException as error:
             _raise_own_interrupt(error, self.rank)
             raise failure_of(error, what=self._what, is_alone=self._is_alone) from None
-        return found
 
     def make_failure(self, error: CorruptCheckpointError) -> CheckpointException:
         """Wrap `error`, which all ranks have found, in the exception that a failed load raises."""

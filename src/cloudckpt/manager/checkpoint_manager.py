@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import functools
 import itertools
 import logging
 import operator
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -40,6 +43,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import METRICS_KEY, Mode
+from cloudckpt.manager.places import FAST_KEY, DrainReport, FastPlace, make_record
 from cloudckpt.manager.policies import (
     Failures,
     OnFailure,
@@ -49,10 +53,11 @@ from cloudckpt.manager.policies import (
     StepInfo,
     choose_mode,
     explain_missing_metric,
+    is_trouble_of_store,
     keep_newest_of_each_step,
     sort_best_first,
 )
-from cloudckpt.manager.restore import Restored, find_step_uris, load_newest, raise_missing
+from cloudckpt.manager.restore import Candidate, Restored, check_fresh_start, load_newest, raise_missing
 from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
 from cloudckpt.manager.steps import (
     STEP_KEY,
@@ -65,14 +70,15 @@ from cloudckpt.manager.steps import (
 )
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import log_and_deliver
-from cloudckpt.report import SkippedCheckpoint
+from cloudckpt.report import LoadReport, SkippedCheckpoint
 from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")
 
-_RESERVED = (STEP_KEY, METRICS_KEY)
+_RESERVED = (STEP_KEY, METRICS_KEY, FAST_KEY)
 OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
 _ON_DAMAGED = ("raise", "skip", "replace")
+_FAST_KEEP = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +87,10 @@ class _LastSave:
 
     step: int
     uri: str = ""
+    is_fast: bool = False
+    """It was sent to the fast place."""
+    is_owed: bool = False
+    """It was due at the root."""
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
     rank: int = 0
@@ -113,6 +123,12 @@ class CheckpointManager(OfThisProcess):
         keep_for: Keep the checkpoints that were committed within this ``datetime.timedelta`` before the newest.
         keep_one_per: Also keep the first checkpoint of each such ``datetime.timedelta``, as in ``timedelta(days=1)``,
             which begins at midnight UTC.
+        fast: A place in front of `root` that answers sooner, such as a directory on an NVMe drive or in ``/dev/shm``.
+            All ranks must see it. Saves are committed there, and those that are due at `root` are then copied to it in
+            a background thread of rank 0. `restore` takes the newest step of both. See places.md.
+        fast_every: `save` also saves multiples of this number of steps, or after each such ``datetime.timedelta``, to
+            `fast` alone.
+        fast_keep: Number of newest checkpoints that stay in `fast`. One that `root` does not have yet stays, too.
         on_damaged: Policy for a step that `restore` finds damaged. ``"skip"`` skips it with a warning, never overwrites
             or removes it, and saves its step beside it as ``step-<n>-again-<k>``. ``"replace"`` skips it and overwrites
             it when its step is saved again. ``"raise"`` raises `CorruptCheckpointError`.
@@ -152,6 +168,9 @@ class CheckpointManager(OfThisProcess):
         keep_best: tuple[str, Mode, int] | None = None,
         keep_for: timedelta | None = None,
         keep_one_per: timedelta | None = None,
+        fast: str | os.PathLike[str] | None = None,
+        fast_every: int | timedelta | None = None,
+        fast_keep: int = _FAST_KEEP,
         on_damaged: OnDamaged = "skip",
         on_failure: OnFailure = "raise",
         max_failures: int = 3,
@@ -183,7 +202,7 @@ class CheckpointManager(OfThisProcess):
         if taken:
             raise InvalidOptionError(
                 f"CheckpointManager: Options.metadata must not contain {', '.join(map(repr, taken))}, because the "
-                "manager saves the step and the metrics there. Use other names"
+                "manager saves the step, the metrics and the place there. Use other names"
             )
         self._is_async = async_
         self._process_group, self._no_dist = process_group, no_dist
@@ -193,6 +212,20 @@ class CheckpointManager(OfThisProcess):
         """URIs of the steps that `restore` found damaged, until they are replaced. Equal on all ranks."""
         self._note_lock = threading.Lock()
         self._retention = Retention(self._steps, self._options, policy, get_damaged_uris=lambda: self._damaged)
+        if fast is None and (fast_every is not None or fast_keep != _FAST_KEEP):
+            raise InvalidOptionError("CheckpointManager: fast_every and fast_keep need a place: pass fast='/nvme/run'")
+        self._fast = None
+        if fast is not None:
+            self._fast = FastPlace(
+                parse_location(fast),
+                every=fast_every,
+                keep=fast_keep,
+                root_steps=self._steps,
+                root_policy=policy,
+                options=self._options,
+                get_damaged_uris=lambda: self._damaged,
+                on_drained=self._retention.start,
+            )
         self._has_checked_loaders = False
         self._last: _LastSave | None = None
         self._current: _LastSave | None = None
@@ -239,12 +272,17 @@ class CheckpointManager(OfThisProcess):
         return self._retention.report
 
     @property
+    def drains(self) -> DrainReport | None:
+        """Report of the last look for steps that `root` is owed. None without `fast`, and on ranks other than 0."""
+        return None if self._fast is None else self._fast.report
+
+    @property
     def failures(self) -> tuple[SaveFailure, ...]:
         """The last 100 saves of this manager that failed because of the store. Equal on all ranks if none runs."""
         return self._failures.all
 
     def uri_of(self, step: int) -> str:
-        """Return the URI to which this manager saves a step. `steps` lists the URIs of committed steps.
+        """Return the URI that this manager saves a step to under `root`. `steps` lists the URIs of committed steps.
 
         Args:
             step: Number of the step.
@@ -253,10 +291,28 @@ class CheckpointManager(OfThisProcess):
             ``<root>/step-<n>``, or ``<root>/step-<n>-again-<k>`` beside a damaged one.
 
         """
-        step, again = _check_step(step), 0
-        while self._on_damaged == "skip" and self._steps.uri_of(step, again) in self._damaged:
+        return self._steps.root.child(self._choose_folder(_check_step(step))).uri
+
+    def _choose_folder(self, step: int) -> str:
+        """Return the name of the folder for a step: one that is damaged in no place, unless that is to be replaced."""
+        again = 0
+        while self._on_damaged == "skip" and not self._damaged.isdisjoint(self._uris_of(format_folder(step, again))):
             again += 1
-        return self._steps.uri_of(step, again)
+        return format_folder(step, again)
+
+    @property
+    def _places(self) -> list[Steps]:
+        """The root's steps, and those of the fast place."""
+        return [self._steps] if self._fast is None else [self._steps, self._fast.steps]
+
+    def _read_times(self) -> None:
+        """Read the times of all commits, so that the next one is later in every place."""
+        for steps in self._places:
+            steps.read_times()
+
+    def _uris_of(self, folder: str) -> list[str]:
+        """Return the URIs of a folder in all places."""
+        return [steps.root.child(folder).uri for steps in self._places]
 
     def is_due(self, step: int) -> bool:
         """Return True if `save` saves a step without ``force``.
@@ -267,12 +323,19 @@ class CheckpointManager(OfThisProcess):
             step: Number of the step.
 
         Returns:
-            True for multiples of ``save_every``, and if that is None. For a time, the same for one step until `save` or
-            `is_due` is called with another.
+            True for multiples of ``save_every`` or ``fast_every``, and if ``save_every`` is None. For a time, the same
+            for one step until `save` or `is_due` is called with another.
 
         """
-        return self._schedule.is_due(
-            _check_step(step),
+        step = _check_step(step)
+        is_due_now = self._is_due(self._schedule, step)
+        if self._fast is not None and self._fast.schedule is not None:
+            is_due_now |= self._is_due(self._fast.schedule, step)
+        return is_due_now
+
+    def _is_due(self, schedule: SaveSchedule, step: int) -> bool:
+        return schedule.is_due(
+            step,
             is_saving=lambda: self.in_flight is not None,
             ask=lambda decide: self._make_coordinator().broadcast("find", decide),
         )
@@ -309,7 +372,7 @@ class CheckpointManager(OfThisProcess):
 
         """
         if rank_in(self._process_group, no_dist=self._no_dist) == 0:
-            self._steps.read_times()
+            self._read_times()
         if not self._is_async:
             return
         objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
@@ -370,14 +433,25 @@ class CheckpointManager(OfThisProcess):
         if not force and not self.is_due(step):
             return None
         refuse_in_fork()
+        is_owed = force or self._is_due(self._schedule, step)
+        if self._fast is not None and not self._fast.is_shared(self._make_coordinator()) and not is_owed:
+            return None
         rank = rank_in(self._process_group, no_dist=self._no_dist)
         is_coordinator = rank == 0
         # The metrics play no part: they may differ between ranks, and all ranks must take the same branch.
         current = self._current
-        if force and not overwrite and current is not None and current.step == step and current.failure is None:
+        is_again = force and not overwrite and current is not None and current.step == step and current.failure is None
+        if is_again and current is not None and (current.is_owed or not current.is_fast):
             if is_coordinator and metrics is not None and numbers != current.numbers:
                 _log.warning("%s exists already and keeps its metrics", self.uri_of(step))
             return current.result
+        overwrite = overwrite or self._is_to_replace(step)
+        folder = self._choose_folder(step)
+        if is_coordinator and folder != format_folder(step):
+            _log.warning("saving step %d as %s beside the damaged one", step, self.uri_of(step))
+        if is_coordinator and random_state and not self._has_checked_loaders:
+            self._has_checked_loaders = True
+            warn_of_shared_generator(dataloader)
         settings: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
@@ -388,36 +462,53 @@ class CheckpointManager(OfThisProcess):
             "planner": planner,
             "process_group": self._process_group,
             "no_dist": self._no_dist,
-            "overwrite": overwrite or self._is_to_replace(step),
-            "options": self._options_for(step, numbers),
+            "overwrite": overwrite,
         }
-        self._schedule.note_save()
-        call = async_save if self._is_async else save
-        uri = self.uri_of(step)
-        if is_coordinator and uri != self._steps.uri_of(step):
-            _log.warning("saving step %d as %s beside the damaged one", step, uri)
-        if is_coordinator and random_state and not self._has_checked_loaders:
-            self._has_checked_loaders = True
-            warn_of_shared_generator(dataloader)
         if is_coordinator:
-            self._steps.read_times()
+            self._read_times()
+        if is_owed:
+            self._schedule.note_save()
+        saved = _LastSave(step=step, is_owed=is_owed, numbers=numbers, rank=rank)
+        if self._fast is not None and not is_again:  # a step that is there already is sent to the root
+            saved.is_fast = self._fast.takes(folder, self._make_coordinator(), is_owed=is_owed, may_overwrite=overwrite)
+        return self._save_to(saved, folder, state_dict, settings)
+
+    def _save_to(
+        self, saved: _LastSave, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
+    ) -> AsyncSave | SavedMetadata | SaveFailure | None:
+        """Save to the place that was chosen, and if the fast one fails at once, to the root."""
+        steps, options, metadata = self._steps, self._options, build_metadata(saved.step, saved.numbers or {})
+        if self._fast is not None and saved.is_fast:
+            steps, options = self._fast.steps, self._fast.options
+            metadata[FAST_KEY] = make_record(
+                self._steps.root, is_owed=saved.is_owed, may_overwrite=settings["overwrite"]
+            )
+        options = dataclasses.replace(options, metadata={**options.metadata, **metadata})
+        saved.uri = steps.root.child(folder).uri
+        call = async_save if self._is_async else save
         try:
-            result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
+            saved.result = call(state_dict, saved.uri, options=options, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
+            if saved.is_fast and is_trouble_of_store(error):
+                if saved.rank == 0:
+                    _log.warning("saving to %s, because the save to %s failed: %s", self.root, saved.uri, error)
+                saved.is_fast = False
+                return self._save_to(saved, folder, state_dict, settings)
             with self._note_lock:
-                failure = self._unmade = self._failures.take(step, uri, error)
+                failure = self._unmade = self._failures.take(saved.step, saved.uri, error)
             if failure is None:
                 raise
-            self._tell(failure, rank)
+            self._tell(failure, saved.rank)
             return failure
-        saved = _LastSave(step=step, uri=uri, numbers=numbers, result=result, rank=rank)
         self._last = self._current = saved
         self._unmade = None
-        if isinstance(result, AsyncSave):
-            result.committed.add_done_callback(lambda _: self._note_end(saved))
+        if self._fast is not None and not saved.is_fast:
+            self._fast.has_failed = False
+        if isinstance(saved.result, AsyncSave):
+            saved.result.committed.add_done_callback(lambda _: self._note_end(saved))
         else:
             self._note_end(saved)
-        return result
+        return saved.result
 
     def restore(
         self,
@@ -477,26 +568,24 @@ class CheckpointManager(OfThisProcess):
             strict=strict,
         )
         wanted = None if step is None else _check_step(step)
-        reader = ObjectStoreReader(
-            self.root,
-            options=self._options,
-            allow_pickle=self._allow_pickle,
-            strict=strict,
-            rename=rename,
-            _via="",
-            _may_be_renamed=True,
-        )
+        reader_of = functools.partial(self._open_reader, strict=strict, rename=rename)
         if (running := self.in_flight) is not None:
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
-        with lock_root(self.root), raised_via("manager"):
+        if self._fast is not None:
+            self._fast.is_shared(self._make_coordinator())
+        with contextlib.ExitStack() as stack:
+            for place in self._places:
+                stack.enter_context(lock_root(place.root.uri))
+            stack.enter_context(raised_via("manager"))
             if wanted is not None:
-                restored: Restored | None = self._restore_step(state_dict, wanted, planner, reader)
+                restored: Restored | None = self._restore_step(state_dict, wanted, planner, reader_of)
             else:
-                restored = self._restore_newest(state_dict, planner, reader)
+                restored = self._restore_newest(state_dict, planner, reader_of)
         if restored is not None:
             _log.info("restored step %d from %s", restored.step, restored.uri)
-            self._current = _LastSave(step=restored.step)
             self._restored = restored
+        if self._fast is not None and rank_in(self._process_group, no_dist=self._no_dist) == 0:
+            self._fast.start()  # what an earlier process did not copy any more
         return restored
 
     def steps(self) -> list[StepInfo]:
@@ -508,7 +597,7 @@ class CheckpointManager(OfThisProcess):
             StoreError: A request failed.
 
         """
-        committed = self._steps.find_committed(with_metrics=True)
+        committed = self._find_committed(with_metadata=True)
         return Listing(sorted(keep_newest_of_each_step(committed), key=lambda info: info.step))
 
     def latest(self) -> StepInfo | None:
@@ -520,6 +609,8 @@ class CheckpointManager(OfThisProcess):
             StoreError: A request failed.
 
         """
+        if self._fast is not None:
+            return next(iter(self._find_committed(with_metadata=True)), None)
         return self._steps.find_latest()
 
     def best(self, metric: str, mode: Mode | None = None) -> StepInfo | None:
@@ -542,7 +633,7 @@ class CheckpointManager(OfThisProcess):
         """
         if mode is not None:
             choose_mode(metric, mode)
-        committed = keep_newest_of_each_step(self._steps.find_committed(with_metrics=True))
+        committed = keep_newest_of_each_step(self._find_committed(with_metadata=True))
         if not any(metric in info.metrics for info in committed):  # it may be measured later, or be mistyped
             missing = explain_missing_metric(committed, metric)
             if missing is not None and metric not in self._unknown_metrics:
@@ -574,7 +665,10 @@ class CheckpointManager(OfThisProcess):
             self._note_end(last)
             if in_flight.find_unsettled() is handle:  # it failed, and nothing has raised the failure yet
                 handle.result(0)
-        if not self._retention.wait(_remaining_s(ends_at_s)):
+        if self._fast is not None and not self._fast.wait(_remaining_s(ends_at_s)):
+            raise TimeoutError(f"steps were not copied from {self._fast.uri} to {self.root} within {timeout} s")
+        retentions = [self._retention] if self._fast is None else [self._fast.retention, self._retention]
+        if not all(one.wait(_remaining_s(ends_at_s)) for one in retentions):
             raise TimeoutError(
                 f"superseded checkpoints under {self.root} were not removed within {timeout} s; the removal continues"
             )
@@ -592,11 +686,15 @@ class CheckpointManager(OfThisProcess):
         try:
             self.wait(timeout)
         except SaveOrLoadError:
+            if self._fast is not None:
+                self._fast.wait(timeout)
             self._retention.wait(timeout)
             raise
         failure, self._unmade = self._unmade, None
         if failure is not None:
             raise failure.error
+        if self._fast is not None:
+            self._fast.check()
 
     def __enter__(self) -> Self:
         return self
@@ -633,9 +731,6 @@ class CheckpointManager(OfThisProcess):
             words += f". The save to {handle.uri} is still running"
         add_note(error, words)
 
-    def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
-        return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})
-
     def _note_end(self, saved: _LastSave) -> None:
         """Take note of a save's outcome: once, and before any waiter continues, since callbacks run later than they.
 
@@ -650,20 +745,36 @@ class CheckpointManager(OfThisProcess):
                 self._failures.in_a_row = 0
                 self._last_committed = saved.step, saved.uri
                 self._damaged -= {saved.uri}
-                if saved.rank == 0:
-                    self._retention.start(saved.uri)
+                if saved.rank == 0:  # before a waiter looks if anything runs
+                    self._start_after(saved)
             elif isinstance(saved.result, AsyncSave):
-                failure = self._failures.take(saved.step, saved.uri, error)
+                failure = self._take_failure(saved, error)
                 if failure is not None:
                     saved.result.committed.exception(0)  # so that no other save raises it
                     self._unmade = self._unmade or failure
         if failure is not None:
             self._tell(failure, saved.rank)
 
+    def _start_after(self, saved: _LastSave) -> None:
+        if self._fast is not None and saved.is_fast:
+            self._fast.note_commit(saved.uri, is_owed=saved.is_owed)
+        else:
+            self._retention.start(saved.uri)
+
+    def _take_failure(self, saved: _LastSave, error: BaseException) -> SaveFailure | None:
+        """Take note of a failed background save. Returns None if its error is to be raised."""
+        if self._fast is not None and saved.is_fast and is_trouble_of_store(error):
+            self._fast.has_failed = True
+            if not saved.is_owed:  # `close` raises it, if no save comes after it
+                return SaveFailure(step=saved.step, uri=saved.uri, error=copy.copy(error))
+        return self._failures.take(saved.step, saved.uri, error)
+
     def _tell(self, failure: SaveFailure, rank: int) -> None:
         kind, limit = type(failure.error).__name__, self._failures.limit
-        num_failures = f"{self._failures.in_a_row} in a row; {limit} end it"
-        words = f"the save of step {failure.step} failed, and training continues ({num_failures}): {failure.error}"
+        count = f"{self._failures.in_a_row} in a row; {limit} end it"
+        if self._fast is not None and self._fast.has(failure.uri):
+            count = f"the next one is saved to {self.root}"
+        words = f"the save of step {failure.step} failed, and training continues ({count}): {failure.error}"
         event = Event(name="save.tolerated", uri=failure.uri, rank=rank, error=kind, message=str(failure.error))
         log_and_deliver(event, self._options, words=words)
 
@@ -679,16 +790,45 @@ class CheckpointManager(OfThisProcess):
         last_tries = itertools.takewhile(lambda one: one.step == step, reversed(self._failures.all))
         if self._unmade is not None and any(isinstance(one.error, CommitUnknownError) for one in last_tries):
             return True
-        return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
+        return self._on_damaged == "replace" and not self._damaged.isdisjoint(self._uris_of(format_folder(step)))
+
+    def _find_committed(self, step: int | None = None, *, with_metadata: bool) -> list[StepInfo]:
+        """Return the committed steps of all places, or the checkpoints of one step, newest first."""
+        if self._fast is None:
+            return self._steps.find_committed(step, with_metadata=with_metadata)
+        found = self._fast.merge(lambda: self._steps.find_committed(step, with_metadata=with_metadata))
+        return [info for info in found if step in (None, info.step)]
+
+    def _find_candidates(self, step: int | None = None) -> list[Candidate]:
+        found = self._find_committed(step, with_metadata=False)
+        if not found and step is None:
+            check_fresh_start(self._steps, self._options)
+        unowed = set() if self._fast is None else self._fast.unowed_uris
+        return [Candidate(uri=one.uri, copy_uri=one.copy_uri, is_owed=one.uri not in unowed) for one in found]
+
+    def _open_reader(self, candidate: Candidate, *, strict: bool | None, rename: Rename | None) -> ObjectStoreReader:
+        return ObjectStoreReader(
+            candidate.uri,
+            options=self._fast.options if self._fast is not None and self._fast.has(candidate.uri) else self._options,
+            allow_pickle=self._allow_pickle,
+            strict=strict,
+            rename=rename,
+            _via="",
+            _copy=None if candidate.copy_uri is None else (candidate.copy_uri, self._options),
+            _may_be_renamed=True,
+        )
 
     def _restore_newest(
-        self, state_dict: dict[str, Any], planner: LoadPlanner | None, reader: ObjectStoreReader
+        self,
+        state_dict: dict[str, Any],
+        planner: LoadPlanner | None,
+        reader_of: Callable[[Candidate], ObjectStoreReader],
     ) -> Restored | None:
         found = load_newest(
             state_dict,
             self.root,
-            lambda: find_step_uris(self._steps, self._options),
-            reader=reader,
+            self._find_candidates,
+            reader_of=reader_of,
             planner=planner,
             process_group=self._process_group,
             no_dist=self._no_dist,
@@ -699,18 +839,23 @@ class CheckpointManager(OfThisProcess):
         if found is None:
             _log.info("no step is committed under %s: fresh start", self.root)
             return None
-        uri, report = found
-        return Restored(step=parse_step_uri(uri), uri=uri, report=report)
+        return self._take_restored(*found)
 
     def _restore_step(
-        self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None, reader: ObjectStoreReader
+        self,
+        state_dict: dict[str, Any],
+        step: int,
+        planner: LoadPlanner | None,
+        reader_of: Callable[[Candidate], ObjectStoreReader],
     ) -> Restored:
-        uri = self._make_coordinator().broadcast("find", lambda: self._steps.find_latest_uri(step))
+        coordinator = self._make_coordinator()
+        found = coordinator.broadcast("find", lambda: self._find_candidates(step)[:1])
+        candidate = found[0] if found else Candidate(uri=self._steps.uri_of(step))
         try:
             report = load(
                 state_dict,
-                uri,
-                storage_reader=reader,
+                candidate.uri,
+                storage_reader=reader_of(candidate),
                 planner=planner,
                 process_group=self._process_group,
                 no_dist=self._no_dist,
@@ -719,11 +864,19 @@ class CheckpointManager(OfThisProcess):
             # All ranks get the same failures, so all of them take the same branch.
             causes = causes_of(error)
             if causes and all(isinstance(cause, CheckpointNotFoundError) for cause in causes):
-                self._make_coordinator().broadcast("find", lambda: raise_missing(self._steps, step))
+                coordinator.broadcast(
+                    "find",
+                    lambda: raise_missing(self._steps.uri_of(step), step, self._find_committed(with_metadata=False)),
+                )
             if isinstance(error, CorruptCheckpointError):
-                self._note_damage(uri)
+                self._note_damage(candidate.uri)
             raise
-        return Restored(step=step, uri=uri, report=report)
+        return self._take_restored(candidate, report)
+
+    def _take_restored(self, candidate: Candidate, report: LoadReport) -> Restored:
+        step = parse_step_uri(candidate.uri)
+        self._current = _LastSave(step=step, is_fast=True, is_owed=candidate.is_owed)
+        return Restored(step=step, uri=candidate.uri, report=report)
 
     def _handle_skipped(self, one: SkippedCheckpoint) -> None:
         if one.is_gone:

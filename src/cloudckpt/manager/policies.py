@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
@@ -50,6 +50,8 @@ class StepInfo:
     """Size of the data objects. None if the manifest is damaged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were saved with it. NaN stands for a value that was not finite."""
+    copy_uri: str | None = None
+    """URI of the same save under the root, if `uri` is that in the fast place and both have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +102,21 @@ class SaveSchedule:
 
     Args:
         save_every: Number of steps, or time from the begin of one save to that of the next. None: each step is due.
+        name: Name of the manager's argument, for errors.
         monotonic_s: The clock.
 
     """
 
     def __init__(
-        self, save_every: int | timedelta | None, *, monotonic_s: Callable[[], float] = time.monotonic
+        self,
+        save_every: int | timedelta | None,
+        *,
+        name: str = "save_every",
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         if save_every is not None and not is_positive(save_every) and not is_positive_time(save_every):
             raise InvalidOptionError(
-                "CheckpointManager: save_every must be a positive whole number of steps, a positive datetime.timedelta "
+                f"CheckpointManager: {name} must be a positive whole number of steps, a positive datetime.timedelta "
                 f"or None, not {save_every!r}"
             )
         self.save_every = save_every
@@ -188,6 +195,20 @@ def sort_newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
     return sorted(steps, key=lambda info: commit_order(info.committed_at, info.uri.rpartition("/")[2]), reverse=True)
 
 
+def merge_places(near: Sequence[StepInfo], far: Sequence[StepInfo]) -> list[StepInfo]:
+    """Return the steps of a fast place and of the root behind it, newest first.
+
+    A save that both have is one step, that of the fast place: its copy has the same name and commit time. Steps that
+    have one name and are of two saves stay two.
+    """
+    copies = {(info.uri.rpartition("/")[2], info.committed_at): info for info in far}
+    merged = []
+    for info in near:
+        copy_info = copies.pop((info.uri.rpartition("/")[2], info.committed_at), None)
+        merged.append(info if copy_info is None else replace(info, copy_uri=copy_info.uri))
+    return sort_newest_first([*merged, *copies.values()])
+
+
 def keep_newest_of_each_step(steps: Sequence[StepInfo]) -> list[StepInfo]:
     """Keep the first checkpoint of each step in `steps`, which is sorted newest first.
 
@@ -257,6 +278,16 @@ class SaveFailure:
     """The exception of `cloudckpt.save`, or a `SaveInFlightError`."""
 
 
+def is_trouble_of_store(error: BaseException) -> bool:
+    """Return True if a save failed on all failing ranks because of the store."""
+    # A cause that is a SaveOrLoadError is the failure of another save.
+    is_trouble = [
+        isinstance(each, _TROUBLE) and not isinstance(each, (SaveOrLoadError, CheckpointExistsError))
+        for each in causes_of(error)
+    ]
+    return bool(is_trouble) and all(is_trouble)
+
+
 class Failures:
     """The failed saves of one manager.
 
@@ -280,13 +311,7 @@ class Failures:
         """Take note of a failed save. Returns None if its error is to be raised."""
         # Without a URI, threads of this rank alone were in each other's way.
         is_refused = isinstance(error, SaveInFlightError) and error.uri != ""
-        causes = causes_of(error)
-        # A cause that is a SaveOrLoadError is the failure of another save.
-        is_trouble = [
-            isinstance(each, _TROUBLE) and not isinstance(each, (SaveOrLoadError, CheckpointExistsError))
-            for each in causes
-        ]
-        if not is_refused and not (is_trouble and all(is_trouble)):
+        if not is_refused and not is_trouble_of_store(error):
             return None
         # A copy has no traceback, whose frames hold the state dict.
         failure = SaveFailure(step=step, uri=uri, error=copy.copy(error))

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -21,11 +21,17 @@ from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import Coordinator, SaveOrLoadError, causes_of
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
-from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError, InvalidURIError
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    CloudckptError,
+    CorruptCheckpointError,
+    InvalidURIError,
+)
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.verification import verify
 from cloudckpt.io.client import MAX_LOOKS, open_client
+from cloudckpt.manager.policies import StepInfo
 from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import log_and_deliver
@@ -118,7 +124,7 @@ def load_latest(
         state_dict,
         root,
         functools.partial(_find_candidates, root, options),
-        reader=reader,
+        reader_of=lambda _: reader,
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,
@@ -130,36 +136,51 @@ def load_latest(
     return found[1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A checkpoint to load."""
+
+    uri: str
+    """URI of the checkpoint."""
+    copy_uri: str | None = None
+    """URI of a copy of the same save, for the objects that cannot be had at `uri`."""
+    is_owed: bool = True
+    """The manager's root has it, or is owed a copy."""
+
+
 def load_newest(
     state_dict: dict[str, Any],
     root: str | os.PathLike[str],
-    find: Callable[[], list[str]],
+    find: Callable[[], list[Candidate]],
     *,
-    reader: ObjectStoreReader,
+    reader_of: Callable[[Candidate], ObjectStoreReader],
     planner: LoadPlanner | None,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
     verify_first: bool,
     options: Options,
     on_skip: Callable[[SkippedCheckpoint], None] = lambda _: None,
-) -> tuple[str, LoadReport] | None:
+) -> tuple[Candidate, LoadReport] | None:
     """Load the first candidate of `find` that is whole, as `load_latest` does.
 
-    `find` runs on the coordinator and returns URIs, newest first. It runs again after a candidate turns out to be gone.
-    `on_skip` runs on all ranks for each skipped candidate and may raise. Returns the URI and the report, or None if
-    `find` returns nothing.
+    `find` runs on the coordinator and returns candidates, newest first. It runs again after one turns out to be gone.
+    `reader_of` returns the reader of a candidate; its options are those of the place. `on_skip` runs on all ranks for
+    each skipped candidate and may raise. Returns the candidate and the report, or None if `find` returns nothing.
     """
     ranks = Coordinator(process_group, no_dist=no_dist, root=redact(root), timeout_s=options.timeout_s)
-    is_partial = not reader.is_strict and any(isinstance(value, LiveEntry) for value in state_dict.values())
-    verify_first = verify_first or is_partial or bool(getattr(planner, "allow_partial_load", False))
+    has_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
+    is_partial = bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
     waiting = ranks.broadcast("find", find)
     if not waiting:
         return None
     num_looks = 1
     while waiting:
-        uri, *waiting = waiting
-        found = ranks.broadcast("verify", functools.partial(_find_damage, uri, options)) if verify_first else None
+        candidate, *waiting = waiting
+        uri, reader = candidate.uri, reader_of(candidate)
+        found = None
+        if verify_first or is_partial or (has_live and not reader.is_strict):
+            found = ranks.broadcast("verify", functools.partial(_find_damage, candidate, reader.options, options))
         if found is None:
             try:
                 report = load(
@@ -177,13 +198,13 @@ def load_newest(
                     raise
                 found = _make_skipped(uri, causes)
             else:
-                reader.report = dataclasses.replace(report, skipped=tuple(skipped))
-                return uri, reader.report
+                report = reader.report = dataclasses.replace(report, skipped=tuple(skipped))
+                return candidate, report
         if found.is_gone and num_looks < MAX_LOOKS:
             num_looks += 1
             tried = {one.uri for one in skipped}
-            waiting = [other for other in ranks.broadcast("find", find) if other not in tried]
-            if uri in waiting:  # another save has overwritten it, so it is not gone
+            waiting = [other for other in ranks.broadcast("find", find) if other.uri not in tried]
+            if any(other.uri == uri for other in waiting):  # another save has overwritten it, so it is not gone
                 continue
         skipped.append(found)
         on_skip(found)
@@ -203,9 +224,9 @@ def load_newest(
     )
 
 
-def _find_candidates(root: str | os.PathLike[str], options: Options) -> list[str]:
-    """Return the URIs of the checkpoints under `root`, newest first."""
-    found = [info.uri for info in reversed(list_checkpoints(root, options=options))]
+def _find_candidates(root: str | os.PathLike[str], options: Options) -> list[Candidate]:
+    """Return the checkpoints under `root`, newest first."""
+    found = [Candidate(uri=info.uri) for info in reversed(list_checkpoints(root, options=options))]
     if not found:
         hint = ", which is itself a checkpoint (load it with cloudckpt.load)" if is_checkpoint(root, options) else ""
         raise CheckpointNotFoundError(
@@ -221,11 +242,14 @@ def is_checkpoint(root: str | os.PathLike[str], options: Options) -> bool:
     return read_log(open_client(root, options), is_lenient=True).current is not None
 
 
-def _find_damage(uri: str, options: Options) -> SkippedCheckpoint | None:
+def _find_damage(candidate: Candidate, options: Options, copy_options: Options) -> SkippedCheckpoint | None:
+    """Return what is wrong with a candidate, unless its copy is whole."""
     try:
-        verify(uri, options=options)
+        verify(candidate.uri, options=options)
     except _SKIPPED as error:
-        return _make_skipped(uri, [error])
+        if candidate.copy_uri is None:
+            return _make_skipped(candidate.uri, [error])
+        return _find_damage(Candidate(uri=candidate.copy_uri), copy_options, copy_options)
     return None
 
 
@@ -257,15 +281,9 @@ class Restored:
         return self.report.skipped
 
 
-def find_step_uris(steps: Steps, options: Options) -> list[str]:
-    """Return the URIs of the committed steps, newest first.
-
-    Raises `CheckpointNotFoundError` if there is none but something else is there that this run may have saved.
-    """
+def check_fresh_start(steps: Steps, options: Options) -> None:
+    """Raise `CheckpointNotFoundError` if no step is committed, but something is there that this run may have saved."""
     root = steps.root.uri
-    found = [info.uri for info in steps.find_committed(with_metrics=False)]
-    if found:
-        return found
     if is_checkpoint(root, options):
         raise CheckpointNotFoundError(
             f"{root} is itself a checkpoint and has no steps below it. Pass the folder of all steps to the "
@@ -297,7 +315,6 @@ def find_step_uris(steps: Steps, options: Options) -> list[str]:
     if others := _find_other_names(root, options):
         names = ", ".join(others[:_MAX_SHOWN_NAMES])
         _log.warning("no step is committed under %s, but checkpoints with other names are: %s", root, names)
-    return []
 
 
 def _find_other_names(root: str, options: Options) -> list[str]:
@@ -308,13 +325,14 @@ def _find_other_names(root: str, options: Options) -> list[str]:
         return []
 
 
-def raise_missing(steps: Steps, step: int) -> None:
-    """Raise `CheckpointNotFoundError`, which lists the committed steps."""
-    committed = sorted(info.step for info in steps.find_committed(with_metrics=False))
+def raise_missing(uri: str, step: int, found: Sequence[StepInfo]) -> NoReturn:
+    """Raise `CheckpointNotFoundError`, which lists the committed steps. `uri` is where the step would be."""
+    committed = sorted({info.step for info in found})
     there = f"the committed steps are {_format_steps(committed)}" if committed else "no step is committed"
     raise CheckpointNotFoundError(
-        f"step {step} is not committed under {steps.root.uri}: {there}. Pass one of them, or no step for the newest",
-        uri=steps.uri_of(step),
+        f"step {step} is not committed under {uri.rpartition('/')[0]}: {there}. Pass one of them, or no step for the "
+        "newest",
+        uri=uri,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from cloudckpt._display import shown
+from cloudckpt._workers import RepeatedTask
 from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
 from cloudckpt.commit.log import resolve
@@ -70,6 +71,8 @@ class Retention:
         options: Options of the manager.
         policy: Checkpoints to keep.
         get_damaged_uris: Returns the URIs that `restore` found damaged.
+        find_spared: Returns the URIs, among the folders that it is given with their metadata, that stay whatever the
+            policy says. They count as the others do.
 
     """
 
@@ -80,14 +83,15 @@ class Retention:
         policy: RetentionPolicy,
         *,
         get_damaged_uris: Callable[[], Collection[str]],
+        find_spared: Callable[[Sequence[StepFolder]], Collection[str]] | None = None,
     ) -> None:
         self._steps = steps
         self._options = options
         self.policy = policy
         self._get_damaged_uris = get_damaged_uris
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._is_wanted = False
+        self._find_spared = find_spared
+        self._lock = threading.Lock()
+        self._task = RepeatedTask(self._run_and_report, name="cloudckpt-retention")
         self._report: RetentionReport | None = None
         self._fenced_at: dict[str, datetime] = {}
         """URIs of deleted checkpoints whose fence is still there, and the time of the fence."""
@@ -100,64 +104,40 @@ class Retention:
     @property
     def report(self) -> RetentionReport | None:
         """Report of the last run."""
-        with self._changed:
+        with self._lock:
             return self._report
 
     def start(self, uri: str) -> None:
         """Start a run after a step was committed at `uri`. Does not wait and never raises."""
-        if self.policy.keeps_all:
-            return
-        with self._changed:
+        with self._lock:
             self._fenced_at.pop(uri, None)
             self._own_step = parse_step_uri(uri)
-            self._is_wanted = True
-            if self._thread is not None:
-                return
-            # Not a daemon: the interpreter waits for the thread, which ends when no run is wanted.
-            thread = threading.Thread(target=self._run_while_wanted, name="cloudckpt-retention", daemon=False)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the interpreter is exiting, or the system has too many threads
-                _log.warning("did not look for superseded checkpoints under %s: %s", self._steps.root.uri, error)
-                return
-            self._thread = thread
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Start a run. Does not wait and never raises."""
+        if self.policy.keeps_all:
+            return
+        try:
+            self._task.request()
+        except RuntimeError as error:
+            _log.warning("did not look for superseded checkpoints under %s: %s", self._steps.root.uri, error)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until no run is in progress or wanted. Returns False after `timeout_s`."""
-        with self._changed:
-            thread = self._thread
-            if not self._changed.wait_for(lambda: self._thread is None, timeout_s):
-                return False
-        if thread is not None:
-            thread.join()  # it has nothing left to do
-        return True
+        return self._task.wait(timeout_s)
 
-    def _run_while_wanted(self) -> None:
-        try:
-            while self._is_wanted_still():
-                report = self._run()
-                with self._changed:
-                    self._report = report
-        finally:
-            with self._changed:
-                if self._thread is threading.current_thread():  # it ends by an error: nobody waits for it
-                    self._thread = None
-                    self._changed.notify_all()
-
-    def _is_wanted_still(self) -> bool:
-        with self._changed:
-            is_wanted, self._is_wanted = self._is_wanted, False
-            if not is_wanted:
-                self._thread = None  # under the same lock as the check: a later `start` begins a new thread
-                self._changed.notify_all()
-            return is_wanted
+    def _run_and_report(self) -> None:
+        report = self._run()
+        with self._lock:
+            self._report = report
 
     def _run(self) -> RetentionReport:
         failed: list[KeptObject] = []
         removed: list[str] = []
         infos: list[StepInfo] = []
         try:
-            with self._changed:
+            with self._lock:
                 excluded, own_step = set(self._fenced_at), self._own_step
             folders = self._list_folders(excluded_uris=excluded)
             infos = [one.info for one in folders if one.info is not None]
@@ -166,11 +146,13 @@ class Retention:
             unknown = [one for one in folders if one.problem]
             failed += [KeptObject(uri=one.uri, reason=one.problem) for one in unknown]
             damaged = {*self._get_damaged_uris(), *(one.uri for one in unknown)}
+            spared = set() if self._find_spared is None else self._find_spared(folders)
             superseded = find_superseded(infos, self.policy, damaged=damaged, own_step=own_step)
+            superseded = [info for info in superseded if info.uri not in spared]
             if superseded:
                 self._warn_of_missing_metric(infos)
             self._remove_all(superseded, removed, failed)
-            with self._changed:
+            with self._lock:
                 self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
             self._remove_fences()
         except BaseException as error:  # noqa: BLE001  # nobody can get it from this thread, so the report has it
@@ -215,8 +197,9 @@ class Retention:
                 failed.append(KeptObject(uri=info.uri, reason=reason))
 
     def _list_folders(self, *, excluded_uris: set[str]) -> list[StepFolder]:
-        """List the steps, with metrics if the policy needs them. Raises `StoreError` if all of them are denied."""
-        folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metrics=self.policy.keep_best is not None)
+        """List the steps, with metadata if it is needed. Raises `StoreError` if all of them are denied."""
+        needs_metadata = self.policy.keep_best is not None or self._find_spared is not None
+        folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metadata=needs_metadata)
         denied = [one.denied for one in folders if one.denied is not None]
         if denied and len(denied) == len(folders):
             raise denied[0]
@@ -230,7 +213,7 @@ class Retention:
             except CheckpointError as error:
                 return str(error)
         if reason is None:
-            with self._changed:
+            with self._lock:
                 self._fenced_at[info.uri] = clock.now()
             words = f"removed the superseded checkpoint {info.uri}"
             log_and_deliver(Event(name="retention.removed", uri=info.uri, rank=0), self._options, words=words)
@@ -239,7 +222,7 @@ class Retention:
     def _remove_fences(self) -> None:
         """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""
         before = clock.now() - _ALIVE
-        with self._changed:
+        with self._lock:
             old = [uri for uri, since in self._fenced_at.items() if since < before]
         for uri in old[:_MAX_FENCES]:
             try:
@@ -247,7 +230,7 @@ class Retention:
             except CloudckptError as error:
                 _log.warning("did not remove the fence of the deleted checkpoint %s: %s", uri, error)
                 return
-            with self._changed:
+            with self._lock:
                 self._fenced_at.pop(uri, None)
 
 

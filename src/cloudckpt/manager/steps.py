@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, SupportsFloat, TypeVar
 
@@ -98,6 +98,8 @@ class StepFolder:
     """Time of the fence that a deleted checkpoint leaves, if there is nothing else."""
     is_half_deleted: bool = False
     """True if a deletion has hidden a checkpoint, and has not removed all manifests."""
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Metadata of the manifest, if it was read."""
     denied: AccessDeniedError | None = None
     """Error that hides the folder's content or its metrics. All other fields but `uri` are unknown then."""
     problem: str = ""
@@ -123,35 +125,28 @@ class Steps:
         self._times = CommitTimes()
         self._have_times = False
         self._options = options
-        self._read: dict[tuple[str, int, datetime], tuple[dict[str, float], int]] = {}
-        """The metrics and the size of each step whose manifest was read."""
+        self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
+        """The metadata and the size of each step whose manifest was read."""
 
     def uri_of(self, step: int, again: int = 0) -> str:
         """Return the URI to which a step is saved."""
         return self._uri_of_folder(format_folder(step, again))
 
-    def find_latest_uri(self, step: int) -> str:
-        """Return the URI to which `step` was saved last, or else would be saved. Raises as `find_committed` does."""
-        folders = self.list_folders(step=step)
-        _raise_if_denied(folders)
-        found = sort_newest_first([one.info for one in folders if one.info is not None])
-        return found[0].uri if found else self.uri_of(step)
-
-    def find_committed(self, *, with_metrics: bool) -> list[StepInfo]:
-        """Return the committed steps, newest first.
+    def find_committed(self, step: int | None = None, *, with_metadata: bool) -> list[StepInfo]:
+        """Return the committed steps, or the checkpoints of one step, newest first.
 
         Raises:
             StoreError: The store failed, or denied access to a step, which could be the newest.
             CheckpointChangedError: No two looks agreed.
 
         """
-        folders = self.list_folders(with_metrics=with_metrics)
+        folders = self.list_folders(step=step, with_metadata=with_metadata)
         _raise_if_denied(folders)
         return sort_newest_first([one.info for one in folders if one.info is not None])
 
     def find_latest(self) -> StepInfo | None:
         """Return the step that was committed last, with its metrics. Raises as `find_committed` does."""
-        newest = next(iter(self.find_committed(with_metrics=False)), None)
+        newest = next(iter(self.find_committed(with_metadata=False)), None)
         if newest is None:
             return None
         name = newest.uri.rpartition("/")[2]
@@ -173,18 +168,18 @@ class Steps:
         return self._find_foreign(lists_rank_checkpoints)
 
     def list_folders(
-        self, *, step: int | None = None, excluded_uris: Collection[str] = (), with_metrics: bool = False
+        self, *, step: int | None = None, excluded_uris: Collection[str] = (), with_metadata: bool = False
     ) -> list[StepFolder]:
         """Look at the folders of all steps, or of one.
 
         A missing commit counts only after two equal looks, one after the other: logs only grow, so between the two
         nothing was committed anywhere. Raises `StoreError`, and `CheckpointChangedError` if no two looks agree.
 
-        With metrics, each manifest is read once and remembered. The metrics of a damaged manifest stay unknown, and
-        `StepFolder.problem` says why.
+        With metadata, and so with metrics, each manifest is read once and remembered. The metadata of a damaged
+        manifest stays unknown, and `StepFolder.problem` says why.
         """
         client = self._open_client()
-        summaries = SummaryReader() if with_metrics else None
+        summaries = SummaryReader() if with_metadata else None
 
         def list_names() -> list[str]:
             return [
@@ -263,7 +258,7 @@ class Steps:
         moment = self._times.read(client, manifest_key(entry.number), entry)
         if moment is None:
             return None
-        metrics: dict[str, float] = {}
+        metadata: Mapping[str, Any] = {}
         num_bytes: int | None = None
         problem = ""
         try:
@@ -272,12 +267,18 @@ class Steps:
                 if key not in self._read:
                     if (summary := summaries.read(client, entry)) is None:
                         return None
-                    self._read[key] = parse_metrics(summary.metadata), summary.num_bytes
-                metrics, num_bytes = self._read[key]
+                    self._read[key] = summary.metadata, summary.num_bytes
+                metadata, num_bytes = self._read[key]
         except CheckpointError as error:
             problem = str(error)
-        info = StepInfo(step=parse_step_uri(uri), uri=uri, committed_at=moment, num_bytes=num_bytes, metrics=metrics)
-        return StepFolder(uri=uri, info=info, highest_number=highest_number, problem=problem)
+        info = StepInfo(
+            step=parse_step_uri(uri),
+            uri=uri,
+            committed_at=moment,
+            num_bytes=num_bytes,
+            metrics=parse_metrics(metadata),
+        )
+        return StepFolder(uri=uri, info=info, highest_number=highest_number, metadata=metadata, problem=problem)
 
     def _uri_of_folder(self, name: str) -> str:
         return self.root.child(name).uri
@@ -314,7 +315,7 @@ def find_steps_on_all_ranks(root: str, options: Options) -> list[int]:
 
     def find() -> list[int]:
         steps = Steps(parse_location(root), options)
-        return sorted({*(info.step for info in steps.find_committed(with_metrics=False)), *steps.find_torch_steps()})
+        return sorted({*(info.step for info in steps.find_committed(with_metadata=False)), *steps.find_torch_steps()})
 
     return Coordinator(None, no_dist=False, root=root, timeout_s=options.timeout_s).broadcast("find", find)
 

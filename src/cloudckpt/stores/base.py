@@ -227,6 +227,10 @@ class Store(abc.ABC):
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         """Yield every unfinished multipart upload whose key starts with `prefix`."""
 
+    def free_bytes(self) -> int | None:
+        """Return the bytes that can still be written; None if the store has no such limit or does not tell it."""
+        return None
+
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
         """Yield every part of the unfinished upload; several of one number if all can be used.
 
@@ -330,6 +334,9 @@ class ForwardingStore(Store):
 
     def delete(self, keys: Iterable[str]) -> None:
         self.around(Call(operation="delete", key=""), lambda: self.inner.delete(keys))
+
+    def free_bytes(self) -> int | None:
+        return self.around(Call(operation="free_bytes", key=""), self.inner.free_bytes)
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         return self.around_listing(Call(operation="list_uploads", key=prefix), lambda: self.inner.list_uploads(prefix))

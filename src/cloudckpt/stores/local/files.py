@@ -148,15 +148,19 @@ def prune(directory: str, *, root: str) -> None:
         directory = os.path.dirname(directory)
 
 
+def existing_parent(directory: str) -> str:
+    """Return `directory`, or the nearest one above it that exists."""
+    while not os.path.isdir(directory) and directory != (parent := os.path.dirname(directory)):
+        directory = parent
+    return directory
+
+
 def links_work(directory: str) -> bool:
     """Try the exclusive link that create-if-absent needs, in `directory`. Returns True if it works.
 
     Returns True if nothing can be written too: the error of the next write says more.
     """
-    while not os.path.isdir(directory):
-        if directory == (parent := os.path.dirname(directory)):
-            return True
-        directory = parent
+    directory = existing_parent(directory)
     hidden = f"{directory}/{TEMP_PREFIX}{uuid.uuid4().hex}"
     try:
         os.mkdir(hidden)

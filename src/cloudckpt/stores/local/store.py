@@ -236,6 +236,11 @@ class LocalStore(Store):
                     raise
                 files.prune(os.path.dirname(path), root=self._root)
 
+    def free_bytes(self) -> int | None:
+        with translating(self._root, "free_bytes"):
+            free = os.statvfs(files.existing_parent(self._root))
+        return free.f_bavail * free.f_frsize
+
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         with translating(self.url(prefix), "list_uploads"):
             for key, upload_id, status in files.list_uploads(self._root, prefix):

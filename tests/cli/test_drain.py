@@ -1,0 +1,73 @@
+"""``cloudckpt drain``: copy what a bucket is owed, without the job that owes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Run
+from tests.kit.in_memory import loaded, state_of
+from tests.kit.options import make_options
+from tests.kit.wrapped import FaultyStore
+
+import cloudckpt
+from cloudckpt import CheckpointManager
+from cloudckpt.errors import StoreError
+from cloudckpt.manager.places import drain
+
+
+def make_debt(directory: Path) -> tuple[str, str]:
+    """A job that ends while its bucket takes nothing."""
+    root = directory / "bucket"
+
+    def wrap(inner: object) -> FaultyStore:
+        store = FaultyStore(inner)  # type: ignore[arg-type]
+        if store.uri.startswith(str(root)):
+            for operation in ("put", "create_multipart"):
+                store.fail(operation, error=lambda: StoreError("nothing", key="", operation="put"), times=1000)
+        return store
+
+    manager = CheckpointManager(root, fast=directory / "fast", options=make_options(wrap_store=wrap), async_=False)
+    for step in (1, 2):
+        manager.save(step, state_of(float(step)))
+    with pytest.raises(cloudckpt.errors.CheckpointError):
+        manager.close()
+    return str(directory / "fast"), str(root)
+
+
+def test_debts_are_paid_newest_first_and_once(tmp_path: Path, run: Run) -> None:
+    """If this fails, a host that goes away takes along the checkpoints that were saved for the bucket."""
+    fast, root = make_debt(tmp_path)
+    ended = run("drain", fast, root)
+    assert ended.code == 0
+    assert ended.out.splitlines() == [f"{root}/step-2: copied", f"{root}/step-1: copied"]
+    assert loaded(f"{root}/step-2", no_dist=True)["step"] == 2
+    assert run("drain", fast, root, "--json").document == {"drained": [], "failed": []}
+
+
+def test_what_stays_owed_is_named_and_fails(tmp_path: Path, run: Run) -> None:
+    """If this fails, a hook believes that all is safe, and the host is given back."""
+    fast, root = make_debt(tmp_path)
+    data = next(path for path in Path(fast, "step-1/data").rglob("*") if path.is_file())
+    data.unlink()
+    ended = run("drain", fast, root)
+    assert ended.code == 1
+    assert f"{fast}/step-1: failed" in ended.err
+    assert [info.name for info in cloudckpt.list_checkpoints(root)] == ["step-2"]
+
+
+def test_nothing_is_sent_after_the_deadline(tmp_path: Path) -> None:
+    """If this fails, a host is given back in the middle of a copy."""
+    fast, root = make_debt(tmp_path)
+    report = drain(fast, root, deadline_s=0.0)
+    assert report.drained == ()
+    assert [Path(one.uri).name for one in report.failed] == ["step-2", "step-1"]
+    assert "deadline" in report.failed[0].reason
+    assert not Path(root).exists() or cloudckpt.list_checkpoints(root) == []
+
+
+def test_steps_of_another_root_are_not_sent(tmp_path: Path, run: Run) -> None:
+    """If this fails, a slip in ROOT mixes the steps of two runs."""
+    fast, root = make_debt(tmp_path)
+    assert run("drain", fast, f"{root}-2").code == 0
+    assert not Path(f"{root}-2").exists()

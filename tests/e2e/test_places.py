@@ -1,0 +1,231 @@
+"""A job with a fast place dies at any of its writes, and loses what is in a place: the next one goes on from the newest
+step that is whole somewhere, and the bucket gets what it is owed.
+
+``CLOUDCKPT_KILLS=all`` kills at each write, with each kind of loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.kit.options import make_options
+from tests.kit.ranks import RankError, run_ranks
+from tests.kit.wrapped import Call, WrappedStore
+
+import cloudckpt
+from cloudckpt import AsyncSave, CheckpointManager
+from cloudckpt.errors import CheckpointError
+from cloudckpt.stores.base import Store
+
+pytestmark = [pytest.mark.faults, pytest.mark.multirank]
+
+WAIT_S = 100.0
+LAST = 7
+"""Number of the last step of the second life."""
+LAST_OF_FIRST = 4
+_WRITES = frozenset({"put", "create_multipart", "upload_part", "complete_multipart", "delete"})
+_T = TypeVar("_T")
+Harm: TypeAlias = Literal["none", "no fast place", "damaged nearby"]
+HARMS: tuple[Harm, ...] = ("none", "no fast place", "damaged nearby")
+IS_THOROUGH = os.environ.get("CLOUDCKPT_KILLS") == "all"
+NUM_WRITES = 66
+"""Of one rank in its first life, about."""
+KILLS = [
+    (at, harm)
+    for at in range(1, NUM_WRITES, 1 if IS_THOROUGH else 4)
+    for number, harm in enumerate(HARMS)
+    if IS_THOROUGH or at // 4 % len(HARMS) == number
+]
+
+
+class Deadly(WrappedStore):
+    """Dies of SIGKILL after a write has been carried out, counted over all stores of the process."""
+
+    def __init__(self, inner: Store, numbers: itertools.count[int], at: int) -> None:
+        super().__init__(inner)
+        self._numbers, self._at = numbers, at
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        result = action()
+        if call.operation in _WRITES and next(self._numbers) == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def state_of(step: int) -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {f"own-{rank}": torch.full((3000,), float(step)), "shared": torch.full((100,), float(step)), "step": step}
+
+
+def check_whole(state: dict[str, Any], step: int) -> None:
+    for name, value in state.items():
+        numbers = set(value.tolist()) if isinstance(value, torch.Tensor) else {value}
+        assert numbers == {step}, name
+
+
+def manager_of(directory: Path, **settings: Any) -> CheckpointManager:
+    return CheckpointManager(
+        directory / "bucket",
+        save_every=2,
+        keep_last=1,
+        fast=directory / "fast",
+        fast_every=1,
+        fast_keep=1,
+        **settings,
+    )
+
+
+def _first_life(directory: Path, at: int, async_: bool) -> None:  # noqa: FBT001
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    numbers = itertools.count(1)
+    more: dict[str, Any] = {"wrap_store": lambda store: Deadly(store, numbers, at)} if rank == 0 else {}
+    options = make_options(tile_bytes=4096, object_bytes=8192, part_bytes=8192, **more)
+    with manager_of(directory, async_=async_, options=options) as manager:
+        manager.restore(state_of(-1))
+        for step in range(1, LAST_OF_FIRST + 1):
+            made = manager.save(step, state_of(step))
+            if isinstance(made, AsyncSave):
+                made.result(WAIT_S)
+            if rank == 0:
+                (directory / f"committed-{step}").touch()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondLife:
+    """What the job that was started again has found and done."""
+
+    restored: int | None
+    newest_in_bucket: int
+    """The newest whole step there, once what was owed by the first life is copied."""
+    lack: str
+    """The manager's words about what the bucket lacks at the end."""
+
+
+def _second_life(directory: Path, can_restore: bool) -> SecondLife | None:  # noqa: FBT001
+    manager = manager_of(directory)
+    state = state_of(-1)
+    if not can_restore:
+        with pytest.raises(cloudckpt.CorruptCheckpointError):
+            manager.restore(state)
+        return None
+    found = manager.restore(state)
+    if found is not None:
+        check_whole(state, found.step)
+    manager.wait(WAIT_S)
+    newest_in_bucket = max(whole_steps(directory / "bucket"), default=-1)
+    for step in range(1 if found is None else found.step + 1, LAST + 1):
+        # What is damaged, or was committed after the step that is gone, may be there.
+        manager.save(step, state_of(step), overwrite=True)
+    lack = ""
+    try:
+        manager.close(WAIT_S)
+    except CheckpointError as error:
+        lack = str(error)
+    return SecondLife(restored=None if found is None else found.step, newest_in_bucket=newest_in_bucket, lack=lack)
+
+
+def whole_steps(place: Path) -> dict[int, str]:
+    """The steps there of which each byte is right, read by `verify` alone."""
+    found = {}
+    for info in cloudckpt.list_checkpoints(place) if place.exists() else []:
+        with contextlib.suppress(cloudckpt.CorruptCheckpointError):
+            cloudckpt.verify(info.uri)
+            found[int(info.name.split("-")[1])] = info.uri
+    return found
+
+
+def names_in(place: Path) -> list[str]:
+    return [info.name for info in cloudckpt.list_checkpoints(place)] if place.exists() else []
+
+
+def is_owed(step: Path) -> bool:
+    """The manifest says that the bucket is to have the step."""
+    content = max(step.glob("manifest*.json"), key=lambda path: path.stat().st_size).read_bytes()
+    return bool(json.loads(content)["metadata"]["fast"]["is_owed"])
+
+
+def num_attempts(step: Path) -> int:
+    return len(list((step / "data").iterdir()))
+
+
+def damage_newest(fast: Path) -> None:
+    steps = whole_steps(fast)
+    if not steps:
+        return
+    path = max(path for path in Path(steps[max(steps)], "data").rglob("*") if path.is_file())
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def files_in(place: Path) -> set[str]:
+    return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+
+
+def check_nothing_left(place: Path) -> None:
+    """After a day, which gc with an age of 0 stands for, there are whole steps, and nothing else."""
+    for _ in range(2):  # the first may leave fences
+        cloudckpt.gc(place, older_than=0, dry_run=False)
+    named = set()
+    for path in place.glob("step-*/manifest*.json"):
+        name = path.parent.name
+        keys = [stored["key"] for stored in json.loads(path.read_bytes()).get("objects", [])]  # a fence has none
+        named |= {f"{name}/{path.name}", *(f"{name}/{key}" for key in keys)}
+    assert files_in(place) == named
+
+
+def check_kill(directory: Path, at: int, harm: Harm, world_size: int, *, async_: bool) -> None:
+    fast, root = directory / "fast", directory / "bucket"
+    with contextlib.suppress(RankError):  # it may have made fewer writes
+        run_ranks(_first_life, directory, at, async_, world_size=world_size, grace_s=0, process_group=world_size > 1)
+    if harm == "no fast place":
+        shutil.rmtree(fast, ignore_errors=True)
+    elif harm == "damaged nearby":
+        damage_newest(fast)
+    near, far = whole_steps(fast), whole_steps(root)
+    expected = max([*near, *far], default=None)
+    # The bucket keeps the newest of all that was saved for it.
+    promised = max([*(step for step, uri in near.items() if is_owed(Path(uri))), *far], default=-1)
+    committed = [int(path.name.rpartition("-")[2]) for path in directory.glob("committed-*")]
+    if harm == "none":
+        assert (expected or 0) >= max(committed, default=0)
+    can_restore = expected is not None or not names_in(fast)
+    life, *_ = run_ranks(_second_life, directory, can_restore, world_size=world_size, process_group=world_size > 1)
+    if not can_restore:
+        return
+    assert life.restored == expected
+    assert life.newest_in_bucket >= promised  # what a dead copy had sent may complete one that is damaged nearby
+    assert life.lack == "" or (harm == "damaged nearby" and "is damaged" in life.lack)
+    kept = whole_steps(root)
+    assert LAST - 1 in kept
+    # For a day, what the dead have left in a step's folder could be of a save that lives, and keeps it.
+    assert all(num_attempts(Path(kept[step])) > 1 for step in kept.keys() - {LAST - 1})
+    for place in (fast, root):
+        check_nothing_left(place)
+    assert whole_steps(root) == kept
+
+
+@pytest.mark.parametrize(("at", "harm"), KILLS)
+def test_a_job_that_dies_goes_on_from_the_newest_step_of_both_places(tmp_path: Path, at: int, harm: Harm) -> None:
+    """If this fails, a crash in a save, a copy to the bucket or a removal costs a step that the table of places.md
+    promises, mixes two steps, or leaves the bucket without what was saved for it.
+    """
+    check_kill(tmp_path, at, harm, 1, async_=at % 2 == 0)
+
+
+@pytest.mark.parametrize("at", range(2, NUM_WRITES, 6 if IS_THOROUGH else 18))
+def test_two_ranks_that_die_go_on_from_the_newest_step_of_both_places(tmp_path: Path, at: int) -> None:
+    """If this fails, what holds for one rank does not hold for two."""
+    check_kill(tmp_path, at, "none", 2, async_=at % 4 == 0)

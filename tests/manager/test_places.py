@@ -1,0 +1,646 @@
+"""A fast place in front of the root: which saves it takes, what the root is owed, what a restore finds in both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.kit.in_memory import assert_holds, state_of
+from tests.kit.options import make_options
+from tests.kit.ranks import on_ranks
+from tests.kit.wrapped import Call, FaultyStore, WrappedStore
+
+import cloudckpt
+from cloudckpt import AsyncSave, CheckpointManager
+from cloudckpt.errors import CheckpointError, InvalidOptionError, InvalidURIError, StoreError
+from cloudckpt.stores.base import Store
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Each test begins without a save of an earlier one."""
+    yield
+    with contextlib.suppress(BaseException):
+        cloudckpt.close(WAIT_S)
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Path:
+    return tmp_path / "fast"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "bucket"
+
+
+class Places:
+    """Every store that is opened, each a `FaultyStore`, and faults for all under one directory."""
+
+    def __init__(self) -> None:
+        self.stores: list[FaultyStore] = []
+        self.broken: dict[str, Callable[[Call], Exception | None]] = {}
+
+    def __call__(self, inner: Store) -> Store:
+        self.stores.append(_Broken(inner, self))
+        return self.stores[-1]
+
+    def fail(self, directory: Path, error: Callable[[Call], Exception | None]) -> None:
+        self.broken[str(directory)] = error
+
+    def num_bytes(self, directory: Path, *operations: str) -> int:
+        """Bytes of data objects that these operations moved there."""
+        return sum(
+            call.num_bytes
+            for store in self.stores
+            if store.uri.startswith(str(directory))
+            for call in store.calls
+            if call.operation in operations and "data/" in call.key
+        )
+
+
+class _Broken(FaultyStore):
+    def __init__(self, inner: Store, places: Places) -> None:
+        super().__init__(inner)
+        self._places = places
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        for directory, error in list(self._places.broken.items()):
+            found = error(call) if self.uri.startswith(directory) else None
+            if found is not None:
+                raise found
+        return super().around(call, action)
+
+
+def full(call: Call) -> Exception | None:
+    """A device without space."""
+    return _refusal(call, "No space left on device", ("put", "create_multipart", "upload_part"))
+
+
+def full_for_data(call: Call) -> Exception | None:
+    """A device that fills up during the save."""
+    return full(call) if "data/" in call.key else None
+
+
+def unreadable(call: Call) -> Exception | None:
+    """A device that is gone."""
+    return _refusal(call, "Input/output error", (call.operation,))
+
+
+def unwritable(call: Call) -> Exception | None:
+    """A bucket that answers, and takes nothing."""
+    return _refusal(call, "the bucket takes nothing now", ("put", "create_multipart", "upload_part", "copy_from"))
+
+
+def _refusal(call: Call, text: str, operations: tuple[str, ...]) -> Exception | None:
+    return StoreError(text, key=call.key, operation=call.operation) if call.operation in operations else None
+
+
+def names(directory: Path) -> list[str]:
+    """The steps that are committed there."""
+    return [info.name for info in cloudckpt.list_checkpoints(directory)] if directory.exists() else []
+
+
+def save_all(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
+    for step in steps:
+        manager.save(step, state_of(float(step)), **settings)
+        manager.wait(WAIT_S)
+
+
+def restore(manager: CheckpointManager, step: int | None = None) -> tuple[int, str] | None:
+    """The step and the name of its place; checks that it is whole and of one save."""
+    state = state_of(-1.0)
+    found = manager.restore(state, step)
+    if found is None:
+        return None
+    assert_holds(state, float(found.step))
+    return found.step, Path(found.uri).parent.name
+
+
+def data_of(step: Path) -> Path:
+    (path,) = (path for path in (step / "data").rglob("*") if path.is_file())
+    return path
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+def with_debt(fast: Path, root: Path, *steps: int, **settings: Any) -> None:
+    """A process that commits steps in the fast place and ends before one of them is in the bucket."""
+    places = Places()
+    places.fail(root, unwritable)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places), **settings)
+    for step in steps:
+        manager.save(step, state_of(float(step)), force=True)
+        manager.wait(WAIT_S)
+    with pytest.raises(CheckpointError, match="does not have"):
+        manager.close(WAIT_S)
+
+
+# --- where a save is made
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_each_save_is_made_in_the_fast_place_and_copied_if_it_is_due(fast: Path, root: Path, *, async_: bool) -> None:
+    """If this fails, a fast place is not used, or the bucket lacks what was saved for it."""
+    with CheckpointManager(root, save_every=4, fast=fast, fast_every=2, fast_keep=2, async_=async_) as manager:
+        assert [step for step in range(9) if manager.is_due(step)] == [0, 2, 4, 6, 8]
+        save_all(manager, *range(9))
+        save_all(manager, 9, force=True)
+        assert [info.step for info in manager.steps()] == [0, 4, 8, 9]
+        assert restore(manager) == (9, "fast")
+        assert restore(manager, 4) == (4, "bucket")
+    assert (names(fast), names(root)) == (["step-8", "step-9"], ["step-0", "step-4", "step-8", "step-9"])
+    for uri in (fast / "step-9", root / "step-4"):
+        cloudckpt.verify(uri)
+
+
+def test_copies_are_the_same_save(fast: Path, root: Path) -> None:
+    """If this fails, a restore orders a step and its copy, or takes parts of one for those of another save."""
+    with CheckpointManager(root, fast=fast) as manager:
+        save_all(manager, 1, metrics={"loss": 0.5})
+        (info,) = manager.steps()
+        assert (info.uri, info.copy_uri) == (str(fast / "step-1"), str(root / "step-1"))
+        assert manager.best("loss") == manager.latest() == info
+    near, far = (json.loads((place / "step-1/manifest.json").read_bytes()) for place in (fast, root))
+    for name in ("save_id", "committed_at_ns", "metadata"):
+        assert near[name] == far[name], name
+
+
+def test_intervals_of_time_choose_the_place(fast: Path, root: Path) -> None:
+    """If this fails, `fast_every` as a time saves each step or none, or sends all of them to the bucket."""
+    with CheckpointManager(
+        root, save_every=timedelta(hours=1), fast=fast, fast_every=timedelta(microseconds=1)
+    ) as manager:
+        save_all(manager, 1, 2)
+    assert names(fast) != []
+    assert names(root) == []
+
+
+@pytest.mark.parametrize("inside", ["root", "fast"])
+def test_places_inside_one_another_are_refused(tmp_path: Path, inside: str) -> None:
+    """If this fails, the retention of one place removes the steps of the other."""
+    outer, inner = tmp_path / "run", tmp_path / "run/inner"
+    root, fast = (inner, outer) if inside == "root" else (outer, inner)
+    with pytest.raises(InvalidURIError, match="one inside the other"):
+        CheckpointManager(root, fast=fast)
+
+
+def test_settings_of_a_place_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    """If this fails, a run that forgot `fast` saves ten times as often to its bucket, or never."""
+    with pytest.raises(InvalidOptionError, match="fast"):
+        CheckpointManager(tmp_path / "bucket", fast_every=10)
+    with pytest.raises(InvalidOptionError, match="fast_every must be a positive"):
+        CheckpointManager(tmp_path / "bucket", fast=tmp_path / "fast", fast_every=0)
+    with pytest.raises(InvalidOptionError, match="fast_keep"):
+        CheckpointManager(tmp_path / "bucket", fast=tmp_path / "fast", fast_keep=0)
+
+
+def test_forced_save_of_a_step_that_only_the_fast_place_has_reaches_the_bucket(fast: Path, root: Path) -> None:
+    """If this fails, the last step of a job is lost with its host."""
+    with CheckpointManager(root, save_every=10, fast=fast, fast_every=1) as manager:
+        save_all(manager, 3)
+        assert names(root) == []
+        save_all(manager, 3, force=True)
+        save_all(manager, 3, force=True)
+    assert names(root) == ["step-3"]
+    with CheckpointManager(root, save_every=10, fast=fast, fast_every=1) as manager:
+        save_all(manager, 4)
+    with CheckpointManager(root, save_every=10, fast=fast, fast_every=1) as manager:
+        assert restore(manager) == (4, "fast")
+        save_all(manager, 4, force=True)
+    assert names(root) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_step_that_only_the_bucket_has_is_not_saved_without_overwrite(fast: Path, root: Path, *, async_: bool) -> None:
+    """If this fails, a job that goes over old steps finds out at its end that none of them is in the bucket."""
+    save_all(CheckpointManager(root), 1)
+    manager = CheckpointManager(root, fast=fast, async_=async_)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        save_all(manager, 1)
+    save_all(manager, 1, overwrite=True)
+    manager.close(WAIT_S)
+    (info,) = manager.steps()
+    assert info.copy_uri == str(root / "step-1")
+
+
+# --- debts
+
+
+def test_debt_of_an_earlier_process_is_paid_by_the_next(
+    fast: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, what was saved for the bucket never reaches it after a crash."""
+    with_debt(fast, root, 1, 2)
+    assert "does not have the step that was saved to" in warnings(caplog)
+    assert names(root) == []
+    with CheckpointManager(root, fast=fast) as manager:
+        assert restore(manager) == (2, "fast")
+    assert names(root) == ["step-1", "step-2"]
+
+
+def test_newest_debt_is_paid_first(fast: Path, root: Path) -> None:
+    """If this fails, a host that has little time left saves the older step."""
+    with_debt(fast, root, 1, 2, 3, fast_keep=3)
+    paid: list[str] = []
+
+    def note(event: cloudckpt.Event) -> None:
+        if event.name == "drain.committed":
+            paid.append(Path(event.uri).name)
+
+    with CheckpointManager(root, fast=fast, options=make_options(on_event=note)) as manager:
+        restore(manager)
+    assert paid == ["step-3", "step-2", "step-1"]
+
+
+def test_drain_that_fails_is_tried_again_after_the_next_save(fast: Path, root: Path) -> None:
+    """If this fails, one outage of the bucket costs a checkpoint for good."""
+    places = Places()
+    places.fail(root, unwritable)
+    with CheckpointManager(root, fast=fast, options=make_options(wrap_store=places)) as manager:
+        save_all(manager, 1)
+        with pytest.raises(CheckpointError, match="step-1"):
+            manager.close(WAIT_S)
+        places.broken.clear()
+        save_all(manager, 2)
+    assert names(root) == ["step-1", "step-2"]
+
+
+def test_retention_spares_what_the_bucket_is_owed(fast: Path, root: Path) -> None:
+    """If this fails, the fast place removes the only copy of a step that was promised to the bucket."""
+    with_debt(fast, root, 1, 2, 3, 4, fast_keep=1)
+    assert names(fast) == ["step-1", "step-2", "step-3", "step-4"]
+    with CheckpointManager(root, fast=fast, fast_keep=1) as manager:
+        save_all(manager, 5)
+    assert names(fast) == ["step-5"]
+    assert names(root) == ["step-1", "step-2", "step-3", "step-4", "step-5"]
+
+
+def test_step_that_the_bucket_has_removed_is_not_copied_again(fast: Path, root: Path) -> None:
+    """If this fails, each start of a job uploads the checkpoints that retention has just removed."""
+    settings: dict[str, Any] = {"fast": fast, "fast_keep": 3, "keep_last": 1}
+    with CheckpointManager(root, **settings) as manager:
+        save_all(manager, 1, 2, 3)
+    assert (len(names(fast)), names(root)) == (3, ["step-3"])
+    places = Places()
+    with CheckpointManager(root, **settings, options=make_options(wrap_store=places)) as manager:
+        assert restore(manager) == (3, "fast")
+    assert places.num_bytes(root, "put", "upload_part", "copy_from") == 0
+    assert names(root) == ["step-3"]
+
+
+def test_drain_that_was_ended_sends_nothing_twice(fast: Path, root: Path) -> None:
+    """If this fails, a bucket that is slow is sent the same gigabytes at each start, and never gets a commit."""
+    places = Places()
+    places.fail(root, lambda call: unwritable(call) if "manifest" in call.key else None)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places))
+    save_all(manager, 1)
+    with pytest.raises(CheckpointError):
+        manager.close(WAIT_S)
+    assert places.num_bytes(root, "put", "upload_part") > 0
+    again = Places()
+    with CheckpointManager(root, fast=fast, options=make_options(wrap_store=again)) as manager:
+        restore(manager)
+    assert names(root) == ["step-1"]
+    assert again.num_bytes(root, "put", "upload_part") == 0
+
+
+def test_debt_that_was_damaged_is_named(fast: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a job ends well although a checkpoint that was promised to the bucket is lost."""
+    with_debt(fast, root, 1, 2, 3, fast_keep=3)
+    damage(data_of(fast / "step-1"))
+    damage(fast / "step-2/manifest.json")
+    manager = CheckpointManager(root, fast=fast)
+    assert restore(manager) == (3, "fast")
+    with pytest.raises(CheckpointError, match=r"step-1.* is damaged"):
+        manager.close(WAIT_S)
+    assert f"cannot tell if {root} is owed {fast / 'step-2'}" in warnings(caplog)
+    assert names(root) == ["step-3"]
+    assert manager.drains is not None
+    assert [Path(one.uri) for one in manager.drains.failed] == [fast / "step-1"]
+
+
+def test_debt_that_vanished_is_named(fast: Path, root: Path) -> None:
+    """If this fails, a job ends well although its disk was emptied before a checkpoint reached the bucket."""
+    places = Places()
+    places.fail(root, unwritable)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places))
+    save_all(manager, 1)
+    places.broken.clear()
+    shutil.rmtree(fast)
+    save_all(manager, 2)
+    with pytest.raises(CheckpointError, match=r"step-1: it is not there any more"):
+        manager.close(WAIT_S)
+    assert names(root) == ["step-2"]
+
+
+# --- what a restore takes
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "expected"),
+    [
+        ([1, 2], [1], (2, "fast")),
+        ([1, 2], [2], (2, "fast")),
+        ([1], [1, 2], (2, "bucket")),
+        ([], [1, 2], (2, "bucket")),
+        ([1, 2], [], (2, "fast")),
+        ([], [], None),
+    ],
+    ids=["newer nearby", "the same", "newer in the bucket", "no fast place", "no bucket", "neither"],
+)
+def test_newest_step_of_both_places_is_restored(
+    fast: Path, root: Path, near: list[int], far: list[int], expected: tuple[int, str] | None
+) -> None:
+    """If this fails, a host that was replaced, or a bucket that lags, takes the run back."""
+    save_all(CheckpointManager(root, fast=fast, fast_keep=2), 1, 2)
+    for place, kept in ((fast, near), (root, far)):
+        for step in {1, 2} - set(kept):
+            shutil.rmtree(place / f"step-{step}")
+    assert restore(CheckpointManager(root, fast=fast)) == expected
+
+
+def test_lost_fast_place_costs_only_what_the_bucket_lacks(fast: Path, root: Path) -> None:
+    """If this fails, a host without its old disk starts from scratch or does not start."""
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
+        save_all(manager, 1, 2, 3)
+    shutil.rmtree(fast)
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
+        assert restore(manager) == (2, "bucket")
+        save_all(manager, 3, 4)
+    assert (names(fast), names(root)) == (["step-3", "step-4"], ["step-2", "step-4"])
+
+
+@pytest.mark.parametrize("harm", ["damaged", "cut", "missing"])
+@pytest.mark.parametrize("on_damaged", ["skip", "replace", "raise"])
+def test_what_is_damaged_nearby_is_read_from_the_bucket(
+    fast: Path, root: Path, harm: str, on_damaged: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a bad sector of the fast place costs a step that the bucket has."""
+    with CheckpointManager(root, fast=fast) as manager:
+        save_all(manager, 1, 2)
+    path = data_of(fast / "step-2")
+    if harm == "damaged":
+        damage(path)
+    elif harm == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    for verify_first in (False, True):
+        manager = CheckpointManager(root, fast=fast, on_damaged=on_damaged, verify_first=verify_first)
+        assert restore(manager) == (2, "fast")
+        assert f"reading the copy of {path}" in warnings(caplog)
+
+
+def test_what_is_damaged_nearby_and_not_in_the_bucket_is_skipped(
+    fast: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a damaged step of the fast place is loaded, or ends the job, or is written over."""
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
+        save_all(manager, 1, 2, 3)
+    damage(data_of(fast / "step-3"))
+    before = data_of(fast / "step-3").read_bytes()
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
+        assert restore(manager) == (2, "fast")
+        assert f"skipped {fast / 'step-3'}" in warnings(caplog)
+        save_all(manager, 3)
+        assert restore(manager) == (3, "fast")
+    assert data_of(fast / "step-3").read_bytes() == before
+    assert "step-3-again-1" in names(fast)
+    shutil.rmtree(fast / "step-3-again-1")
+    with pytest.raises(cloudckpt.CorruptCheckpointError):
+        restore(CheckpointManager(root, fast=fast, on_damaged="raise"))
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1, on_damaged="replace") as manager:
+        assert restore(manager) == (2, "fast")
+        save_all(manager, 3)
+    cloudckpt.verify(fast / "step-3")
+
+
+def test_step_of_the_same_name_and_another_save_is_no_copy(fast: Path, root: Path) -> None:
+    """If this fails, tensors of two saves are mixed without a word."""
+    with CheckpointManager(root, fast=fast) as manager:
+        save_all(manager, 1, 2)
+    shutil.rmtree(fast / "step-2")
+    with CheckpointManager(root, save_every=10, fast=fast, fast_every=1) as manager:
+        save_all(manager, 2)
+    assert [info.uri for info in CheckpointManager(root, fast=fast).steps()][-1] == str(fast / "step-2")
+    damage(data_of(fast / "step-2"))
+    manager = CheckpointManager(root, fast=fast)
+    assert restore(manager) == (2, "bucket")
+    state = state_of(-1.0)
+    found = manager.restore(state)
+    assert found is not None
+    assert [Path(one.uri) for one in found.skipped] == [fast / "step-2"]
+
+
+def test_step_of_another_run_is_neither_restored_nor_copied_nor_removed(
+    fast: Path, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a host that was used before makes a job continue another one's training."""
+    with CheckpointManager(tmp_path / "other", fast=fast) as manager:
+        save_all(manager, 1, 9)
+    with CheckpointManager(root, fast=fast, fast_keep=1) as manager:
+        assert restore(manager) is None
+        assert f"{fast / 'step-9'}" in warnings(caplog)
+        assert manager.latest() is None
+        save_all(manager, 2, 3)
+        assert restore(manager) == (3, "fast")
+    assert names(fast) == ["step-1", "step-9", "step-3"]
+    assert names(root) == ["step-2", "step-3"]
+
+
+def test_renamed_parts_are_read_from_the_copy_too(fast: Path, root: Path) -> None:
+    """If this fails, a load with other names from a damaged fast place fails, or mixes up names."""
+    with CheckpointManager(root, fast=fast) as manager:
+        manager.save(1, {"old": {"w": torch.full((64,), 7.0)}})
+    damage(data_of(fast / "step-1"))
+    state = {"new": {"w": torch.zeros(64)}}
+    found = CheckpointManager(root, fast=fast).restore(state, rename={"old": "new"})
+    assert found is not None
+    assert bool((state["new"]["w"] == 7.0).all())
+    assert found.report.num_objects_of_copy == 1
+
+
+# --- a fast place that cannot be used
+
+
+@pytest.mark.parametrize("async_", [True, False])
+@pytest.mark.parametrize("trouble", [full, unreadable])
+def test_save_that_the_fast_place_cannot_take_is_sent_to_the_bucket(
+    fast: Path, root: Path, trouble: Any, caplog: pytest.LogCaptureFixture, *, async_: bool
+) -> None:
+    """If this fails, a full disk of a host costs a checkpoint that the bucket could have taken."""
+    places = Places()
+    places.fail(fast, trouble)
+    options = make_options(wrap_store=places, retries=0)
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1, async_=async_, options=options) as manager:
+        save_all(manager, 1, 2)
+    assert f"not to the fast place {fast}" in warnings(caplog)
+    assert (names(fast), names(root)) == ([], ["step-1", "step-2"])
+
+
+def test_place_that_cannot_be_made_is_not_used(tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a host without the mount, with real files in the way, ends the job."""
+    (tmp_path / "file").write_text("in the way")
+    with CheckpointManager(root, fast=tmp_path / "file/fast") as manager:
+        save_all(manager, 1)
+        assert restore(manager) == (1, "bucket")
+    assert names(root) == ["step-1"]
+    assert "not to the fast place" in warnings(caplog)
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_fast_place_that_fills_up_during_a_save_is_left_out_the_next_time(
+    fast: Path, root: Path, caplog: pytest.LogCaptureFixture, *, async_: bool
+) -> None:
+    """If this fails, each save is lost while the disk is full, or the loss of one that was due is hidden."""
+    places = Places()
+    places.fail(fast, full_for_data)
+    options = make_options(wrap_store=places, retries=0)
+    manager = CheckpointManager(root, save_every=10, fast=fast, fast_every=1, async_=async_, options=options)
+    made = manager.save(1, state_of(1.0))
+    if isinstance(made, AsyncSave):
+        made.committed.wait(WAIT_S)
+        assert names(root) == []
+    save_all(manager, 2)
+    manager.close(WAIT_S)
+    assert names(root) == (["step-2"] if async_ else ["step-1", "step-2"])
+    assert "No space left" in warnings(caplog)
+
+
+def test_background_save_for_the_bucket_that_fails_nearby_is_raised(fast: Path, root: Path) -> None:
+    """If this fails, a checkpoint that was promised to the bucket is lost without an error."""
+    places = Places()
+    places.fail(fast, full_for_data)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places, retries=0))
+    handle = manager.save(1, state_of(1.0))
+    assert isinstance(handle, AsyncSave)
+    handle.committed.wait(WAIT_S)
+    with pytest.raises(BaseException, match="No space left"):
+        manager.save(2, state_of(2.0))
+    save_all(manager, 2)
+    manager.close(WAIT_S)
+    assert names(root) == ["step-2"]
+
+
+def test_free_space_is_looked_at_before_a_save(fast: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, each save first fills the last bytes of the disk, and fails."""
+
+    class Small(WrappedStore):
+        def free_bytes(self) -> int | None:
+            return 1000
+
+    with CheckpointManager(root, save_every=10, fast=fast, fast_every=1) as manager:
+        save_all(manager, 1)
+    with CheckpointManager(
+        root, save_every=10, fast=fast, fast_every=1, options=make_options(wrap_store=Small)
+    ) as manager:
+        save_all(manager, 2)
+    assert (names(fast), names(root)) == (["step-1"], ["step-2"])
+    assert "1000 free bytes" in warnings(caplog)
+
+
+def test_fast_place_that_cannot_be_read_costs_only_its_own_steps(
+    fast: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a broken disk ends a job that the bucket could go on with, or makes it begin again."""
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
+        save_all(manager, 1, 2, 3)
+    places = Places()
+    places.fail(fast, unreadable)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places, retries=0))
+    assert restore(manager) == (2, "bucket")
+    assert "ignoring the fast place" in warnings(caplog)
+    shutil.rmtree(root)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places, retries=0))
+    with pytest.raises(BaseException, match="Input/output error"):
+        restore(manager)
+
+
+def test_bucket_that_cannot_be_read_is_no_reason_to_go_back(fast: Path, root: Path) -> None:
+    """If this fails, an outage of the bucket makes a job restore an older step of the fast place."""
+    with CheckpointManager(root, fast=fast) as manager:
+        save_all(manager, 1)
+    places = Places()
+    places.fail(root, unreadable)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places, retries=0))
+    with pytest.raises(BaseException, match="Input/output error"):
+        restore(manager)
+
+
+# --- ranks
+
+
+def _ranks_state(value: float) -> dict[str, Any]:
+    return {f"own-{dist.get_rank()}": torch.full((300,), value), "step": int(value)}
+
+
+@on_ranks(2)
+def test_ranks_save_and_restore_through_one_fast_place(tmp_path: Path) -> None:
+    """If this fails, ranks choose different places, or restore different steps."""
+    fast, root = tmp_path / "fast", tmp_path / "bucket"
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
+        assert manager.restore(_ranks_state(-1.0)) is None
+        for step in (1, 2, 3):
+            manager.save(step, _ranks_state(float(step)))
+    dist.barrier()
+    assert (names(fast), names(root)) == (["step-2", "step-3"], ["step-2"])
+    state = _ranks_state(-1.0)
+    found = CheckpointManager(root, fast=fast).restore(state)
+    assert found is not None
+    assert (found.uri, state["step"]) == (str(fast / "step-3"), 3)
+    dist.barrier()
+    if dist.get_rank() == 0:  # all objects of the newest step
+        shutil.rmtree(fast / "step-3")
+        for path in (fast / "step-2/data").rglob("*"):
+            if path.is_file():
+                damage(path)
+    dist.barrier()
+    state = _ranks_state(-1.0)
+    found = CheckpointManager(root, fast=fast).restore(state)
+    assert found is not None
+    assert (found.uri, state["step"], float(state[f"own-{dist.get_rank()}"].sum())) == (str(fast / "step-2"), 2, 600.0)
+
+
+@on_ranks(3)
+def test_place_that_not_all_ranks_see_is_not_used(tmp_path: Path) -> None:
+    """If this fails, a directory of each host holds parts of steps that no restore can put together."""
+    records: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logging.getLogger("cloudckpt").addHandler(Handler(logging.WARNING))
+    rank = dist.get_rank()
+    fast, root = tmp_path / f"host-{min(rank, 1)}/fast", tmp_path / "bucket"
+    with CheckpointManager(root, fast=fast, save_every=10, fast_every=1) as manager:
+        for step in (9, 10):
+            manager.save(step, _ranks_state(float(step)))
+    dist.barrier()
+    assert names(root) == ["step-10"]
+    assert names(fast) == []
+    state = _ranks_state(-1.0)
+    found = CheckpointManager(root, fast=fast).restore(state)
+    assert found is not None
+    assert found.step == 10
+    assert sum("ranks 1-2 cannot see" in text for text in records) == (2 if rank == 0 else 0)

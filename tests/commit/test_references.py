@@ -67,6 +67,7 @@ def manifest_for(name: str, *, own: Sequence[int] = (0,), uses: Sequence[StoredO
         objects=[*(StoredObject(key=key_of(name, number), size=0, crc32c="") for number in own), *uses],
         tensors={},
         values={},
+        is_referable=True,
     )
 
 

@@ -36,7 +36,8 @@ def refer(root: Path, *, version: tuple[int, int] = REFERENCES_VERSION) -> None:
     def client_of(folder: str) -> StoreClient:
         return open_client(root / folder, Options())
 
-    held = resolve(client_of("a")).manifest
+    held = msgspec.structs.replace(resolve(client_of("a")).manifest, is_referable=True)
+    (root / "a" / "manifest.json").write_bytes(encode(held))
     own = resolve(client_of("b")).manifest
     uses = [msgspec.structs.replace(stored, folder="a") for stored in held.objects]
     put_claims(client_of, {"a": references_of(held, folder="a")["a"]}, attempt=own.attempt, folder="b")

@@ -140,10 +140,10 @@ def remove_superseded(
         if log.current != number:
             return 0  # overwritten or deleted since: another save's data is there now
         stale = [entry for entry in log.entries if entry.number < number]
-        manifests = [entry.number for entry in stale if not entry.is_fence]
-        keys = [key for n in manifests for key in _data_keys(client, n) if key not in manifest.own_keys]
+        replaced = [found for entry in stale if not entry.is_fence and (found := _read_manifest(client, entry.number))]
+        keys = sorted(frozenset[str]().union(*(one.own_keys for one in replaced)) - manifest.own_keys)
         # After the commit: a save whose claim comes later finds that its source was replaced.
-        claimed = find_claimed(client) if keys else frozenset()
+        claimed = find_claimed(client) if any(one.is_referable for one in replaced) else frozenset()
         keys = [key for key in keys if claimed is not None and key not in claimed]
         entries = [manifest_key(entry.number) for entry in stale]
         for batch in (*split_into_batches(entries), *split_into_batches(keys)):
@@ -157,7 +157,8 @@ def remove_superseded(
     return num_removed
 
 
-def _data_keys(client: StoreClient, number: int) -> list[str]:
+def _read_manifest(client: StoreClient, number: int) -> Manifest | None:
+    """Return the manifest with that number. None for another entry, or one that cannot be read, which is logged."""
     try:
         entry = read_entry(client, number)
     except CheckpointError as error:
@@ -167,8 +168,8 @@ def _data_keys(client: StoreClient, number: int) -> list[str]:
             error,
             gc_advice(client.uri),
         )
-        return []
-    return sorted(entry.own_keys) if isinstance(entry, Manifest) else []
+        return None
+    return entry if isinstance(entry, Manifest) else None
 
 
 def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None, bool]:

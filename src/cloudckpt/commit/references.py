@@ -78,12 +78,12 @@ def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *,
 
 
 def is_current(client: StoreClient, attempt: str) -> bool:
-    """Return whether the checkpoint of `attempt` counts at its place.
+    """Return whether the checkpoint of `attempt` counts at its place, and others may refer to its objects.
 
     If it still does after a save has claimed all of its objects, every later removal of one of them sees the claim.
     """
     _, manifest = read_current(client)
-    return manifest is not None and manifest.attempt == attempt
+    return manifest is not None and manifest.attempt == attempt and manifest.is_referable
 
 
 def find_claimed(client: StoreClient, *, spent: Collection[str] = ()) -> frozenset[str] | None:

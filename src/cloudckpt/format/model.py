@@ -119,6 +119,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tuples: list[StoredTuple] = []
     wrappers: dict[str, StoredWrapper] = {}
     save_id: str | None = None
+    is_referable: bool = False
+    """Checkpoints beside it may refer to its objects, so an overwrite looks for their claims."""
     metadata: dict[str, Any] = {}
     """The user's own."""
 

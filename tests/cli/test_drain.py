@@ -45,7 +45,7 @@ def test_debts_are_paid_newest_first_and_once(tmp_path: Path, run: Run) -> None:
     assert run("drain", fast, root, "--json").document == {"drained": [], "failed": []}
 
 
-def test_what_stays_owed_is_named_and_fails(tmp_path: Path, run: Run) -> None:
+def test_a_step_that_stays_owed_is_named_and_fails(tmp_path: Path, run: Run) -> None:
     """If this fails, a hook believes that all is safe, and the host is given back."""
     fast, root = make_debt(tmp_path)
     data = next(path for path in Path(fast, "step-1/data").rglob("*") if path.is_file())

@@ -392,7 +392,7 @@ def test_lost_fast_place_costs_only_what_the_bucket_lacks(fast: Path, root: Path
 
 @pytest.mark.parametrize("harm", ["damaged", "cut", "missing"])
 @pytest.mark.parametrize("on_damaged", ["skip", "replace", "raise"])
-def test_what_is_damaged_nearby_is_read_from_the_bucket(
+def test_an_object_damaged_nearby_is_read_from_the_bucket(
     fast: Path, root: Path, harm: str, on_damaged: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, a bad sector of the fast place costs a step that the bucket has."""
@@ -411,7 +411,7 @@ def test_what_is_damaged_nearby_is_read_from_the_bucket(
         assert f"reading the copy of {path}" in warnings(caplog)
 
 
-def test_what_is_damaged_nearby_and_not_in_the_bucket_is_skipped(
+def test_a_step_damaged_nearby_and_not_in_the_bucket_is_skipped(
     fast: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, a damaged step of the fast place is loaded, or ends the job, or is written over."""

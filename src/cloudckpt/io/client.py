@@ -137,9 +137,7 @@ class StoreClient:
         self.store = store
         self.hedger = hedger or Hedger(ConcurrencyLimit(DEFAULT_CONNECTIONS), budget_bytes=0)
         self.recorder = recorder if recorder is not None else Recorder()
-        self._shared = _SharedState(
-            retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK
-        )
+        self.shared = _SharedState(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
 
     def at(self, store: Store) -> StoreClient:
         """Return a client of another store, which is stopped together with this one and counts into its numbers."""
@@ -149,8 +147,8 @@ class StoreClient:
 
     def restarted(self) -> StoreClient:
         """Return a client of the same store for calls that are made even if this one was stopped."""
-        other, mine = copy.copy(self), self._shared
-        other._shared = _SharedState(  # noqa: SLF001  # its own class
+        other, mine = copy.copy(self), self.shared
+        other.shared = _SharedState(
             retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock
         )
         return other
@@ -158,20 +156,20 @@ class StoreClient:
     @property
     def num_requests(self) -> int:
         """Tries so far, over all calls, the first of each and hedged ones included."""
-        return self._shared.num_requests + self.hedger.num_hedges
+        return self.shared.num_requests + self.hedger.num_hedges
 
     @property
     def num_retries(self) -> int:
         """Repetitions so far, over all calls."""
-        return self._shared.num_retries
+        return self.shared.num_retries
 
     def stop(self, refusal: BaseException | None = None) -> None:
         """Repeat no call any more: one that fails, or waits after a failure, raises that failure.
 
         With a `refusal`, no call makes a request any more: each raises the refusal in place of its next try.
         """
-        self._shared.refusal = refusal or self._shared.refusal  # before the event: a call that wakes reads it
-        self._shared.stopped.set()
+        self.shared.refusal = refusal or self.shared.refusal  # before the event: a call that wakes reads it
+        self.shared.stopped.set()
 
     @property
     def uri(self) -> str:
@@ -334,15 +332,15 @@ class Retries:
 
     def __init__(self, client: StoreClient) -> None:
         _this_process.refuse_in_fork()
-        self._client, self._shared = client, client._shared  # noqa: SLF001  # of this module
+        self._client, self.shared = client, client.shared
         self.renew()
 
     def __enter__(self) -> None:
         """Count a try. Raises the refusal that the client was stopped with."""
-        if self._shared.refusal is not None:
-            raise self._shared.refusal
-        with self._shared.lock:
-            self._shared.num_requests += 1
+        if self.shared.refusal is not None:
+            raise self.shared.refusal
+        with self.shared.lock:
+            self.shared.num_requests += 1
         self._begun_ns = now_ns()
 
     def __exit__(
@@ -354,15 +352,15 @@ class Retries:
         finally:
             self._client.recorder.spent("transfer", self._begun_ns)
             if has_ended:
-                with self._shared.lock:
-                    self._shared.num_ended += 1
+                with self.shared.lock:
+                    self.shared.num_ended += 1
         return not has_ended
 
     def renew(self) -> None:
         """Forget the failures so far, after progress."""
         self._num_failures = self._num_unsent = 0
-        self._num_ended = self._shared.num_ended
-        self._deadline_s = self._shared.clock.monotonic() + self._shared.timeout_s
+        self._num_ended = self.shared.num_ended
+        self._deadline_s = self.shared.clock.monotonic() + self.shared.timeout_s
 
     def _wait_after(self, error: Exception) -> bool:
         """Wait before the next try, and return True. Return False if `error` is final: the context then raises it.
@@ -374,7 +372,7 @@ class Retries:
             if isinstance(error, (CloudckptError, MemoryError)):
                 return False
             raise StoreError(f"the store failed with {type(error).__name__}: {error}", key="", operation="") from error
-        shared = self._shared
+        shared = self.shared
         has_progressed = isinstance(error, InterruptedReadError) and error.received_bytes > 0
         if has_progressed or (error.is_unsent and self._num_ended != shared.num_ended):
             self.renew()
@@ -390,7 +388,7 @@ class Retries:
         return self._wait(error, delay_s)
 
     def _wait(self, error: StoreError, delay_s: float) -> bool:
-        shared = self._shared
+        shared = self.shared
         more = log_fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
         _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
         with shared.lock:
@@ -410,7 +408,7 @@ class Confirmation:
     """
 
     def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
-        self._shared = client._shared  # noqa: SLF001  # of this module
+        self.shared = client.shared
         self._changing = changing
         self._evidence: list[Hashable] = []
 
@@ -435,8 +433,8 @@ class Confirmation:
         if error is not None:
             _log.info("looking again, since this may be wrong: %s", error)
             longest_s = min(FIRST_LOOK_DELAY_S * 2.0 ** (len(self._evidence) - 1), _MAX_LOOK_DELAY_S)
-            if self._shared.clock.wait(self._shared.stopped, self._shared.clock.jitter() * longest_s):
-                raise self._shared.refusal or CloudckptError(
+            if self.shared.clock.wait(self.shared.stopped, self.shared.clock.jitter() * longest_s):
+                raise self.shared.refusal or CloudckptError(
                     f"another call failed first, so this was not looked at again: {error}"
                 ) from error
         return False

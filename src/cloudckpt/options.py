@@ -113,9 +113,9 @@ class Options:
     compare_replicas: Literal["sample", "whole", "never"] = "sample"
     """Comparison of entries that several ranks hold under one name, which must be equal in the parameters and optimizer
     states of live objects. Other tensors that differ are saved by the lowest rank. ``"sample"`` compares tensors of up
-    to 16 KiB whole, and samples of others: at the begin, in the middle and at the end, and of each 4 MiB. ``"whole"``
-    compares all bytes. ``"never"`` compares nothing, and the lowest rank saves it all. Set it if ranks differ on
-    purpose."""
+    to 16 KiB whole, and samples of others: at the beginning, in the middle and at the end, and of each 4 MiB.
+    ``"whole"`` compares all bytes. ``"never"`` compares nothing, and the lowest rank saves it all. Set it if ranks
+    differ on purpose."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     async_in_flight: Literal["wait", "raise"] = "wait"

@@ -16,7 +16,7 @@ from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save
 from tests.kit.options import make_options
 
 import cloudckpt
-from cloudckpt.convert.conversion import _check_apart
+from cloudckpt.convert.conversion import check_apart
 from cloudckpt.convert.copying import _is_one_service
 from cloudckpt.options import KIB, MIB, Options
 from cloudckpt.pipeline.context import Context
@@ -60,9 +60,9 @@ def test_two_endpoints_of_one_scheme_are_two_services(
     assert _is_one_service(*sides) == is_one
     if is_one:
         with pytest.raises(cloudckpt.errors.InvalidURIError, match="both the source and the target"):
-            _check_apart(*sides)
+            check_apart(*sides)
     else:
-        _check_apart(*sides)
+        check_apart(*sides)
 
 
 @pytest.mark.parametrize(("one", "other"), _PAIRS)

@@ -355,9 +355,9 @@ def _is_free(item: FoundItem, claimed: Collection[str] | None) -> bool:
 
 
 def _remove_whole(walked: WalkedLocation, doomed: Sequence[int]) -> tuple[StoreError | None, bool]:
-    """Remove the `doomed` entries, and all that the walk found. Return the error that ended it.
+    """Remove the `doomed` entries, and all that the walk found. Return the error that ended it, and if it is certain.
 
-    And return whether each request that failed was refused: another one can still be carried out.
+    It is certain if the store has refused each request that failed. Another failed request may still be carried out.
     """
     is_certain = True
 

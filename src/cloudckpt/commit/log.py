@@ -183,7 +183,7 @@ def _changing_error(client: StoreClient, prefix: str = "") -> CheckpointChangedE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A current manifest, and its number: 0 for the first save, n for the n-th overwrite."""
+    """A current manifest, and its number in the log: 0 for the first entry, one more for each overwrite or fence."""
 
     number: int
     manifest: Manifest

@@ -82,20 +82,25 @@ _FAST_KEEP = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class _LastSave:
-    """The last save and its result, or the last restored step, which has no result."""
+class _SavedStep:
+    """A step that this manager has saved, with its result, or restored, without one."""
 
     step: int
     uri: str = ""
     is_fast: bool = False
-    """It was sent to the fast place."""
+    """It was saved to the fast place, and not straight to the root."""
     is_owed: bool = False
-    """It was due at the root."""
+    """It was due at the root, so a fast place has to copy it there."""
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
     rank: int = 0
     is_noted: bool = False
     """The manager has taken note of its outcome."""
+
+    @property
+    def reaches_root(self) -> bool:
+        """True if the root has the step, or is owed a copy."""
+        return self.is_owed or not self.is_fast
 
     @property
     def failure(self) -> BaseException | None:
@@ -227,8 +232,8 @@ class CheckpointManager(OfThisProcess):
                 on_drained=self._retention.start,
             )
         self._has_checked_loaders = False
-        self._last: _LastSave | None = None
-        self._current: _LastSave | None = None
+        self._last: _SavedStep | None = None
+        self._current: _SavedStep | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
         self._last_committed: tuple[int, str] | None = None
         """Number and URI of the step that this manager committed last."""
@@ -441,7 +446,7 @@ class CheckpointManager(OfThisProcess):
         # The metrics play no part: they may differ between ranks, and all ranks must take the same branch.
         current = self._current
         is_again = force and not overwrite and current is not None and current.step == step and current.failure is None
-        if is_again and current is not None and (current.is_owed or not current.is_fast):
+        if is_again and current is not None and current.reaches_root:
             if is_coordinator and metrics is not None and numbers != current.numbers:
                 _log.warning("%s exists already and keeps its metrics", self.uri_of(step))
             return current.result
@@ -468,13 +473,13 @@ class CheckpointManager(OfThisProcess):
             self._read_times()
         if is_owed:
             self._schedule.note_save()
-        saved = _LastSave(step=step, is_owed=is_owed, numbers=numbers, rank=rank)
-        if self._fast is not None and not is_again:  # a step that is there already is sent to the root
+        saved = _SavedStep(step=step, is_owed=is_owed, numbers=numbers, rank=rank)
+        if self._fast is not None and not is_again:  # a step that is only there is sent to the root
             saved.is_fast = self._fast.takes(folder, self._make_coordinator(), is_owed=is_owed, may_overwrite=overwrite)
         return self._save_to(saved, folder, state_dict, settings)
 
     def _save_to(
-        self, saved: _LastSave, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
+        self, saved: _SavedStep, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save to the place that was chosen, and if the fast one fails at once, to the root."""
         steps, options, metadata = self._steps, self._options, build_metadata(saved.step, saved.numbers or {})
@@ -503,7 +508,7 @@ class CheckpointManager(OfThisProcess):
         self._last = self._current = saved
         self._unmade = None
         if self._fast is not None and not saved.is_fast:
-            self._fast.has_failed = False
+            self._fast.note_save_elsewhere()
         if isinstance(saved.result, AsyncSave):
             saved.result.committed.add_done_callback(lambda _: self._note_end(saved))
         else:
@@ -603,7 +608,7 @@ class CheckpointManager(OfThisProcess):
     def latest(self) -> StepInfo | None:
         """Return the step that was committed last, or None if there is no step.
 
-        It reads the metrics of this step alone. A damaged manifest gives no metrics.
+        It reads the manifest of this step, and of those in a fast place. A damaged manifest gives no metrics.
 
         Raises:
             StoreError: A request failed.
@@ -643,9 +648,9 @@ class CheckpointManager(OfThisProcess):
         return next(iter(sort_best_first(committed, metric, choose_mode(metric, mode))), None)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the save in flight is committed and the checkpoints that it supersedes are removed.
+        """Wait until the save in flight is committed and copied to the root, and what it supersedes is removed.
 
-        A checkpoint that could not be removed is no error: see `retention`.
+        A checkpoint that could not be copied or removed is no error: see `drains` and `retention`.
 
         Args:
             timeout: Seconds to wait. None waits for ever.
@@ -665,8 +670,13 @@ class CheckpointManager(OfThisProcess):
             self._note_end(last)
             if in_flight.find_unsettled() is handle:  # it failed, and nothing has raised the failure yet
                 handle.result(0)
+        self._wait_for_copies_and_removals(timeout, ends_at_s)
+
+    def _wait_for_copies_and_removals(self, timeout: float | None, ends_at_s: float | None) -> None:
         if self._fast is not None and not self._fast.wait(_remaining_s(ends_at_s)):
-            raise TimeoutError(f"steps were not copied from {self._fast.uri} to {self.root} within {timeout} s")
+            raise TimeoutError(
+                f"steps were not copied from {self._fast.uri} to {self.root} within {timeout} s; the copy continues"
+            )
         retentions = [self._retention] if self._fast is None else [self._fast.retention, self._retention]
         if not all(one.wait(_remaining_s(ends_at_s)) for one in retentions):
             raise TimeoutError(
@@ -674,7 +684,7 @@ class CheckpointManager(OfThisProcess):
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait as `wait` does, and for retention also if the save failed. The manager stays usable.
+        """Wait as `wait` does, and for copies and removals also if the save failed. The manager stays usable.
 
         It raises the failure of the last save also with ``on_failure="warn"``, since no save comes after it.
         `cloudckpt.close` frees the memory that background saves keep for the process.
@@ -682,13 +692,16 @@ class CheckpointManager(OfThisProcess):
         Args:
             timeout: See `wait`, also for the errors.
 
+        Raises:
+            CheckpointError: The root does not have all steps that it is owed from the fast place. On rank 0.
+
         """
+        ends_at_s = None if timeout is None else time.monotonic() + timeout
         try:
             self.wait(timeout)
         except SaveOrLoadError:
-            if self._fast is not None:
-                self._fast.wait(timeout)
-            self._retention.wait(timeout)
+            with contextlib.suppress(TimeoutError):  # the failure of the save is raised
+                self._wait_for_copies_and_removals(timeout, ends_at_s)
             raise
         failure, self._unmade = self._unmade, None
         if failure is not None:
@@ -731,7 +744,7 @@ class CheckpointManager(OfThisProcess):
             words += f". The save to {handle.uri} is still running"
         add_note(error, words)
 
-    def _note_end(self, saved: _LastSave) -> None:
+    def _note_end(self, saved: _SavedStep) -> None:
         """Take note of a save's outcome: once, and before any waiter continues, since callbacks run later than they.
 
         After a commit, the damage that it replaced is forgotten, and retention starts on the coordinator.
@@ -755,16 +768,16 @@ class CheckpointManager(OfThisProcess):
         if failure is not None:
             self._tell(failure, saved.rank)
 
-    def _start_after(self, saved: _LastSave) -> None:
+    def _start_after(self, saved: _SavedStep) -> None:
         if self._fast is not None and saved.is_fast:
             self._fast.note_commit(saved.uri, is_owed=saved.is_owed)
         else:
             self._retention.start(saved.uri)
 
-    def _take_failure(self, saved: _LastSave, error: BaseException) -> SaveFailure | None:
+    def _take_failure(self, saved: _SavedStep, error: BaseException) -> SaveFailure | None:
         """Take note of a failed background save. Returns None if its error is to be raised."""
         if self._fast is not None and saved.is_fast and is_trouble_of_store(error):
-            self._fast.has_failed = True
+            self._fast.note_failure()
             if not saved.is_owed:  # `close` raises it, if no save comes after it
                 return SaveFailure(step=saved.step, uri=saved.uri, error=copy.copy(error))
         return self._failures.take(saved.step, saved.uri, error)
@@ -804,7 +817,7 @@ class CheckpointManager(OfThisProcess):
         if not found and step is None:
             check_fresh_start(self._steps, self._options)
         unowed = set() if self._fast is None else self._fast.unowed_uris
-        return [Candidate(uri=one.uri, copy_uri=one.copy_uri, is_owed=one.uri not in unowed) for one in found]
+        return [Candidate(uri=one.uri, copy_uri=one.copy_uri, reaches_root=one.uri not in unowed) for one in found]
 
     def _open_reader(self, candidate: Candidate, *, strict: bool | None, rename: Rename | None) -> ObjectStoreReader:
         return ObjectStoreReader(
@@ -875,7 +888,7 @@ class CheckpointManager(OfThisProcess):
 
     def _take_restored(self, candidate: Candidate, report: LoadReport) -> Restored:
         step = parse_step_uri(candidate.uri)
-        self._current = _LastSave(step=step, is_fast=True, is_owed=candidate.is_owed)
+        self._current = _SavedStep(step=step, is_fast=not candidate.reaches_root)
         return Restored(step=step, uri=candidate.uri, report=report)
 
     def _handle_skipped(self, one: SkippedCheckpoint) -> None:

@@ -64,7 +64,8 @@ class DrainReport:
     drained: tuple[str, ...]
     """URIs under the root to which steps were copied, newest first."""
     failed: tuple[KeptObject, ...]
-    """Steps of the fast place that the root is still owed, each with the reason. The next commit tries again."""
+    """Steps of the fast place that the root is still owed, each with the reason. The next commit tries again, but for a
+    damaged step, and for one whose name another save has taken at the root."""
 
 
 def make_record(root: Location, *, is_owed: bool, may_overwrite: bool) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class FastPlace:
         """The failure of each step that cannot be copied."""
         self._has_looked, self._blind_ranks = False, list[int]()
         """The ranks that do not see the place, once `is_shared` has looked."""
-        self.has_failed = False
+        self._has_failed = False
         """The last save here failed because of the place, and none was made elsewhere since: the next one is."""
         self._has_warned_of_others = False
         self.report: DrainReport | None = None
@@ -173,6 +174,14 @@ class FastPlace:
             return False
         found: bool = coordinator.broadcast("find", lambda: self._decide(name, is_new=is_owed and not may_overwrite))
         return found
+
+    def note_failure(self) -> None:
+        """Take note that a save failed because of the place: the next one is made at the root."""
+        self._has_failed = True
+
+    def note_save_elsewhere(self) -> None:
+        """Take note of a save at the root: the next one may be made here again."""
+        self._has_failed = False
 
     def note_commit(self, uri: str, *, is_owed: bool) -> None:
         """Take note, on the coordinator, of a commit here. Starts to copy what the root is owed, and retention."""
@@ -293,7 +302,7 @@ class FastPlace:
                 return False  # the save to the root raises that the step exists
         except CloudckptError as error:  # the copy to the root finds out
             _log.warning("could not look if %s exists under %s: %s", name, self._root.uri, error)
-        problem = "the last save there failed" if self.has_failed else self._find_problem()
+        problem = "the last save there failed" if self._has_failed else self._find_problem()
         if problem:
             _log.warning("saving %s to %s and not to the fast place %s: %s", name, self._root.uri, self.uri, problem)
         return not problem
@@ -408,8 +417,9 @@ def drain(
 ) -> DrainReport:
     """Copy the steps that `root` is owed from the fast place of a `CheckpointManager`, newest first.
 
-    Every byte is compared with the checksums of the save. What an earlier copy has sent is not sent again. Safe beside
-    a running manager: a step is committed once.
+    Every byte is compared with the checksums of the save. Objects and parts that an earlier copy has sent whole are not
+    sent again. Safe beside a running manager: a step is committed once. It does not know the manager's rules, so it can
+    copy a step that these have removed at the root; the next run of the manager removes it again.
 
     Args:
         fast: The fast place.

@@ -144,7 +144,7 @@ class Candidate:
     """URI of the checkpoint."""
     copy_uri: str | None = None
     """URI of a copy of the same save, for the objects that cannot be had at `uri`."""
-    is_owed: bool = True
+    reaches_root: bool = True
     """The manager's root has it, or is owed a copy."""
 
 

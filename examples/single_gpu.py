@@ -38,7 +38,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs * len(train_loader))
 scaler = torch.amp.GradScaler(device, init_scale=2.0**12, growth_interval=40)
 
-# The position in the data. `order` is the state of the loader's generator at the begin of the epoch.
+# The position in the data. `order` is the state of the loader's generator at the beginning of the epoch.
 position = {"epoch": 0, "batch": 0, "order": shuffle.get_state()}
 state = {
     "model": {"net": model, "ema": ema},

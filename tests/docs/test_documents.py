@@ -251,11 +251,11 @@ def test_ci_and_the_workflow_run_the_same_targets() -> None:
 
 
 def test_every_target_is_told_of() -> None:
-    """If this fails, a contributor does not learn of a lane, or reads of one that is not there."""
+    """If this fails, `make help` leaves out a lane, or a contributor reads of one that is not there."""
     helped = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
-    shown = re.search(r"```sh\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    assert shown is not None
-    assert {line.removeprefix("make ") for line in shown[1].splitlines()} == helped
+    assert TARGETS - helped == {"format", "types", "imports", "frameworks-installed", "pythons-installed"} - helped
+    shown = set(re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+    assert {"test", "lint", "help"} <= shown <= helped
     phony = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)
     assert phony is not None
     assert set(phony[1].split()) == TARGETS

@@ -21,7 +21,8 @@ from tests.kit.wrapped import Call, FaultyStore, WrappedStore
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager
-from cloudckpt.errors import CheckpointError, InvalidOptionError, InvalidURIError, StoreError
+from cloudckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidOptionError, InvalidURIError, StoreError
+from cloudckpt.manager.places import drain
 from cloudckpt.stores.base import Store
 
 WAIT_S = 60.0
@@ -556,7 +557,7 @@ def test_free_space_is_looked_at_before_a_save(fast: Path, root: Path, caplog: p
     ) as manager:
         save_all(manager, 2)
     assert (names(fast), names(root)) == (["step-1"], ["step-2"])
-    assert "1000 free bytes" in warnings(caplog)
+    assert "it has 1000 B free" in warnings(caplog)
 
 
 def test_fast_place_that_cannot_be_read_costs_only_its_own_steps(
@@ -644,3 +645,167 @@ def test_place_that_not_all_ranks_see_is_not_used(tmp_path: Path) -> None:
     assert found is not None
     assert found.step == 10
     assert sum("ranks 1-2 cannot see" in text for text in records) == (2 if rank == 0 else 0)
+
+
+# --- what another run, another process, or damage may not do
+
+
+def _manager(root: Path, fast: Path, **settings: Any) -> CheckpointManager:
+    return CheckpointManager(root, **{"fast": fast, "fast_every": 5, "save_every": 20, **settings})
+
+
+def _damage(step: Path) -> None:
+    for path in (step / "data").rglob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+
+
+def _owe(root: Path, fast: Path, *steps: int, **settings: Any) -> None:
+    """Save steps that the bucket takes no copy of."""
+    places = Places()
+    places.fail(root, unwritable)
+    manager = _manager(root, fast, options=make_options(wrap_store=places), **settings)
+    save_all(manager, *steps, force=True)
+    with pytest.raises(CheckpointError, match="does not have all steps"):
+        manager.close(WAIT_S)
+
+
+def test_steps_of_another_run_cost_this_run_none_of_its_own(tmp_path: Path, fast: Path) -> None:
+    """If this fails, two runs with one fast place remove each other's newest steps, and one starts from scratch."""
+    with _manager(tmp_path / "a", fast, save_every=1000) as manager:
+        save_all(manager, 10, 15)
+    with _manager(tmp_path / "b", fast, save_every=1000) as manager:
+        save_all(manager, 6005, 6010)
+    for _ in range(2):
+        with _manager(tmp_path / "a", fast, save_every=1000) as manager:
+            restored = manager.restore(state_of(-1.0))
+            assert restored is not None
+            assert restored.step == 15
+    assert names(fast) == ["step-10", "step-15", "step-6005", "step-6010"]
+
+
+def test_overwrite_spares_the_step_of_another_run(tmp_path: Path, fast: Path) -> None:
+    """If this fails, a run that saves with overwrite=True destroys a step that another run's root is owed."""
+    _owe(tmp_path / "a", fast, 20)
+    with _manager(tmp_path / "b", fast) as manager:
+        save_all(manager, 20, overwrite=True)
+    assert names(tmp_path / "b") == ["step-20"]
+    with _manager(tmp_path / "a", fast) as manager:
+        assert manager.restore(state_of(-1.0)) is not None
+    assert names(tmp_path / "a") == ["step-20"]
+
+
+def test_a_copy_that_another_process_has_made_is_no_failure(root: Path, fast: Path) -> None:
+    """If this fails, `cloudckpt drain` beside a run makes its end fail, and its step stays in the fast place."""
+    places = Places()
+
+    def drain_first(call: Call) -> Exception | None:
+        if call.operation == "put" and "manifest" in call.key:
+            places.broken.clear()
+            assert drain(fast, root).failed == ()
+        return None
+
+    manager = _manager(root, fast, options=make_options(wrap_store=places))
+    places.fail(root, drain_first)
+    save_all(manager, 20)
+    assert manager.drains is not None
+    assert manager.drains.failed == ()
+    save_all(manager, 25, 30)
+    manager.close(WAIT_S)
+    assert names(root) == ["step-20"]
+    assert names(fast) == ["step-25", "step-30"]
+
+
+def test_a_step_saved_again_beside_a_damaged_one_settles_the_debt(root: Path, fast: Path) -> None:
+    """If this fails, each later start of a run ends with an error because of a step that the root has long again."""
+    _owe(root, fast, 20, 40)
+    _damage(fast / "step-40")
+    manager = _manager(root, fast)
+    restored = manager.restore(state_of(-1.0))
+    assert restored is not None
+    assert restored.step == 20
+    save_all(manager, 40)
+    manager.close(WAIT_S)
+    assert "step-40-again-1" in names(root)
+    with _manager(root, fast) as manager:
+        assert manager.restore(state_of(-1.0)) is not None
+
+
+def test_a_damaged_step_of_the_root_voids_no_debt(root: Path, fast: Path) -> None:
+    """If this fails, the step that a run resumed from is dropped for one at the root that cannot be loaded."""
+    _owe(root, fast, 30, keep_last=1)
+    cloudckpt.save(state_of(40.0), root / "step-40")
+    _damage(root / "step-40")
+    with _manager(root, fast, keep_last=1) as manager:
+        restored = manager.restore(state_of(-1.0))
+        assert restored is not None
+        assert restored.step == 30
+    assert "step-30" in names(root)
+
+
+def test_a_debt_that_a_restore_has_seen_is_not_forgotten(root: Path, fast: Path) -> None:
+    """If this fails, a run whose fast place breaks ends well, and a step never reaches the root."""
+    _owe(root, fast, 20)
+    places, is_read = Places(), False
+
+    def unlisted_once_read(call: Call) -> Exception | None:
+        nonlocal is_read
+        is_read |= "data/" in call.key
+        return unreadable(call) if is_read and call.operation.startswith("list") else None
+
+    places.fail(fast, unlisted_once_read)
+    manager = _manager(root, fast, options=make_options(wrap_store=places))
+    assert manager.restore(state_of(-1.0)) is not None
+    with pytest.raises(CheckpointError, match="does not have all steps"):
+        manager.close(WAIT_S)
+    assert names(root) == []
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_overwrite_replaces_a_step_in_both_places(root: Path, fast: Path, *, is_copied: bool) -> None:
+    """If this fails, the root keeps the old step, or is never given the one that it was owed."""
+    if is_copied:
+        with _manager(root, fast) as manager:
+            save_all(manager, 35, force=True)
+    else:
+        _owe(root, fast, 35)
+    with _manager(root, fast) as manager:
+        manager.save(35, state_of(99.0), overwrite=True)
+    found = state_of(-1.0)
+    cloudckpt.load(found, root / "step-35")
+    assert_holds(found, 99.0)
+
+
+def test_a_manifest_that_cannot_be_read_leaves_the_step_to_the_root(root: Path, fast: Path) -> None:
+    """If this fails, damage in the fast place makes a step unusable that the root has whole."""
+    with _manager(root, fast) as manager:
+        save_all(manager, 20)
+    (fast / "step-20" / "manifest.json").write_bytes(b"")
+    with _manager(root, fast, on_damaged="raise") as manager:
+        restored = manager.restore(state_of(-1.0), step=20)
+        assert restored is not None
+        assert restored.uri == str(root / "step-20")
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_see_the_only_steps_do_not_start_from_scratch(tmp_path: Path) -> None:
+    """If this fails, a rank on another host makes a run forget all that it has saved, with one warning."""
+    fast, root, rank = tmp_path / "fast", tmp_path / "bucket", dist.get_rank()
+    if rank == 0:
+        with _manager(root, fast, save_every=1000, no_dist=True) as manager:
+            save_all(manager, 10)
+    dist.barrier()
+    manager = _manager(root, tmp_path / "elsewhere" if rank else fast, save_every=1000)
+    with pytest.raises(CheckpointNotFoundError, match="rank 1 cannot see"):
+        manager.restore(state_of(-1.0))
+
+
+def test_drain_names_a_mistyped_place(root: Path, fast: Path, tmp_path: Path) -> None:
+    """If this fails, a hook before the loss of a host ends well, and has copied nothing because of a typo."""
+    _owe(root, fast, 20)
+    with pytest.raises(CheckpointNotFoundError, match="no step of a run"):
+        drain(tmp_path / "fasst", root)
+    with pytest.raises(CheckpointNotFoundError, match=f"of {root}, not of"):
+        drain(fast, tmp_path / "buckett")
+    assert drain(fast, root).drained == (str(root / "step-20"),)

@@ -59,6 +59,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "copy_from": lambda store: store.copy_from(store.url("there"), "copied"),
     "create_multipart": lambda store: store.create_multipart("k"),
     "delete": lambda store: store.delete(["there"]),
+    "free_bytes": lambda store: store.free_bytes(),
     "head": lambda store: store.head("there"),
     "list": keys,
     "list_directories": lambda store: list(store.list_directories()),

@@ -75,7 +75,7 @@ from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")
 
-_RESERVED = (STEP_KEY, METRICS_KEY, FAST_KEY)
+_RESERVED = (STEP_KEY, METRICS_KEY)
 OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
 _ON_DAMAGED = ("raise", "skip", "replace")
 _FAST_KEEP = 2
@@ -203,7 +203,8 @@ class CheckpointManager(OfThisProcess):
         self._unmade: SaveFailure | None = None
         """Failure of the last save, until one begins after it, or `close` raises it."""
         self._options = require_options(options)
-        taken = [name for name in _RESERVED if name in self._options.metadata]
+        reserved = (*_RESERVED, *([] if fast is None else [FAST_KEY]))
+        taken = [name for name in reserved if name in self._options.metadata]
         if taken:
             raise InvalidOptionError(
                 f"CheckpointManager: Options.metadata must not contain {', '.join(map(repr, taken))}, because the "
@@ -452,8 +453,6 @@ class CheckpointManager(OfThisProcess):
             return current.result
         overwrite = overwrite or self._is_to_replace(step)
         folder = self._choose_folder(step)
-        if is_coordinator and folder != format_folder(step):
-            _log.warning("saving step %d as %s beside the damaged one", step, self.uri_of(step))
         if is_coordinator and random_state and not self._has_checked_loaders:
             self._has_checked_loaders = True
             warn_of_shared_generator(dataloader)
@@ -475,7 +474,9 @@ class CheckpointManager(OfThisProcess):
             self._schedule.note_save()
         saved = _SavedStep(step=step, is_owed=is_owed, numbers=numbers, rank=rank)
         if self._fast is not None and not is_again:  # a step that is only there is sent to the root
-            saved.is_fast = self._fast.takes(folder, self._make_coordinator(), is_owed=is_owed, may_overwrite=overwrite)
+            saved.is_fast, saved.is_owed = self._fast.takes(
+                folder, self._make_coordinator(), is_owed=is_owed, may_overwrite=overwrite
+            )
         return self._save_to(saved, folder, state_dict, settings)
 
     def _save_to(
@@ -490,6 +491,8 @@ class CheckpointManager(OfThisProcess):
             )
         options = dataclasses.replace(options, metadata={**options.metadata, **metadata})
         saved.uri = steps.root.child(folder).uri
+        if saved.rank == 0 and folder != format_folder(saved.step):
+            _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
         call = async_save if self._is_async else save
         try:
             saved.result = call(state_dict, saved.uri, options=options, **settings)

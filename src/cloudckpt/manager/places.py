@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from cloudckpt._display import shown
+from cloudckpt._display import shown, size
 from cloudckpt._workers import RepeatedTask
 from cloudckpt.convert.conversion import check_apart
 from cloudckpt.convert.copying import copy
@@ -20,6 +20,7 @@ from cloudckpt.dcp.protocol import Coordinator
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CloudckptError,
     CorruptCheckpointError,
     InvalidOptionError,
@@ -116,16 +117,24 @@ class FastPlace:
             raise InvalidOptionError(f"CheckpointManager: fast_keep must be a positive whole number, not {keep!r}")
         policy = RetentionPolicy(keep_last=keep, keep_every=None, keep_best=None)
         self.retention = Retention(
-            self.steps, self.options, policy, get_damaged_uris=get_damaged_uris, find_spared=self._find_spared
+            self.steps,
+            self.options,
+            policy,
+            get_damaged_uris=get_damaged_uris,
+            is_own=self._is_own,
+            find_spared=self._find_spared,
         )
-        self._on_drained = on_drained
+        self._get_damaged_uris, self._on_drained = get_damaged_uris, on_drained
         self._task = RepeatedTask(self._run, name="cloudckpt-drain")
         self._settled: set[tuple[datetime, str]] = set()
         """Commit time and URI of each step here that the root is known to have, or would not keep."""
-        self._promised: set[str] = set()
-        """URIs of the steps that this process has committed here and the root is owed."""
+        self._promised: dict[str, StepInfo | None] = {}
+        """URIs of the steps that the root is owed: those that this process has seen here, and those that it has
+        committed and not seen yet."""
         self.unowed_uris: frozenset[str] = frozenset()
         """URIs of the steps that the root is not owed, as of the last look by `merge`."""
+        self._unread: frozenset[str] = frozenset()
+        """URIs of the steps whose manifest could not be read in that look."""
         self._given_up: dict[tuple[datetime, str], CheckpointError] = {}
         """The failure of each step that cannot be copied."""
         self._has_looked, self._blind_ranks = False, list[int]()
@@ -166,13 +175,18 @@ class FastPlace:
                 )
         return not self._blind_ranks
 
-    def takes(self, name: str, coordinator: Coordinator, *, is_owed: bool, may_overwrite: bool) -> bool:
-        """Return True if the save of the step `name` is made here, and False if it is sent straight to the root."""
+    def takes(self, name: str, coordinator: Coordinator, *, is_owed: bool, may_overwrite: bool) -> tuple[bool, bool]:
+        """Return whether the save of the step `name` is made here, and whether the root is owed it.
+
+        False and False: it is sent straight to the root. A save that may replace a step of the root is always owed.
+        """
         if self.schedule is not None:
             self.schedule.note_save()
         if not self.is_shared(coordinator):
-            return False
-        found: bool = coordinator.broadcast("find", lambda: self._decide(name, is_new=is_owed and not may_overwrite))
+            return False, is_owed
+        found: tuple[bool, bool] = coordinator.broadcast(
+            "find", lambda: self._decide(name, is_owed=is_owed, may_overwrite=may_overwrite)
+        )
         return found
 
     def note_failure(self) -> None:
@@ -186,7 +200,7 @@ class FastPlace:
     def note_commit(self, uri: str, *, is_owed: bool) -> None:
         """Take note, on the coordinator, of a commit here. Starts to copy what the root is owed, and retention."""
         if is_owed:
-            self._promised.add(uri)
+            self._promised[uri] = None
         self.retention.start(uri)
         self.start()
 
@@ -200,7 +214,15 @@ class FastPlace:
         A failure of this place is only logged if the root has steps: without any, the run would start from scratch.
         """
         if self._blind_ranks:
-            return find_in_root()
+            found = find_in_root()
+            if not found and (near := self._find_steps()):
+                raise CheckpointNotFoundError(
+                    f"{self._root.uri} has no step, and {self.uri} has some, such as {near[-1].uri}, which "
+                    f"{name_ranks(self._blind_ranks)} cannot see. Let all ranks see that directory; or copy what is "
+                    f"there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
+                    uri=self._root.uri,
+                )
+            return found
         try:
             near = self._find_steps()
         except CloudckptError as error:
@@ -209,11 +231,15 @@ class FastPlace:
                 raise
             _log.warning("ignoring the fast place %s, and taking the steps of %s: %s", self.uri, self._root.uri, error)
             return found
-        return merge_places(near, find_in_root())
+        far = find_in_root()
+        # A manifest here that cannot be read has no commit time by which to find its copy.
+        in_root = {_name_of(info) for info in far}
+        return merge_places([one for one in near if one.uri not in self._unread or _name_of(one) not in in_root], far)
 
     def _find_steps(self) -> list[StepInfo]:
         folders = self._list_own()
         self.unowed_uris = frozenset(one.uri for one in folders if not one.problem and not _is_owed(one))
+        self._unread = frozenset(one.uri for one in folders if one.problem)
         return [one.info for one in folders if one.info is not None]
 
     def _list_own(self) -> list[StepFolder]:
@@ -233,10 +259,17 @@ class FastPlace:
                 "ignoring %d steps in the fast place %s, because they are of another run than %s: %s",
                 len(others), self.uri, self._root.uri, ", ".join(others),
             )  # fmt: skip
-        return [one for one in committed if one.uri not in others]
+        own = [one for one in committed if one.uri not in others]
+        self._promised |= {one.uri: one.info for one in own if self._is_unsettled(one)}
+        return own
 
     def start(self) -> None:
-        """Start to copy what the root is owed. Does not wait and never raises."""
+        """Start to copy what the root is owed. Does not wait and never raises.
+
+        If not all ranks see the place, what is there was not restored, so it must not get in the way of this run.
+        """
+        if self._blind_ranks:
+            return
         try:
             self._task.request()
         except RuntimeError as error:
@@ -262,11 +295,15 @@ class FastPlace:
 
         Raises `CloudckptError` if the steps here cannot be listed. The report has all other failures.
         """
-        promised = set(self._promised)
+        promised = dict(self._promised)
         owed = self._find_owed()
-        gone = sorted(promised - {one.uri for one in owed})
+        gone = sorted(promised.keys() - {one.uri for one in owed})
         drained: list[str] = []
-        failed = [KeptObject(uri=uri, reason="it is not there any more") for uri in gone]
+        failed = [
+            KeptObject(uri=uri, reason="it is not there any more")
+            for uri in gone
+            if not self._settle(uri, promised[uri])
+        ]
         while owed:
             folder, *owed = owed
             try:
@@ -295,32 +332,39 @@ class FastPlace:
         except StoreError:
             return False
 
-    def _decide(self, name: str, *, is_new: bool) -> bool:
-        """Decide, on the coordinator, if a save is made here. One that `is_new` must not exist at the root yet."""
+    def _decide(self, name: str, *, is_owed: bool, may_overwrite: bool) -> tuple[bool, bool]:
+        """Decide, on the coordinator, as `takes`."""
         try:
-            if is_new and self._is_in_root(name):
-                return False  # the save to the root raises that the step exists
+            exists = (is_owed or may_overwrite) and self._is_in_root(name)
         except CloudckptError as error:  # the copy to the root finds out
             _log.warning("could not look if %s exists under %s: %s", name, self._root.uri, error)
-        problem = "the last save there failed" if self._has_failed else self._find_problem()
+            exists = may_overwrite
+        if exists and not may_overwrite:
+            return False, is_owed  # the save to the root raises that the step exists
+        problem = "the last save there failed" if self._has_failed else self._find_problem(name)
         if problem:
             _log.warning("saving %s to %s and not to the fast place %s: %s", name, self._root.uri, self.uri, problem)
-        return not problem
+        return not problem, is_owed or exists or self.steps.root.child(name).uri in self._promised
 
-    def _find_problem(self) -> str:
-        """Return why a save here would fail, or an empty text."""
+    def _find_problem(self, name: str) -> str:
+        """Return why a save of the step `name` here would fail or do harm, or an empty text."""
         store = open_store(self.steps.root, self.options)
         scratch = Scratch(store)
         try:
             scratch.put(scratch.key, _TOKEN)
-            sizes = [one.info.num_bytes or 0 for one in self.steps.list_folders(with_metadata=True) if one.info]
+            committed = [one for one in self.steps.list_folders(with_metadata=True) if one.info is not None]
+            self._promised |= {one.uri: one.info for one in committed if self._is_own(one) and self._is_unsettled(one)}
             free_bytes = store.free_bytes()
         except CloudckptError as error:
             return str(error)
         finally:
             scratch.clean_up()
-        if free_bytes is not None and free_bytes < _FREE * max(sizes, default=0):
-            return f"it has {free_bytes} free bytes, and a step takes {max(sizes)}"
+        mine = self.steps.root.child(name).uri
+        if any(one.uri == mine and not one.problem and not self._is_own(one) for one in committed):
+            return "another run has saved its step of this name there"
+        num_bytes = max((one.info.num_bytes or 0 for one in committed if one.info is not None), default=0)
+        if free_bytes is not None and free_bytes < _FREE * num_bytes:
+            return f"it has {size(free_bytes)} free, and a step takes {size(num_bytes)}"
         return ""
 
     def _is_in_root(self, name: str) -> bool:
@@ -357,19 +401,26 @@ class FastPlace:
             if one.denied is not None:
                 raise one.denied
         infos = [one.info for one in found if one.info is not None]
-        has_it = any(_name_of(one) == _name_of(info) and one.committed_at >= info.committed_at for one in infos)
-        return has_it or info in find_superseded([*infos, info], policy)
+        # A later checkpoint of the step may stand beside a damaged one, under another name.
+        has_it = any(one.step == info.step and one.committed_at >= info.committed_at for one in infos)
+        return has_it or info in find_superseded([*infos, info], policy, damaged=self._get_damaged_uris())
+
+    def _settle(self, uri: str, info: StepInfo | None) -> bool:
+        """Return True, and forget the debt, if the root is not owed the step at `uri` any more."""
+        if info is None or not self._is_settled(info):
+            return False
+        self._settled.add((info.committed_at, uri))
+        self._promised.pop(uri, None)
+        return True
 
     def _drain_one(self, folder: StepFolder, ends_at_s: float) -> list[str]:
         """Copy one step, unless the root is not owed it any more. Returns the URI of the copy, or raises the reason."""
         key = _key_of(folder)
+        assert folder.info is not None  # noqa: S101  # `_list_own` returns committed steps alone
+        if self._settle(folder.uri, folder.info):
+            return []
         if (known := self._given_up.get(key)) is not None:
             raise known
-        assert folder.info is not None  # noqa: S101  # `_list_own` returns committed steps alone
-        if self._is_settled(folder.info):
-            self._settled.add(key)
-            self._promised.discard(folder.uri)
-            return []
         if folder.problem:
             raise CorruptCheckpointError(folder.problem, uri=folder.uri)
 
@@ -388,10 +439,12 @@ class FastPlace:
                 on_progress=check_time,
             )
         except _FINAL as error:
+            if self._settle(folder.uri, folder.info):  # another process has copied it, or saved it again
+                return []
             self._given_up[key] = error
             raise
         self._settled.add(key)
-        self._promised.discard(folder.uri)
+        self._promised.pop(folder.uri, None)
         words = f"copied {folder.uri} to {target}"
         log_and_deliver(Event(name="drain.committed", uri=target, rank=0), self.options, words=words)
         self._on_drained(target)
@@ -431,6 +484,7 @@ def drain(
         The steps that were copied, and those that `root` is still owed.
 
     Raises:
+        CheckpointNotFoundError: `fast` has no step, or only steps of another root.
         InvalidURIError: One of the places lies inside the other.
         StoreError: The steps in `fast` cannot be listed.
 
@@ -451,6 +505,16 @@ def drain(
         get_damaged_uris=tuple,
         on_drained=lambda _: None,
     )
+    committed = [one for one in place.steps.list_folders(with_metadata=True) if one.info is not None]
+    roots = {str(_record_of(one)["root"]) for one in committed if "root" in _record_of(one)}
+    if not committed:
+        raise CheckpointNotFoundError(f"no step of a run is in {place.uri}: check the path", uri=place.uri)
+    if roots and parse_location(root).uri not in roots:
+        raise CheckpointNotFoundError(
+            f"the steps in {place.uri} are of {', '.join(sorted(roots))}, not of {parse_location(root).uri}: pass the "
+            "root as the run names it",
+            uri=place.uri,
+        )
     return place.drain(ends_at_s=time.monotonic() + deadline_s)
 
 

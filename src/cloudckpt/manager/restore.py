@@ -314,7 +314,15 @@ def check_fresh_start(steps: Steps, options: Options) -> None:
         )
     if others := _find_other_names(root, options):
         names = ", ".join(others[:_MAX_SHOWN_NAMES])
-        _log.warning("no step is committed under %s, but checkpoints with other names are: %s", root, names)
+        _log.warning(
+            "no step is committed under %s, but checkpoints with other names are: %s. To go on with one of them, copy "
+            "it to the name of a step first: cloudckpt cp %s/%s %s/step-<n>",
+            root,
+            names,
+            root,
+            others[0],
+            root,
+        )
 
 
 def _find_other_names(root: str, options: Options) -> list[str]:

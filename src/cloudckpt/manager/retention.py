@@ -71,6 +71,8 @@ class Retention:
         options: Options of the manager.
         policy: Checkpoints to keep.
         get_damaged_uris: Returns the URIs that `restore` found damaged.
+        is_own: Returns True for a folder, given with its metadata, that is of this manager's run. Others neither count
+            nor are removed. None: all are.
         find_spared: Returns the URIs, among the folders that it is given with their metadata, that stay whatever the
             policy says. They count as the others do.
 
@@ -83,13 +85,14 @@ class Retention:
         policy: RetentionPolicy,
         *,
         get_damaged_uris: Callable[[], Collection[str]],
+        is_own: Callable[[StepFolder], bool] | None = None,
         find_spared: Callable[[Sequence[StepFolder]], Collection[str]] | None = None,
     ) -> None:
         self._steps = steps
         self._options = options
         self.policy = policy
         self._get_damaged_uris = get_damaged_uris
-        self._find_spared = find_spared
+        self._is_own, self._find_spared = is_own, find_spared
         self._lock = threading.Lock()
         self._task = RepeatedTask(self._run_and_report, name="cloudckpt-retention")
         self._report: RetentionReport | None = None
@@ -198,8 +201,10 @@ class Retention:
 
     def _list_folders(self, *, excluded_uris: set[str]) -> list[StepFolder]:
         """List the steps, with metadata if it is needed. Raises `StoreError` if all of them are denied."""
-        needs_metadata = self.policy.keep_best is not None or self._find_spared is not None
+        needs_metadata = self.policy.keep_best is not None or self._is_own is not None or self._find_spared is not None
         folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metadata=needs_metadata)
+        if (is_own := self._is_own) is not None:
+            folders = [one for one in folders if one.info is None or one.problem or is_own(one)]
         denied = [one.denied for one in folders if one.denied is not None]
         if denied and len(denied) == len(folders):
             raise denied[0]

@@ -96,7 +96,7 @@ class Tell:
 Fault: TypeAlias = Fails | TruncatedBody | FlippedBits | Tell
 
 _READS = frozenset({"read", "read_into"})
-_EVERYTHING = Store.__abstractmethods__ - {"uri"} | {"probe", "list_parts", "copy_from"}
+_EVERYTHING = Store.__abstractmethods__ - {"uri"} | {"probe", "list_parts", "copy_from", "free_bytes"}
 _OPERATIONS: dict[type, frozenset[str]] = {TruncatedBody: _READS, FlippedBits: _READS | {"put", "upload_part"}}
 """The operations that a fault can happen to, where these are not all."""
 

@@ -12,6 +12,8 @@ from tests.kit.places import Place
 
 import cloudckpt
 from cloudckpt.cli._app import app
+from cloudckpt.manager.places import FAST_KEY, make_record
+from cloudckpt.uri import parse_location
 
 Expected = tuple[list[str], Callable[[Place], bool], str]
 """Arguments, what then holds at the place, and what is printed."""
@@ -41,7 +43,7 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
         "rm": ([one, "--yes"], _without("step-1/data"), "step-1: committed"),
         "gc": ([place.root, "--older-than", "0s", "--yes"], _without(OLD_ATTEMPT), "2 objects"),
         "doctor": ([place.root], _still_there, "create-if-absent works"),
-        "drain": ([str(folder.with_name("fast")), place.root], _still_there, ""),
+        "drain": ([str(folder.with_name("fast")), place.root], _whole("step-3"), f"{place.uri('step-3')}: copied"),
         "cp": ([one, place.uri("step-3")], _whole("step-3"), "1 object"),
         "export": ([two, place.uri("out"), "--skip-non-tensors"], _with("out/model.safetensors"), "2 tensors"),
         "import": ([str(folder), place.uri("step-3")], _whole("step-3"), "2 tensors"),
@@ -70,6 +72,10 @@ def test_it_works_there(place: Place, name: str, run: Run, tmp_path: Path) -> No
     folder = tmp_path / "exported"
     if name == "import":
         cloudckpt.export_checkpoint(place.uri("step-1"), folder, skip_non_tensors=True)
+    if name == "drain":
+        record = make_record(parse_location(place.root), is_owed=True, may_overwrite=False)
+        options = cloudckpt.Options(metadata={"step": 3, FAST_KEY: record})
+        cloudckpt.save(state_of(3.0), tmp_path / "fast/step-3", no_dist=True, options=options)
     arguments, holds, printed = _commands(place, folder)[name]
     ended = run(name, *arguments)
     assert ended.code == 0, ended.err

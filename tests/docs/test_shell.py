@@ -19,7 +19,9 @@ from tests.docs.tables import ROOT
 
 import cloudckpt
 from cloudckpt.cli import main
+from cloudckpt.manager.places import FAST_KEY, make_record
 from cloudckpt.testing.servers import S3Server, fake_gcs_server
+from cloudckpt.uri import parse_location
 
 DOCUMENTS = [
     "docs/command-line.md",
@@ -47,6 +49,9 @@ def places(tmp_path: Path, s3_bucket: S3Server, monkeypatch: pytest.MonkeyPatch)
                 manager.save(step, state, metrics={"return": float(step), "val_loss": 1 / step})
         for uri in ("s3://bucket/a/step-100", "gs://bucket/b/step-100"):
             cloudckpt.save(state, uri)
+        record = make_record(parse_location("s3://bucket/run"), is_owed=True, may_overwrite=False)
+        options = cloudckpt.Options(metadata={"step": 300, FAST_KEY: record})
+        cloudckpt.save(state, tmp_path / "nvme/step-300", options=options)
         yield
 
 
@@ -68,6 +73,7 @@ def test_commands_do_what_they_say(name: str, tmp_path: Path, capsys: pytest.Cap
         torch.save(state, "step-100.pt")
     for line in lines:
         line = line.replace("$(cloudckpt latest s3://bucket/run)", "s3://bucket/run/step-200")  # noqa: PLW2901
+        line = line.replace("/nvme/run", str(tmp_path / "nvme"))  # noqa: PLW2901
         words = [
             word
             for text in shlex.split(line, comments=True)[1:]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from tests.kit.in_memory import Gate, Memory, assert_holds, state_of
 from tests.kit.wrapped import permanent
+from tests.manager.conftest import WAIT_S
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -20,16 +20,7 @@ from cloudckpt.errors import InvalidOptionError, SaveInFlightError, StoreError
 from cloudckpt.manager.policies import Failures
 from cloudckpt.types import SaveFailure
 
-WAIT_S = 60.0
 in_both_ways = pytest.mark.parametrize("async_", [True, False])
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """Each test begins without a save of an earlier one."""
-    yield
-    with contextlib.suppress(BaseException):
-        cloudckpt.close(WAIT_S)
 
 
 def warning(memory: Memory, **settings: Any) -> CheckpointManager:

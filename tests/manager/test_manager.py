@@ -9,7 +9,7 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.kit.clock import set_time, set_time_in_new_process
 from tests.kit.in_memory import Gate, Memory, assert_holds, state_of
 from tests.kit.options import make_options
 from tests.kit.wrapped import Lies, permanent
+from tests.manager.conftest import WAIT_S, save_all
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
@@ -31,23 +32,6 @@ from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores import clock
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
-
-WAIT_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """Each test begins without a save of an earlier one."""
-    yield
-    with contextlib.suppress(BaseException):
-        cloudckpt.close(WAIT_S)
-
-
-def save_all(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
-    """One after the other, each with its retention."""
-    for step in steps:
-        manager.save(step, state_of(float(step)), **settings)
-        manager.wait(WAIT_S)
 
 
 def committed(manager: CheckpointManager, step: int, **settings: Any) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,13 @@ from tests.kit.in_memory import assert_holds, state_of
 from tests.kit.options import make_options
 from tests.kit.ranks import on_ranks
 from tests.kit.wrapped import Call, FaultyStore, WrappedStore
+from tests.manager.conftest import WAIT_S, save_all
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager
 from cloudckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidOptionError, InvalidURIError, StoreError
 from cloudckpt.manager.places import drain
 from cloudckpt.stores.base import Store
-
-WAIT_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """Each test begins without a save of an earlier one."""
-    yield
-    with contextlib.suppress(BaseException):
-        cloudckpt.close(WAIT_S)
 
 
 @pytest.fixture
@@ -113,12 +103,6 @@ def names(directory: Path) -> list[str]:
     return [info.name for info in cloudckpt.list_checkpoints(directory)] if directory.exists() else []
 
 
-def save_all(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
-    for step in steps:
-        manager.save(step, state_of(float(step)), **settings)
-        manager.wait(WAIT_S)
-
-
 def restore(manager: CheckpointManager, step: int | None = None) -> tuple[int, str] | None:
     """The step and the name of its place; checks that it is whole and of one save."""
     state = state_of(-1.0)
@@ -149,9 +133,7 @@ def with_debt(fast: Path, root: Path, *steps: int, **settings: Any) -> None:
     places = Places()
     places.fail(root, unwritable)
     manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places), **settings)
-    for step in steps:
-        manager.save(step, state_of(float(step)), force=True)
-        manager.wait(WAIT_S)
+    save_all(manager, *steps, force=True)
     with pytest.raises(CheckpointError, match="does not have"):
         manager.close(WAIT_S)
 
@@ -654,23 +636,6 @@ def _manager(root: Path, fast: Path, **settings: Any) -> CheckpointManager:
     return CheckpointManager(root, **{"fast": fast, "fast_every": 5, "save_every": 20, **settings})
 
 
-def _damage(step: Path) -> None:
-    for path in (step / "data").rglob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 1
-        path.write_bytes(content)
-
-
-def _owe(root: Path, fast: Path, *steps: int, **settings: Any) -> None:
-    """Save steps that the bucket takes no copy of."""
-    places = Places()
-    places.fail(root, unwritable)
-    manager = _manager(root, fast, options=make_options(wrap_store=places), **settings)
-    save_all(manager, *steps, force=True)
-    with pytest.raises(CheckpointError, match="does not have all steps"):
-        manager.close(WAIT_S)
-
-
 def test_steps_of_another_run_cost_this_run_none_of_its_own(tmp_path: Path, fast: Path) -> None:
     """If this fails, two runs with one fast place remove each other's newest steps, and one starts from scratch."""
     with _manager(tmp_path / "a", fast, save_every=1000) as manager:
@@ -687,7 +652,7 @@ def test_steps_of_another_run_cost_this_run_none_of_its_own(tmp_path: Path, fast
 
 def test_overwrite_spares_the_step_of_another_run(tmp_path: Path, fast: Path) -> None:
     """If this fails, a run that saves with overwrite=True destroys a step that another run's root is owed."""
-    _owe(tmp_path / "a", fast, 20)
+    with_debt(fast, tmp_path / "a", 20)
     with _manager(tmp_path / "b", fast) as manager:
         save_all(manager, 20, overwrite=True)
     assert names(tmp_path / "b") == ["step-20"]
@@ -719,8 +684,8 @@ def test_a_copy_that_another_process_has_made_is_no_failure(root: Path, fast: Pa
 
 def test_a_step_saved_again_beside_a_damaged_one_settles_the_debt(root: Path, fast: Path) -> None:
     """If this fails, each later start of a run ends with an error because of a step that the root has long again."""
-    _owe(root, fast, 20, 40)
-    _damage(fast / "step-40")
+    with_debt(fast, root, 20, 40)
+    damage(data_of(fast / "step-40"))
     manager = _manager(root, fast)
     restored = manager.restore(state_of(-1.0))
     assert restored is not None
@@ -734,9 +699,9 @@ def test_a_step_saved_again_beside_a_damaged_one_settles_the_debt(root: Path, fa
 
 def test_a_damaged_step_of_the_root_voids_no_debt(root: Path, fast: Path) -> None:
     """If this fails, the step that a run resumed from is dropped for one at the root that cannot be loaded."""
-    _owe(root, fast, 30, keep_last=1)
+    with_debt(fast, root, 30, keep_last=1)
     cloudckpt.save(state_of(40.0), root / "step-40")
-    _damage(root / "step-40")
+    damage(data_of(root / "step-40"))
     with _manager(root, fast, keep_last=1) as manager:
         restored = manager.restore(state_of(-1.0))
         assert restored is not None
@@ -746,7 +711,7 @@ def test_a_damaged_step_of_the_root_voids_no_debt(root: Path, fast: Path) -> Non
 
 def test_a_debt_that_a_restore_has_seen_is_not_forgotten(root: Path, fast: Path) -> None:
     """If this fails, a run whose fast place breaks ends well, and a step never reaches the root."""
-    _owe(root, fast, 20)
+    with_debt(fast, root, 20)
     places, is_read = Places(), False
 
     def unlisted_once_read(call: Call) -> Exception | None:
@@ -769,7 +734,7 @@ def test_overwrite_replaces_a_step_in_both_places(root: Path, fast: Path, *, is_
         with _manager(root, fast) as manager:
             save_all(manager, 35, force=True)
     else:
-        _owe(root, fast, 35)
+        with_debt(fast, root, 35)
     with _manager(root, fast) as manager:
         manager.save(35, state_of(99.0), overwrite=True)
     found = state_of(-1.0)
@@ -803,7 +768,7 @@ def test_ranks_that_do_not_see_the_only_steps_do_not_start_from_scratch(tmp_path
 
 def test_drain_names_a_mistyped_place(root: Path, fast: Path, tmp_path: Path) -> None:
     """If this fails, a hook before the loss of a host ends well, and has copied nothing because of a typo."""
-    _owe(root, fast, 20)
+    with_debt(fast, root, 20)
     with pytest.raises(CheckpointNotFoundError, match="no step of a run"):
         drain(tmp_path / "fasst", root)
     with pytest.raises(CheckpointNotFoundError, match=f"of {root}, not of"):

@@ -37,6 +37,7 @@ from cloudckpt.manager.policies import (
     find_superseded,
     is_positive,
     merge_places,
+    name_of,
 )
 from cloudckpt.manager.retention import Retention
 from cloudckpt.manager.steps import StepFolder, Steps, parse_folder
@@ -122,7 +123,7 @@ class FastPlace:
             policy,
             get_damaged_uris=get_damaged_uris,
             is_own=self._is_own,
-            find_spared=self._find_spared,
+            is_spared=self._is_unsettled,
         )
         self._get_damaged_uris, self._on_drained = get_damaged_uris, on_drained
         self._task = RepeatedTask(self._run, name="cloudckpt-drain")
@@ -176,9 +177,9 @@ class FastPlace:
         return not self._blind_ranks
 
     def takes(self, name: str, coordinator: Coordinator, *, is_owed: bool, may_overwrite: bool) -> tuple[bool, bool]:
-        """Return whether the save of the step `name` is made here, and whether the root is owed it.
+        """Return whether the save of the step `name` is made here, and not at the root; and if the root is owed it.
 
-        False and False: it is sent straight to the root. A save that may replace a step of the root is always owed.
+        A save that replaces a step of the root, or one that the root is owed, is owed, too.
         """
         if self.schedule is not None:
             self.schedule.note_save()
@@ -233,8 +234,8 @@ class FastPlace:
             return found
         far = find_in_root()
         # A manifest here that cannot be read has no commit time by which to find its copy.
-        in_root = {_name_of(info) for info in far}
-        return merge_places([one for one in near if one.uri not in self._unread or _name_of(one) not in in_root], far)
+        in_root = {name_of(info) for info in far}
+        return merge_places([one for one in near if one.uri not in self._unread or name_of(one) not in in_root], far)
 
     def _find_steps(self) -> list[StepInfo]:
         folders = self._list_own()
@@ -260,8 +261,11 @@ class FastPlace:
                 len(others), self.uri, self._root.uri, ", ".join(others),
             )  # fmt: skip
         own = [one for one in committed if one.uri not in others]
-        self._promised |= {one.uri: one.info for one in own if self._is_unsettled(one)}
+        self._note_debts(own)
         return own
+
+    def _note_debts(self, folders: Sequence[StepFolder]) -> None:
+        self._promised |= {one.uri: one.info for one in folders if self._is_own(one) and self._is_unsettled(one)}
 
     def start(self) -> None:
         """Start to copy what the root is owed. Does not wait and never raises.
@@ -353,7 +357,7 @@ class FastPlace:
         try:
             scratch.put(scratch.key, _TOKEN)
             committed = [one for one in self.steps.list_folders(with_metadata=True) if one.info is not None]
-            self._promised |= {one.uri: one.info for one in committed if self._is_own(one) and self._is_unsettled(one)}
+            self._note_debts(committed)
             free_bytes = store.free_bytes()
         except CloudckptError as error:
             return str(error)
@@ -369,14 +373,10 @@ class FastPlace:
 
     def _is_in_root(self, name: str) -> bool:
         folders = self._root_steps.list_folders(step=parse_folder(name))
-        return any(one.info is not None and _name_of(one.info) == name for one in folders)
+        return any(one.info is not None and name_of(one.info) == name for one in folders)
 
     def _is_own(self, folder: StepFolder) -> bool:
         return _record_of(folder).get("root") == self._root.uri
-
-    def _find_spared(self, folders: Sequence[StepFolder]) -> set[str]:
-        """Return the steps that retention must not remove: those of other runs, and those that the root is owed."""
-        return {one.uri for one in folders if not self._is_own(one) or self._is_unsettled(one)}
 
     def _is_unsettled(self, folder: StepFolder) -> bool:
         return _is_owed(folder) and _key_of(folder) not in self._settled
@@ -409,9 +409,12 @@ class FastPlace:
         """Return True, and forget the debt, if the root is not owed the step at `uri` any more."""
         if info is None or not self._is_settled(info):
             return False
+        self._forget(uri, info)
+        return True
+
+    def _forget(self, uri: str, info: StepInfo) -> None:
         self._settled.add((info.committed_at, uri))
         self._promised.pop(uri, None)
-        return True
 
     def _drain_one(self, folder: StepFolder, ends_at_s: float) -> list[str]:
         """Copy one step, unless the root is not owed it any more. Returns the URI of the copy, or raises the reason."""
@@ -428,7 +431,7 @@ class FastPlace:
             if time.monotonic() >= ends_at_s:
                 raise CheckpointError("the deadline has passed; another drain sends only what is missing", uri=target)
 
-        target = self._root.child(_name_of(folder.info)).uri
+        target = self._root.child(name_of(folder.info)).uri
         try:
             copy(
                 folder.uri,
@@ -443,8 +446,7 @@ class FastPlace:
                 return []
             self._given_up[key] = error
             raise
-        self._settled.add(key)
-        self._promised.pop(folder.uri, None)
+        self._forget(folder.uri, folder.info)
         words = f"copied {folder.uri} to {target}"
         log_and_deliver(Event(name="drain.committed", uri=target, rank=0), self.options, words=words)
         self._on_drained(target)
@@ -494,12 +496,12 @@ def drain(
         print(report.failed)
 
     """
-    options = options or Options()
+    options, location = options or Options(), parse_location(root)
     place = FastPlace(
         parse_location(fast),
         every=None,
         keep=1,
-        root_steps=Steps(parse_location(root), options),
+        root_steps=Steps(location, options),
         root_policy=RetentionPolicy(keep_last=None, keep_every=None, keep_best=None),
         options=options,
         get_damaged_uris=tuple,
@@ -509,10 +511,10 @@ def drain(
     roots = {str(_record_of(one)["root"]) for one in committed if "root" in _record_of(one)}
     if not committed:
         raise CheckpointNotFoundError(f"no step of a run is in {place.uri}: check the path", uri=place.uri)
-    if roots and parse_location(root).uri not in roots:
+    if roots and location.uri not in roots:
         raise CheckpointNotFoundError(
-            f"the steps in {place.uri} are of {', '.join(sorted(roots))}, not of {parse_location(root).uri}: pass the "
-            "root as the run names it",
+            f"the steps in {place.uri} are of {', '.join(sorted(roots))}, not of {location.uri}: pass the root as the "
+            "run names it",
             uri=place.uri,
         )
     return place.drain(ends_at_s=time.monotonic() + deadline_s)
@@ -539,7 +541,3 @@ def _is_owed(folder: StepFolder) -> bool:
 def _key_of(folder: StepFolder) -> tuple[datetime, str]:
     assert folder.info is not None  # noqa: S101  # only committed steps are owed
     return folder.info.committed_at, folder.uri
-
-
-def _name_of(info: StepInfo) -> str:
-    return info.uri.rpartition("/")[2]

@@ -190,9 +190,14 @@ def choose_mode(metric: str, mode: Mode | None) -> Mode:
     return chosen
 
 
+def name_of(info: StepInfo) -> str:
+    """Return the name of a checkpoint's folder, such as ``step-100``."""
+    return info.uri.rpartition("/")[2]
+
+
 def sort_newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
     """Sort by commit time. If two times are equal, the higher step is the newer one."""
-    return sorted(steps, key=lambda info: commit_order(info.committed_at, info.uri.rpartition("/")[2]), reverse=True)
+    return sorted(steps, key=lambda info: commit_order(info.committed_at, name_of(info)), reverse=True)
 
 
 def merge_places(near: Sequence[StepInfo], far: Sequence[StepInfo]) -> list[StepInfo]:
@@ -201,10 +206,10 @@ def merge_places(near: Sequence[StepInfo], far: Sequence[StepInfo]) -> list[Step
     A save that both have is one step, that of the fast place: its copy has the same name and commit time. Steps that
     have one name and are of two saves stay two.
     """
-    copies = {(info.uri.rpartition("/")[2], info.committed_at): info for info in far}
+    copies = {(name_of(info), info.committed_at): info for info in far}
     merged = []
     for info in near:
-        copy_info = copies.pop((info.uri.rpartition("/")[2], info.committed_at), None)
+        copy_info = copies.pop((name_of(info), info.committed_at), None)
         merged.append(info if copy_info is None else replace(info, copy_uri=copy_info.uri))
     return sort_newest_first([*merged, *copies.values()])
 

@@ -73,8 +73,8 @@ class Retention:
         get_damaged_uris: Returns the URIs that `restore` found damaged.
         is_own: Returns True for a folder, given with its metadata, that is of this manager's run. Others neither count
             nor are removed. None: all are.
-        find_spared: Returns the URIs, among the folders that it is given with their metadata, that stay whatever the
-            policy says. They count as the others do.
+        is_spared: Returns True for a folder, given with its metadata, that stays whatever the policy says. It counts as
+            the others do. None: none is.
 
     """
 
@@ -86,13 +86,13 @@ class Retention:
         *,
         get_damaged_uris: Callable[[], Collection[str]],
         is_own: Callable[[StepFolder], bool] | None = None,
-        find_spared: Callable[[Sequence[StepFolder]], Collection[str]] | None = None,
+        is_spared: Callable[[StepFolder], bool] | None = None,
     ) -> None:
         self._steps = steps
         self._options = options
         self.policy = policy
         self._get_damaged_uris = get_damaged_uris
-        self._is_own, self._find_spared = is_own, find_spared
+        self._is_own, self._is_spared = is_own, is_spared
         self._lock = threading.Lock()
         self._task = RepeatedTask(self._run_and_report, name="cloudckpt-retention")
         self._report: RetentionReport | None = None
@@ -149,7 +149,7 @@ class Retention:
             unknown = [one for one in folders if one.problem]
             failed += [KeptObject(uri=one.uri, reason=one.problem) for one in unknown]
             damaged = {*self._get_damaged_uris(), *(one.uri for one in unknown)}
-            spared = set() if self._find_spared is None else self._find_spared(folders)
+            spared = {one.uri for one in folders if self._is_spared is not None and self._is_spared(one)}
             superseded = find_superseded(infos, self.policy, damaged=damaged, own_step=own_step)
             superseded = [info for info in superseded if info.uri not in spared]
             if superseded:
@@ -201,7 +201,7 @@ class Retention:
 
     def _list_folders(self, *, excluded_uris: set[str]) -> list[StepFolder]:
         """List the steps, with metadata if it is needed. Raises `StoreError` if all of them are denied."""
-        needs_metadata = self.policy.keep_best is not None or self._is_own is not None or self._find_spared is not None
+        needs_metadata = self.policy.keep_best is not None or self._is_own is not None or self._is_spared is not None
         folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metadata=needs_metadata)
         if (is_own := self._is_own) is not None:
             folders = [one for one in folders if one.info is None or one.problem or is_own(one)]

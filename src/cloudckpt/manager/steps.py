@@ -24,7 +24,7 @@ from cloudckpt.errors import (
 from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metrics
 from cloudckpt.io.client import MAX_LOOKS, StoreClient, open_client
-from cloudckpt.manager.policies import StepInfo, sort_newest_first
+from cloudckpt.manager.policies import StepInfo, name_of, sort_newest_first
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
@@ -149,8 +149,8 @@ class Steps:
         newest = next(iter(self.find_committed(with_metadata=False)), None)
         if newest is None:
             return None
-        name = newest.uri.rpartition("/")[2]
-        return self._look_at(name, self._open_client(), SummaryReader()).info or newest  # None: it was just removed
+        folder = self._look_at(name_of(newest), self._open_client(), SummaryReader())
+        return folder.info or newest  # None: it was just removed
 
     def find_half_deleted(self) -> list[int]:
         """Return the steps that a deletion has hidden and not removed, lowest first. Raises as `list_folders` does."""

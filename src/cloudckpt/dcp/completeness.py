@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
-from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
+from cloudckpt.errors import Hint, StateDictMismatchError, did_you_mean, find_near_entry, quote_names
 
 _GROUPS = "param_groups."
 _BEFORE_GROUPS = re.compile(r"(?:^|.*?\.)(?=param_groups\.)", re.DOTALL)
@@ -112,16 +113,23 @@ def _make_error(problem: str, advice: str, *, uri: str) -> StateDictMismatchErro
     return StateDictMismatchError(problem, uri=uri, hint=Hint(advice=advice, option="strict", value="False"))
 
 
-def check_used(plans: Sequence[LoadPlan], given: Mapping[str, Collection[str]], *, uri: str) -> None:
-    """Raise `StateDictMismatchError` for a part of `rename` of whose new names, `given`, no rank asks for any."""
+def check_used(
+    plans: Sequence[LoadPlan], given: Mapping[str, Collection[str]], *, lacking: Collection[str], uri: str
+) -> None:
+    """Raise `StateDictMismatchError` for the parts of `rename` of whose new names, `given`, no rank asks for any.
+
+    `lacking` are names that ranks would ask for.
+    """
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
-    for part, names in given.items():
-        if names and asked.isdisjoint(names):
-            raise StateDictMismatchError(
-                f"rename={part} gives names of {uri} that nothing asks for, {quote_names(sorted(names))}. The load "
-                f"asks for {quote_names(sorted(asked))}",
-                uri=uri,
-            )
+    if unused := {part: sorted(names) for part, names in given.items() if names and asked.isdisjoint(names)}:
+        prefixes = (os.path.commonprefix([name.split(".") for name in names]) for names in unused.values())  # noqa: RUF071  # of lists
+        near = [find_near_entry(".".join(prefix), [*lacking, *asked]) for prefix in prefixes]
+        raise StateDictMismatchError(
+            f"rename={', '.join(unused)} gives names of {uri} that nothing asks for, "
+            f"{quote_names([name for names in unused.values() for name in names])}{did_you_mean(*near)}. The "
+            f"load asks for {quote_names(sorted({*lacking, *asked}))}",
+            uri=uri,
+        )
 
 
 def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:

@@ -60,6 +60,32 @@ class LoadSource:
     is_logged: bool = False
     """True on the rank that tells of what all ranks find."""
 
+    def advise_rename(self, wanted: Mapping[str, Any], *others: str, found: Collection[str] = (), where: str) -> str:
+        """Return advice to pass a `rename` that finds what is `wanted`, and leaves what is `found`; "" if none does.
+
+        Its names are those in the checkpoint, also if the load renames them. `others` are optimizers that are wanted,
+        and `where` is the path of the model; with a dot at its end, that of a dict with one model.
+        """
+        old_names = {} if self.renaming is None else self.renaming.old_names
+        saved = {old_names.get(name, name): entry for name, entry in self.entries.items()}
+        rename = suggest_rename(saved, wanted) if wanted else {}
+        of_groups = {name[: name.index(".param_groups.")] for name in saved if ".param_groups." in name}
+        if len(of_groups) == 1 == len(others):
+            rename |= dict.fromkeys(of_groups, *others)
+        given = {} if self.renaming is None else self.renaming.pairs_to(found)
+        kept = [*found] if self.renaming is None else [*given]
+        rename = {old: new for old, new in rename.items() if not any(is_below(old, one) for one in kept)}
+        if not rename:
+            return ""
+        (old, new), *others_too = rename.items()
+        other_way = ""
+        is_all = all(is_below(name, old) for name in saved if is_below(name, "model"))
+        if not others_too and is_all and where == new == "model" == old.rpartition(".")[0]:
+            other_way = f", or model={{{old.removeprefix('model.')!r}: …}}"
+        elif where == "model." and old == "model" == new.rpartition(".")[0]:
+            other_way = ", or the model alone, without a dict: model=…"
+        return f"If it was saved under another name, pass rename={ {**given, **rename} }{other_way}"
+
 
 class LiveEntry:
     """One entry of a state dict that is saved from a live object, and loaded into it.
@@ -165,10 +191,12 @@ def _plan_all(
         if source.is_strict or is_empty or has_no_model:
             raise _lacking_error(missing, found, entries, saved, where=where, source=source)
         # On all ranks, since it asks objects for their states.
-        rename = _suggest_rename(missing, found, entries, where=where, source=source)
+        advice = _advise_rename(missing, found, entries, where=where, source=source)
+        if source.renaming is not None:
+            source.renaming.lacking += missing
         if source.is_logged:
-            advice = f". If it was saved under another name, pass {rename=}" if rename else ""
-            _log.warning("%s has no %s: these objects keep what they have%s", source.uri, quote_names(missing), advice)
+            told = f"{quote_names(missing)}: these objects keep what they have{advice and f'. {advice}'}"
+            _log.warning("%s has no %s", source.uri, told)
     return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
 
 
@@ -200,30 +228,24 @@ def _lacking_error(
     where: str,
     source: LoadSource,
 ) -> StateDictMismatchError:
-    rename = _suggest_rename(missing, found, entries, where=where, source=source)
     advice = "Leave out of the load what it lacks"
     if source.is_strict:
         advice += ", or pass strict=False to leave it as it is"
-    if rename:
-        advice = f"If it was saved under another name, pass {rename=}. {advice}"
+    if renamed := _advise_rename(missing, found, entries, where=where, source=source):
+        advice = f"{renamed}. {advice}"
     has = quote_names([f"{where}{name}" for name in saved])
     return StateDictMismatchError(f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}", uri=source.uri)
 
 
-def _suggest_rename(
+def _advise_rename(
     missing: list[str], found: Collection[str], entries: Mapping[str, LiveEntry], *, where: str, source: LoadSource
-) -> dict[str, str]:
-    """Return a `rename` that may find the `missing` entries, and leaves those that are `found` where they are."""
-    renames: dict[str, str] = {}
-    of_groups = {name[: name.index(".param_groups.")] for name in source.entries if ".param_groups." in name}
-    for name in missing if source.renaming is None else ():
-        entry = entries[name.removeprefix(where)]
-        if entry.takes_flat_names:
-            wanted = flatten({name: entry.state_at(name)}, uri=source.uri).entries
-            renames |= suggest_rename(source.entries, wanted)
-        elif entry.is_synchronized and len(of_groups) == 1:  # an optimizer
-            renames |= dict.fromkeys(of_groups, name)
-    return {old: new for old, new in renames.items() if not any(is_below(old, f"{where}{key}") for key in found)}
+) -> str:
+    lacking = {name: entries[name.removeprefix(where)] for name in missing}
+    states = {name: entry.state_at(name) for name, entry in lacking.items() if entry.takes_flat_names}
+    optimizers = [name for name, entry in lacking.items() if name not in states and entry.is_synchronized]
+    wanted = flatten(states, uri=source.uri).entries
+    found = [f"{where}{key}" for key in found]
+    return source.advise_rename(wanted, *optimizers, found=found, where=where if len(entries) == 1 else "")
 
 
 def find_synchronized(state_dict: Mapping[str, Any]) -> SynchronizedNames:

@@ -35,7 +35,7 @@ from cloudckpt.dcp.live_entry import (
 )
 from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
-from cloudckpt.dcp.renaming import is_below, suggest_rename
+from cloudckpt.dcp.renaming import is_below
 from cloudckpt.dcp.save_planner import is_stateful
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, did_you_mean, find_near, quote_names
 from cloudckpt.tensors.tensor_bytes import writable
@@ -88,15 +88,17 @@ class ModelEntry(LiveEntry):
         known = {name: found for name in wanted if (found := _find_named(saved, name)) is not NO_PLACE}
         if wanted and saved and not known:
             names = {f"{where}.{name}": value for name, value in wanted.items()}
-            rename = suggest_rename(source.entries, names) if source.renaming is None else {}
-            advice = f"If it is the same, pass {rename=}" if rename else "Check that it is the same model"
+            advice = source.advise_rename(names, where=where) or "Check that it is the same model"
             raise StateDictMismatchError(
                 f"{where!r} of {source.uri} has only {quote_names(list(saved))}, and the model has other names: "
                 f"{quote_names(list(wanted))}. {advice}",
                 uri=source.uri,
             )
         if not self._is_strict:
-            if self._rank == 0 and (new := [name for name in wanted if name not in known]):
+            new = [name for name in wanted if name not in known]
+            if source.renaming is not None:
+                source.renaming.lacking += [f"{where}.{name}" for name in new]
+            if self._rank == 0 and new:
                 _log.warning(
                     "%s of %s lacks %s, which the model keeps as they are", where, source.uri, quote_names(new)
                 )

@@ -312,7 +312,7 @@ def _load(
     takes_what_fits = not reader.is_strict and bool(live_keys) and len(live_keys) == len(entries)
     # Without strictness, a warning names what the live objects leave behind, also whole objects.
     whole_keys = None if takes_what_fits else live_keys
-    reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=whole_keys)
+    reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=whole_keys, keys=[*map(str, entries)])
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()

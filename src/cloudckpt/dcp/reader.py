@@ -72,6 +72,7 @@ class _Call:
     """The coordinator's."""
     is_lazy: bool
     whole_keys: Collection[str] | None
+    keys: Collection[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,8 @@ class RankPlanData:
     """Paths in the checkpoint that this rank's objects have no use for."""
     objects: Sequence[str] = ()
     """Top-level keys of this rank's ``Stateful`` objects, which can take more than they ask for."""
+    lacking: Sequence[str] = ()
+    """`Renaming.lacking` of this rank."""
     left: Sequence[str] = ()
     """Saved entries of such objects that no rank has asked for. If there are any, all ranks plan a second time."""
 
@@ -207,13 +210,21 @@ class ObjectStoreReader(StorageReader):
         """Return True if `checkpoint_id` has the form of a place that can be read."""
         return is_valid_location(checkpoint_id)
 
-    def begin_call(self, ranks: DistWrapper, *, is_lazy: bool, whole_keys: Collection[str] | None = ()) -> None:
+    def begin_call(
+        self,
+        ranks: DistWrapper,
+        *,
+        is_lazy: bool,
+        whole_keys: Collection[str] | None = (),
+        keys: Collection[str] = (),
+    ) -> None:
         """Begin a load of `cloudckpt.load` on all `ranks`. The coordinator reads the manifest once for all of them.
 
         Args:
             ranks: The collectives of the load.
             is_lazy: Make the metadata of a tensor when it is asked for. Only if no code of the user sees the metadata.
             whole_keys: Top-level keys of which the load must ask for all that was saved. None stands for all keys.
+            keys: Keys of what this rank loads.
 
         """
         self._begin(ranks.rank)
@@ -226,6 +237,7 @@ class ObjectStoreReader(StorageReader):
             lookup=lookup,
             is_lazy=is_lazy and type(self) is ObjectStoreReader,
             whole_keys=whole_keys,
+            keys=keys,
         )
 
     def end_call(self) -> Exception | None:
@@ -284,6 +296,7 @@ class ObjectStoreReader(StorageReader):
             names=0 if self._renaming is None else self._renaming.checksum,
             unused=unused,
             objects=objects,
+            lacking=() if self._renaming is None else self._renaming.lacking,
         )
         return dataclasses.replace(plan, storage_data=data)
 
@@ -309,7 +322,8 @@ class ObjectStoreReader(StorageReader):
         left = self._find_left(plans, {key for one in found if one is not None for key in one.objects})
         self._check_completeness(plans, left=left)
         if self._renaming is not None and not left:
-            check_used(plans, self._renaming.given, uri=self.checkpoint_id)
+            lacking = [name for one in found if one is not None for name in one.lacking]
+            check_used(plans, self._renaming.given, lacking=lacking, uri=self.checkpoint_id)
         if left:
             return [
                 plan if one is None else dataclasses.replace(plan, storage_data=dataclasses.replace(one, left=left))
@@ -452,7 +466,8 @@ class ObjectStoreReader(StorageReader):
         rename = self._rename
         if rename is not None and self._may_be_renamed:
             rename = find_needed(rename, names, uri=uri)
-        return None if rename is None else Renaming(rename, names, uri=uri)
+        keys = () if self._call is None else self._call.keys
+        return None if rename is None else Renaming(rename, names, uri=uri, keys=keys)
 
     def _make_metadata(self, manifest: Manifest, *, is_lazy: bool) -> Metadata:
         return make_metadata(manifest, checkpoint_id=self.checkpoint_id, load_id=self.load_id, is_lazy=is_lazy)

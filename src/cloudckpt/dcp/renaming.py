@@ -7,20 +7,20 @@ import dataclasses
 import itertools
 import logging
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, did_you_mean, find_near_entry, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, find_near, find_near_entry, quote_names
 from cloudckpt.format.model import Manifest, StoredTuple, StoredWrapper
 from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_json
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 _T = TypeVar("_T")
 _MAX_COMPARED, _MAX_SAMPLE = 5000, 50
-_ABSENT: Any = object()
 _FUNCTION = "<function>"
 _log = logging.getLogger("cloudckpt")
 _ADVICE = "rename maps names in the checkpoint to those of what is loaded"
@@ -32,10 +32,11 @@ class Renaming:
     An entry without a new name is hidden from the load. So is one that a mapping does not rename and that has one of
     its new prefixes: below a new prefix stands only what was renamed to it.
 
-    Raises `StateDictMismatchError` for a part of `rename` that fits no entry, and for two entries with one new name.
+    Raises `StateDictMismatchError` for the parts of `rename` that fit no entry, with those that fit nothing in `keys`:
+    the keys of what this rank loads, if they are known. Also for two entries with one new name.
     """
 
-    def __init__(self, rename: Rename, names: Collection[str], *, uri: str) -> None:
+    def __init__(self, rename: Rename, names: Collection[str], *, uri: str, keys: Collection[str] = ()) -> None:
         self._function = rename if callable(rename) else None
         pairs = [] if callable(rename) else [(old.rstrip("."), new.rstrip(".")) for old, new in rename.items()]
         self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
@@ -46,6 +47,8 @@ class Renaming:
         """The name in the checkpoint of each entry that a load sees, by its new one."""
         self.given: dict[str, set[str]] = {}
         """The new names that each part of `rename` has given, by its text."""
+        self.lacking: list[str] = []
+        """Names that objects of this rank keep without strictness, since none of the new names is the same."""
         for old in names:
             new, part = self._find(old)
             self.new_names[old] = new
@@ -57,15 +60,42 @@ class Renaming:
                     "function return None for it",
                     uri=uri,
                 )
-        expected = [_FUNCTION] if self._function is not None else [f"{{{old!r}: {new!r}}}" for old, new in self._pairs]
+        expected = [_FUNCTION] if self._function is not None else [_part(*pair) for pair in self._pairs]
         if unused := [part for part in expected if part not in self.given]:
-            tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
-            near = [find_near_entry(old, names) for old, new in self._pairs if f"{{{old!r}: {new!r}}}" in unused]
-            raise StateDictMismatchError(
-                f"rename={', '.join(unused)} changes no name of {uri}{did_you_mean(*near)}, which has "
-                f"{quote_names(tops)}. {_ADVICE}",
-                uri=uri,
-            )
+            raise StateDictMismatchError(self._explain(unused, names, keys), uri=uri)
+
+    def _explain(self, unused: Collection[str], names: Collection[str], keys: Collection[str]) -> str:
+        """Describe the `unused` parts, and those that lead to none of `keys`, with the map that may be meant."""
+
+        def leads_astray(new: str) -> bool:
+            return bool(keys) and not any(is_below(key, new) or is_below(new, key) for key in keys)
+
+        astray: list[str] = []
+        meant: dict[str, str] = {}
+        is_reversed = False
+        for old, new in self._pairs:
+            part, near_old, near_new = _part(old, new), old, new
+            if part in unused:
+                near_old = find_near_entry(old, names)
+                is_there = bool(new) and any(is_below(name, new) for name in names)
+                if is_there and not leads_astray(old) and (leads_astray(new) or not near_old):
+                    meant[new], is_reversed = old, True
+                    continue
+            if leads_astray(new):
+                top, dot, rest = new.partition(".")
+                near_new = f"{near}{dot}{rest}" if (near := find_near(top, keys)) else ""
+                astray.append(part)
+            if near_old and near_new:
+                meant[near_old] = near_new
+        tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
+        also = f"; and {', '.join(astray)} leads to nothing that is loaded" if astray else ""
+        way = ", not the other way round" if is_reversed else ""
+        given = [(old, new) for old, new in self._pairs if _part(old, new) not in unused]
+        advice = f". Did you mean rename={meant}?" if meant.items() - given else ""
+        return (
+            f"rename={', '.join(unused)} changes no name of {self._uri}, which has {quote_names(tops)}{also}. "
+            f"{_ADVICE}{way}{advice}"
+        )
 
     def _find(self, old: str) -> tuple[str | None, str]:
         """Return the new name, and the part of `rename` that gives it; "" for none."""
@@ -80,8 +110,12 @@ class Renaming:
         for prefix, other in self._pairs:
             if is_below(old, prefix):
                 rest = old[len(prefix) :].removeprefix(".") if prefix else old
-                return ".".join(filter(None, (other, rest))), f"{{{prefix!r}: {other!r}}}"
+                return ".".join(filter(None, (other, rest))), _part(prefix, other)
         return (None if any(is_below(old, other) for _, other in self._pairs) else old), ""
+
+    def pairs_to(self, keys: Collection[str]) -> dict[str, str]:
+        """Return the pairs of the mapping whose new prefixes are, or are below, one of `keys`."""
+        return {old: new for old, new in self._pairs if any(is_below(new, key) for key in keys)}
 
     @property
     def checksum(self) -> int:
@@ -223,6 +257,10 @@ def check_rename(rename: Rename | None) -> None:
         raise InvalidOptionError(f"{_ADVICE}: pass a dict, as in {{'ema': 'model'}}, or a function, not {rename!r}")
 
 
+def _part(old: str, new: str) -> str:
+    return f"{{{old!r}: {new!r}}}"
+
+
 def is_below(name: str, prefix: str) -> bool:
     """Return whether `prefix` is `name`, or the first parts of it."""
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
@@ -253,24 +291,31 @@ def count_same_ends(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def suggest_rename(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, str]:
-    """Return the prefixes by which more than half of what is wanted is found in a checkpoint, in its shape; {} if none.
+    """Return the prefixes by which more than half of what is wanted, or whole parts of it, are found in a checkpoint.
 
-    `saved` has torch's metadata by name, and `wanted` tensors and values.
+    `saved` has torch's metadata by name, and `wanted` tensors and values. What is found has the shape that is wanted.
     """
-    sizes = {name: _size_of(saved[name]) for name in itertools.islice(saved, _MAX_COMPARED)}
-    sample = {tuple(name.split(".")): _size_of(wanted[name]) for name in sorted(wanted)[:_MAX_SAMPLE]}
-    first = next(iter(sample), ())
-    best: tuple[int, int, Sequence[str], Sequence[str]] = (len(sample) // 2, 0, (), ())
-    for parts in [tuple(name.split(".")) for name in sizes]:
-        num_same = count_same_ends(parts, first)
-        old, new = parts[: len(parts) - num_same], first[: len(first) - num_same]
-        if num_same and num_same >= best[1] and old != new:
-            fits = (
-                one[: len(new)] == new and sizes.get(".".join((*old, *one[len(new) :])), _ABSENT) in (size, None)
-                for one, size in sample.items()
-            )
-            best = max(best, (sum(fits), num_same, old, new))
-    return {".".join(best[2]): ".".join(best[3])} if best[1] else {}
+    alike: dict[tuple[str, Any], list[list[str]]] = defaultdict(list)
+    for name in itertools.islice(saved, _MAX_COMPARED):
+        alike[name.rpartition(".")[2], _size_of(saved[name])].append(name.split("."))
+    left = {name: _size_of(wanted[name]) for name in sorted(wanted)[:: len(wanted) // _MAX_SAMPLE + 1]}
+    found: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for name, size in left.items():
+        parts = name.split(".")
+        for others in itertools.chain(*(alike[parts[-1], one] for one in {size, None})):
+            num_same = count_same_ends(others, parts)
+            pair = ".".join(others[: len(others) - num_same]), ".".join(parts[: len(parts) - num_same])
+            if pair[0] != pair[1]:
+                found[pair][name] = num_same
+    renames: dict[str, str] = {}
+    for old, new in sorted(found, key=lambda pair: (len(found[pair]), max(found[pair].values()), pair), reverse=True):
+        fits = found[old, new].keys() & left
+        is_part = 1 < len(fits) == sum(is_below(name, new) for name in left)
+        is_taken = any(is_below(old, one) or is_below(one, old) for one in renames)
+        if not is_taken and (is_part or 2 * len(fits) > len(left)):
+            renames[old] = new
+            left = {name: size for name, size in left.items() if name not in fits}
+    return renames
 
 
 def _size_of(held: Any) -> tuple[int, ...] | None:

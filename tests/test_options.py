@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 from typing import Any
 
@@ -80,6 +81,21 @@ def test_every_problem_is_named_at_once() -> None:
     message = str(caught.value)
     assert all(f"{name} must be" in message for name in ("timeout_s", "retries", "connections", "commit"))
     assert message.count(";") == 3
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"timout_s": 5, "retrys": 1}, r"has no timout_s, retrys \(did you mean 'timeout_s', 'retries'\?\)$"),
+        ({"part_bytes": 5}, r"has no part_bytes\. Pass advanced=cloudckpt\.AdvancedOptions\(part_bytes=…\)$"),
+        ({"nothing_alike": 5}, r"Options has no nothing_alike$"),
+    ],
+)
+def test_misspelt_option_comes_with_the_one_that_is_meant(keywords: dict[str, Any], told: str) -> None:
+    """If this fails, a user looks up two dozen names of options for one letter."""
+    with pytest.raises(TypeError, match=told):
+        Options(**keywords)
+    assert "timeout_s" in inspect.signature(Options).parameters  # for help and completion
 
 
 def test_options_are_values() -> None:

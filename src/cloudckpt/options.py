@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import numbers
@@ -9,13 +10,13 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from cloudckpt._display import shown
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import InvalidOptionError, did_you_mean, find_near
 
 if TYPE_CHECKING:
     from cloudckpt.events import Event
@@ -28,7 +29,28 @@ GIB = 1024 * MIB
 DEFAULT_CONNECTIONS = 16
 """Number of requests of one rank in flight, if `Options.connections` is None and the rank's host has few ranks."""
 
+_T = TypeVar("_T")
 
+
+def _naming_keywords(cls: type[_T]) -> type[_T]:
+    """Let the error for unknown keywords name those that may be meant, which Python does since 3.13."""
+    init = cls.__init__
+    known = {one.name for one in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+
+    @functools.wraps(init)
+    def checked(self: _T, *args: Any, **given: Any) -> None:
+        if unknown := [name for name in given if name not in known]:
+            near = did_you_mean(*(find_near(name, known) for name in unknown))
+            advanced = [name for name in unknown if "advanced" in known and name in AdvancedOptions.__slots__]
+            advice = f". Pass advanced=cloudckpt.AdvancedOptions({advanced[0]}=…)" if advanced else near
+            raise TypeError(f"{cls.__name__} has no {', '.join(unknown)}{advice}")
+        init(self, *args, **given)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_naming_keywords
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvancedOptions:
@@ -69,6 +91,7 @@ class AdvancedOptions:
         _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)
 
 
+@_naming_keywords
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -356,6 +357,31 @@ def test_ctrl_c_names_the_last_committed_step(
         assert caught.value.__notes__ == [f"cloudckpt: {expected}"], "the last line of the traceback"
     waited = f"stopping: waiting for the save in flight to {memory.uri('step-2')}"
     assert (waited in caplog.text) == (last != "nothing")
+
+
+PROGRAM_WITHOUT_A_CONTEXT = """
+import sys, threading
+import cloudckpt
+
+def on_event(event):
+    if event.name == "save.committing" and event.uri.endswith("step-2"):
+        threading.main_thread().join(60)  # until the program ends
+
+manager = cloudckpt.CheckpointManager(sys.argv[1], options=cloudckpt.Options(on_event=on_event))
+manager.save(1, {"a": 1})
+manager.save(2, {"a": 2})
+if sys.argv[2] == "interrupt":
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.parametrize("end", ["interrupt", "usual"])
+def test_ctrl_c_outside_a_context_names_the_last_committed_step(end: str, tmp_path: Path) -> None:
+    """If this fails, a script without `with` ends with a bare traceback, and nobody knows what is saved."""
+    command = [sys.executable, "-c", PROGRAM_WITHOUT_A_CONTEXT, str(tmp_path / "run"), end]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+    told = f"cloudckpt: the last committed step is 2 ({tmp_path}/run/step-2). Start the program again to resume"
+    assert found.stderr.splitlines()[-1:] == ([told] if end == "interrupt" else []), found.stderr
 
 
 # --- metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import dataclasses
@@ -10,8 +11,10 @@ import itertools
 import logging
 import operator
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from cloudckpt._display import Listing, add_note, pairs_to_html
-from cloudckpt._this_process import OfThisProcess, refuse_in_fork
+from cloudckpt._this_process import OfThisProcess, is_forked, refuse_in_fork
 from cloudckpt.api import async_save, entries_of, load, prepare_async_save, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
@@ -241,6 +244,9 @@ class CheckpointManager(OfThisProcess):
         self._restored: Restored | None = None
         self._unknown_metrics: set[str] = set()
         """Those of which a warning has said that no step has them."""
+        self._is_context = False
+        tell = weakref.WeakMethod(self._tell_of_interrupt)
+        atexit.register(lambda: (found := tell()) and found())
 
     def __repr__(self) -> str:
         last = "no save by this process yet" if self._last is None else f"last save step {self._last.step}"
@@ -713,6 +719,7 @@ class CheckpointManager(OfThisProcess):
             self._fast.check()
 
     def __enter__(self) -> Self:
+        self._is_context = True
         return self
 
     def __exit__(
@@ -733,10 +740,10 @@ class CheckpointManager(OfThisProcess):
             _log.warning("the last save failed, too: %s.%s: %s", kind.__module__, kind.__qualname__, failure)
         finally:
             if isinstance(error, KeyboardInterrupt) and rank_in(self._process_group, no_dist=self._no_dist) == 0:
-                self._add_last_step(error)
+                add_note(error, self._describe_last_step())
 
-    def _add_last_step(self, error: KeyboardInterrupt) -> None:
-        """Let the last line of the traceback say where the run can resume. Makes no request: the store may hang."""
+    def _describe_last_step(self) -> str:
+        """Say where the run can resume, for the last line of a traceback. Makes no request: the store may hang."""
         words = f"no step was committed under {self.root} in this run"
         if self._last_committed is not None:
             step, uri = self._last_committed
@@ -745,7 +752,17 @@ class CheckpointManager(OfThisProcess):
             words += f", which was restored from step {self._restored.step} ({self._restored.uri})"
         if (handle := self.in_flight) is not None:
             words += f". The save to {handle.uri} is still running"
-        add_note(error, words)
+        return words
+
+    def _tell_of_interrupt(self) -> None:
+        """Say where the run can resume, at the end of a program that Ctrl-C has ended without the context."""
+        is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+        if not is_interrupted or self._is_context or (last := self._last) is None or last.rank != 0 or is_forked():
+            return
+        if self.in_flight is not None:  # the interpreter completes it in any case
+            _log.warning("stopping: waiting for the save in flight to %s", last.uri)
+        self._note_end(last)
+        sys.stderr.write(f"cloudckpt: {self._describe_last_step()}\n")
 
     def _note_end(self, saved: _SavedStep) -> None:
         """Take note of a save's outcome: once, and before any waiter continues, since callbacks run later than they.

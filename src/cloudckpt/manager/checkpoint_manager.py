@@ -285,7 +285,10 @@ class CheckpointManager(OfThisProcess):
 
     @property
     def drains(self) -> DrainReport | None:
-        """Report of the last look for steps that `root` is owed. None without `fast`, and on ranks other than 0."""
+        """Report of the last look for steps that `root` is owed. None without `fast`, and on ranks other than 0.
+
+        ``drained`` has the copies of that look alone, and ``failed`` all that `root` is still owed after it.
+        """
         return None if self._fast is None else self._fast.report
 
     @property

@@ -24,6 +24,7 @@ from cloudckpt.errors import (
     CloudckptError,
     CorruptCheckpointError,
     InvalidOptionError,
+    InvalidURIError,
     StoreError,
     name_ranks,
 )
@@ -111,7 +112,13 @@ class FastPlace:
     ) -> None:
         self._root_steps, self._root_policy, self._root_options = root_steps, root_policy, options
         self.options = dataclasses.replace(options, storage_options={})
-        check_apart(Context(location, self.options, rank=0), Context(root_steps.root, options, rank=0))
+        try:
+            check_apart(Context(location, self.options, rank=0), Context(root_steps.root, options, rank=0))
+        except InvalidURIError:
+            raise InvalidURIError(
+                f"the fast place {location.uri} and the root {root_steps.root.uri} are the same, or one is inside the "
+                "other. Choose a fast place beside the root, on a drive that answers sooner"
+            ) from None
         self.schedule = None if every is None else SaveSchedule(every, name="fast_every")
         self.steps = Steps(location, self.options)
         if not is_positive(keep):
@@ -143,6 +150,8 @@ class FastPlace:
         self._has_failed = False
         """The last save here failed because of the place, and none was made elsewhere since: the next one is."""
         self._has_warned_of_others = False
+        self._problem = ""
+        """Why the last save was not made here."""
         self.report: DrainReport | None = None
         """Report of the last run."""
 
@@ -218,9 +227,9 @@ class FastPlace:
             found = find_in_root()
             if not found and (near := self._find_steps()):
                 raise CheckpointNotFoundError(
-                    f"{self._root.uri} has no step, and {self.uri} has some, such as {near[-1].uri}, which "
-                    f"{name_ranks(self._blind_ranks)} cannot see. Let all ranks see that directory; or copy what is "
-                    f"there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
+                    f"{self._root.uri} has no step, and the fast place {self.uri} has some, such as {near[-1].uri}, "
+                    f"which {name_ranks(self._blind_ranks)} cannot see. Let all ranks see that directory; or copy what "
+                    f"is there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
                     uri=self._root.uri,
                 )
             return found
@@ -229,6 +238,8 @@ class FastPlace:
         except CloudckptError as error:
             found = find_in_root()
             if not found:
+                told = f"the fast place {self.uri} cannot be read, and {self._root.uri} has no step: {error.message}"
+                error.args = (told,)
                 raise
             _log.warning("ignoring the fast place %s, and taking the steps of %s: %s", self.uri, self._root.uri, error)
             return found
@@ -346,8 +357,12 @@ class FastPlace:
         if exists and not may_overwrite:
             return False, is_owed  # the save to the root raises that the step exists
         problem = "the last save there failed" if self._has_failed else self._find_problem(name)
-        if problem:
-            _log.warning("saving %s to %s and not to the fast place %s: %s", name, self._root.uri, self.uri, problem)
+        if problem and problem != self._problem:  # once, and not with each save
+            words = f"saving {name}, and all others until this changes, to {self._root.uri}"
+            _log.warning("%s and not to the fast place %s: %s", words, self.uri, problem)
+        elif self._problem and not problem:
+            _log.warning("saving %s to the fast place %s again", name, self.uri)
+        self._problem = problem
         return not problem, is_owed or exists or self.steps.root.child(name).uri in self._promised
 
     def _find_problem(self, name: str) -> str:
@@ -360,7 +375,7 @@ class FastPlace:
             self._note_debts(committed)
             free_bytes = store.free_bytes()
         except CloudckptError as error:
-            return str(error)
+            return str(error).replace(scratch.key, "")
         finally:
             scratch.clean_up()
         mine = self.steps.root.child(name).uri
@@ -368,7 +383,7 @@ class FastPlace:
             return "another run has saved its step of this name there"
         num_bytes = max((one.info.num_bytes or 0 for one in committed if one.info is not None), default=0)
         if free_bytes is not None and free_bytes < _FREE * num_bytes:
-            return f"it has {size(free_bytes)} free, and a step takes {size(num_bytes)}"
+            return f"less than {size(_FREE * num_bytes)} is free, which a step needs"
         return ""
 
     def _is_in_root(self, name: str) -> bool:

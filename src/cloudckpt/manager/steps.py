@@ -124,6 +124,7 @@ class Steps:
         self.root = root
         self._times = CommitTimes()
         self._have_times = False
+        self._has_warned_of_times = False
         self._options = options
         self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
         """The metadata and the size of each step whose manifest was read."""
@@ -206,12 +207,14 @@ class Steps:
         try:
             self.list_folders()
         except CloudckptError as error:
-            _log.warning(
-                "could not look at the steps under %s, so the time of the next commit comes from this machine's clock "
-                "alone: %s",
-                self.root.uri,
-                error,
-            )
+            if not self._has_warned_of_times:  # once, and not with each save
+                _log.warning(
+                    "could not look at the steps under %s, so the time of the next commit comes from this machine's "
+                    "clock alone: %s",
+                    self.root.uri,
+                    error,
+                )
+            self._has_warned_of_times = True
 
     def _find_foreign(self, is_foreign: Callable[[StoreClient], bool]) -> list[int]:
         """Return the steps whose folders are foreign, lowest first, once two looks at all folders agree."""

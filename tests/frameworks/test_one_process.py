@@ -404,9 +404,11 @@ def names_under(root: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize("kind", ["path", "memory"])
-def test_lightning_removes_at_a_uri_what_it_removes_on_a_path(kind: str, how: str, tmp_path: Path) -> None:
+def test_lightning_removes_at_a_uri_what_it_removes_on_a_path(
+    kind: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """If this fails, `save_top_k` removes at a URI the run that was resumed from, which stays on a path, or leaves what
-    an earlier process of the same run made.
+    an earlier process of the same run made; or a warning takes an earlier start of the run for another run.
     """
     is_async = how == "async"
     root = str(tmp_path) if kind == "path" else f"memory://one-process/{tmp_path.name}"
@@ -423,6 +425,8 @@ def test_lightning_removes_at_a_uri_what_it_removes_on_a_path(kind: str, how: st
     assert names_under(f"{root}/c") == ["step=6", "step=8"]
     fit(f"{root}/c", until=12, resume=f"{root}/c/step=8.ckpt", **best)
     assert names_under(f"{root}/c") == ["step=10", "step=12", "step=8"]  # what was resumed from stays
+    if kind == "memory":
+        assert f"{root}/c/step=8.ckpt stays, because this run was loaded from it" in caplog.text
 
     nested = {"filename": "{step}/all", "save_top_k": 2, "monitor": "score", "mode": "min", "is_async": is_async}
     fit(f"{root}/d", until=4, **nested)

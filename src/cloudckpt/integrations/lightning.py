@@ -52,7 +52,7 @@ _is_training_state = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_scheduler
 
 
 class _Removals:
-    """Carries out the removals that Lightning decides on, except of what another run made.
+    """Carries out the removals that Lightning decides on, except of what the run was loaded from or another one made.
 
     For files, ``ModelCheckpoint`` itself keeps the checkpoint that the run resumed from, and all that lies outside its
     ``dirpath``. For URIs it does not.
@@ -91,10 +91,10 @@ class _Removals:
             if not self._folders:
                 self._early.append(uri)
                 return
-            if uri in self._loaded or not any(uri.startswith(f"{folder}/") for folder in self._folders):
-                _log.warning(
-                    "%s was made by another run and stays. If nobody needs it, remove it with cloudckpt.delete", uri
-                )
+            is_own = any(uri.startswith(f"{folder}/") for folder in self._folders)
+            if uri in self._loaded or not is_own:
+                why = "this run was loaded from it" if uri in self._loaded else "this run saves to other folders"
+                _log.warning("%s stays, because %s. If nobody needs it, remove it with cloudckpt.delete", uri, why)
                 return
         self._saved.discard(uri)
         with contextlib.suppress(CheckpointNotFoundError):
@@ -156,8 +156,8 @@ class CloudCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete the checkpoint as `cloudckpt.delete` does. A missing checkpoint is no error.
 
-        What another run made stays, with a warning: the checkpoint that this one resumed from, and those outside the
-        folders under which it saves.
+        The checkpoint that this run resumed from stays, with a warning, and so do those outside the folders under which
+        it saves.
         """
         self._removals.remove(path)
 
@@ -375,7 +375,7 @@ class _CloudShards(ParallelStrategy):
         return rest
 
     def remove_checkpoint(self, filepath: _Path) -> None:
-        """Delete the checkpoint from rank 0, unless another run made it (`CloudCheckpointIO.remove_checkpoint`)."""
+        """Delete the checkpoint from rank 0, or leave it as `CloudCheckpointIO.remove_checkpoint` does."""
         if self.is_global_zero:
             self._removals.remove(filepath)
 

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
         WrapperDescription,
     )
     from cloudckpt.inspect.removal import Garbage, GarbageReport, KeptObject
-    from cloudckpt.manager.places import DrainReport
-    from cloudckpt.manager.policies import SaveFailure, StepInfo
+    from cloudckpt.manager.debts import DrainReport
+    from cloudckpt.manager.policies import SaveFailure
     from cloudckpt.manager.preemption import Preemption, PreemptionReport
     from cloudckpt.manager.restore import Restored
     from cloudckpt.manager.retention import RetentionReport
+    from cloudckpt.manager.steps import StepInfo
 
 __all__ = [
     "AsyncSave",
@@ -66,11 +67,12 @@ _LAZY = {
     "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription "
     "ValueDescription WrapperDescription",
     "cloudckpt.inspect.removal": "Garbage GarbageReport KeptObject",
-    "cloudckpt.manager.places": "DrainReport",
-    "cloudckpt.manager.policies": "SaveFailure StepInfo",
+    "cloudckpt.manager.debts": "DrainReport",
+    "cloudckpt.manager.policies": "SaveFailure",
     "cloudckpt.manager.preemption": "Preemption PreemptionReport",
     "cloudckpt.manager.restore": "Restored",
     "cloudckpt.manager.retention": "RetentionReport",
+    "cloudckpt.manager.steps": "StepInfo",
 }
 
 if not TYPE_CHECKING:  # a type checker would take it that every name exists

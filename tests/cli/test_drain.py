@@ -13,7 +13,7 @@ from tests.kit.wrapped import FaultyStore
 import cloudckpt
 from cloudckpt import CheckpointManager
 from cloudckpt.errors import StoreError
-from cloudckpt.manager.places import drain
+from cloudckpt.manager.debts import drain
 
 
 def make_debt(directory: Path) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from tests.kit.places import Place
 
 import cloudckpt
 from cloudckpt.cli._app import app
-from cloudckpt.manager.places import FAST_KEY, make_record
+from cloudckpt.manager.debts import FAST_KEY, make_record
 from cloudckpt.uri import parse_location
 
 Expected = tuple[list[str], Callable[[Place], bool], str]

@@ -19,7 +19,7 @@ from tests.docs.tables import ROOT
 
 import cloudckpt
 from cloudckpt.cli import main
-from cloudckpt.manager.places import FAST_KEY, make_record
+from cloudckpt.manager.debts import FAST_KEY, make_record
 from cloudckpt.testing.servers import S3Server, fake_gcs_server
 from cloudckpt.uri import parse_location
 

@@ -22,7 +22,7 @@ from tests.manager.conftest import WAIT_S, save_all
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager
 from cloudckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidOptionError, InvalidURIError, StoreError
-from cloudckpt.manager.places import drain
+from cloudckpt.manager.debts import drain
 from cloudckpt.stores.base import Store
 
 

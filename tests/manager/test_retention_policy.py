@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, StepInfo, find_superseded
+from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, find_superseded
+from cloudckpt.manager.steps import StepInfo
 
 EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

@@ -152,7 +152,7 @@ def drain(
 
     Example: cloudckpt drain /nvme/run s3://bucket/run --deadline 25
     """
-    from cloudckpt.manager.places import drain as pay
+    from cloudckpt.manager.debts import drain as pay
 
     console = common.console
     report = pay(fast, root, deadline_s=deadline, options=common.options())

@@ -46,14 +46,14 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import METRICS_KEY, Mode
-from cloudckpt.manager.places import FAST_KEY, DrainReport, FastPlace, make_record
+from cloudckpt.manager.debts import FAST_KEY, Debts, DrainReport, make_record
+from cloudckpt.manager.places import FastPlace
 from cloudckpt.manager.policies import (
     Failures,
     OnFailure,
     RetentionPolicy,
     SaveFailure,
     SaveSchedule,
-    StepInfo,
     choose_mode,
     explain_missing_metric,
     is_trouble_of_store,
@@ -64,6 +64,7 @@ from cloudckpt.manager.restore import Candidate, Restored, check_fresh_start, lo
 from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
 from cloudckpt.manager.steps import (
     STEP_KEY,
+    StepInfo,
     Steps,
     build_metadata,
     check_metrics,
@@ -220,21 +221,19 @@ class CheckpointManager(OfThisProcess):
         self._damaged: frozenset[str] = frozenset()
         """URIs of the steps that `restore` found damaged, until they are replaced. Equal on all ranks."""
         self._note_lock = threading.Lock()
-        self._retention = Retention(self._steps, self._options, policy, get_damaged_uris=lambda: self._damaged)
+        self._retention = Retention(self._steps, policy, get_damaged_uris=lambda: self._damaged)
         if fast is None and (fast_every is not None or fast_keep != _FAST_KEEP):
             raise InvalidOptionError("CheckpointManager: fast_every and fast_keep need a place: pass fast='/nvme/run'")
         self._fast = None
         if fast is not None:
-            self._fast = FastPlace(
+            debts = Debts(
                 parse_location(fast),
-                every=fast_every,
-                keep=fast_keep,
-                root_steps=self._steps,
+                self._steps,
                 root_policy=policy,
-                options=self._options,
                 get_damaged_uris=lambda: self._damaged,
                 on_drained=self._retention.start,
             )
+            self._fast = FastPlace(debts, every=fast_every, keep=fast_keep)
         self._has_checked_loaders = False
         self._last: _SavedStep | None = None
         self._current: _SavedStep | None = None
@@ -289,7 +288,7 @@ class CheckpointManager(OfThisProcess):
 
         ``drained`` has the copies of that look alone, and ``failed`` all that `root` is still owed after it.
         """
-        return None if self._fast is None else self._fast.report
+        return None if self._fast is None else self._fast.debts.report
 
     @property
     def failures(self) -> tuple[SaveFailure, ...]:
@@ -449,7 +448,8 @@ class CheckpointManager(OfThisProcess):
             return None
         refuse_in_fork()
         is_owed = force or self._is_due(self._schedule, step)
-        if self._fast is not None and not self._fast.is_shared(self._make_coordinator()) and not is_owed:
+        fast = self._fast if self._fast is not None and self._fast.open(self._make_coordinator()) else None
+        if fast is None and not is_owed:
             return None
         rank = rank_in(self._process_group, no_dist=self._no_dist)
         is_coordinator = rank == 0
@@ -481,24 +481,25 @@ class CheckpointManager(OfThisProcess):
             self._read_times()
         if is_owed:
             self._schedule.note_save()
+        if self._fast is not None and self._fast.schedule is not None and not is_again:
+            self._fast.schedule.note_save()
         saved = _SavedStep(step=step, is_owed=is_owed, numbers=numbers, rank=rank)
-        if self._fast is not None and not is_again:  # a step that is only there is sent to the root
-            saved.is_fast, saved.is_owed = self._fast.takes(
-                folder, self._make_coordinator(), is_owed=is_owed, may_overwrite=overwrite
-            )
+        if fast is not None and not is_again:  # a step that is only there is sent to the root
+            decide = functools.partial(fast.takes, folder, is_owed=is_owed, may_overwrite=overwrite)
+            saved.is_fast, saved.is_owed = self._make_coordinator().broadcast("find", decide)
         return self._save_to(saved, folder, state_dict, settings)
 
     def _save_to(
         self, saved: _SavedStep, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save to the place that was chosen, and if the fast one fails at once, to the root."""
-        steps, options, metadata = self._steps, self._options, build_metadata(saved.step, saved.numbers or {})
+        steps, metadata = self._steps, build_metadata(saved.step, saved.numbers or {})
         if self._fast is not None and saved.is_fast:
-            steps, options = self._fast.steps, self._fast.options
+            steps = self._fast.steps
             metadata[FAST_KEY] = make_record(
                 self._steps.root, is_owed=saved.is_owed, may_overwrite=settings["overwrite"]
             )
-        options = dataclasses.replace(options, metadata={**options.metadata, **metadata})
+        options = dataclasses.replace(steps.options, metadata={**steps.options.metadata, **metadata})
         saved.uri = steps.root.child(folder).uri
         if saved.rank == 0 and folder != format_folder(saved.step):
             _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
@@ -520,7 +521,7 @@ class CheckpointManager(OfThisProcess):
         self._last = self._current = saved
         self._unmade = None
         if self._fast is not None and not saved.is_fast:
-            self._fast.note_save_elsewhere()
+            self._fast.has_failed = False
         if isinstance(saved.result, AsyncSave):
             saved.result.committed.add_done_callback(lambda _: self._note_end(saved))
         else:
@@ -589,7 +590,7 @@ class CheckpointManager(OfThisProcess):
         if (running := self.in_flight) is not None:
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
         if self._fast is not None:
-            self._fast.is_shared(self._make_coordinator())
+            self._fast.open(self._make_coordinator())
         with contextlib.ExitStack() as stack:
             for place in self._places:
                 stack.enter_context(lock_root(place.root.uri))
@@ -719,7 +720,7 @@ class CheckpointManager(OfThisProcess):
         if failure is not None:
             raise failure.error
         if self._fast is not None:
-            self._fast.check()
+            self._fast.debts.check()
 
     def __enter__(self) -> Self:
         self._is_context = True
@@ -800,7 +801,7 @@ class CheckpointManager(OfThisProcess):
     def _take_failure(self, saved: _SavedStep, error: BaseException) -> SaveFailure | None:
         """Take note of a failed background save. Returns None if its error is to be raised."""
         if self._fast is not None and saved.is_fast and is_trouble_of_store(error):
-            self._fast.note_failure()
+            self._fast.has_failed = True
             if not saved.is_owed:  # `close` raises it, if no save comes after it
                 return SaveFailure(step=saved.step, uri=saved.uri, error=copy.copy(error))
         return self._failures.take(saved.step, saved.uri, error)
@@ -830,22 +831,27 @@ class CheckpointManager(OfThisProcess):
 
     def _find_committed(self, step: int | None = None, *, with_metadata: bool) -> list[StepInfo]:
         """Return the committed steps of all places, or the checkpoints of one step, newest first."""
-        if self._fast is None:
-            return self._steps.find_committed(step, with_metadata=with_metadata)
-        found = self._fast.merge(lambda: self._steps.find_committed(step, with_metadata=with_metadata))
-        return [info for info in found if step in (None, info.step)]
+        return [info for info, _ in self._find_placed(step, with_metadata=with_metadata)]
+
+    def _find_placed(self, step: int | None, *, with_metadata: bool) -> list[tuple[StepInfo, bool]]:
+        """Return the committed steps of all places, newest first, each with True if the root has it or is owed it."""
+        if self._fast is not None:
+            return self._fast.find_committed(step, with_metadata=with_metadata)
+        return [(info, True) for info in self._steps.find_committed(step, with_metadata=with_metadata)]
 
     def _find_candidates(self, step: int | None = None) -> list[Candidate]:
-        found = self._find_committed(step, with_metadata=False)
+        found = self._find_placed(step, with_metadata=False)
         if not found and step is None:
             check_fresh_start(self._steps, self._options)
-        unowed = set() if self._fast is None else self._fast.unowed_uris
-        return [Candidate(uri=one.uri, copy_uri=one.copy_uri, reaches_root=one.uri not in unowed) for one in found]
+        return [
+            Candidate(uri=info.uri, copy_uri=info.copy_uri, reaches_root=reaches_root) for info, reaches_root in found
+        ]
 
     def _open_reader(self, candidate: Candidate, *, strict: bool | None, rename: Rename | None) -> ObjectStoreReader:
+        steps = self._fast.steps if self._fast is not None and self._fast.has(candidate.uri) else self._steps
         return ObjectStoreReader(
             candidate.uri,
-            options=self._fast.options if self._fast is not None and self._fast.has(candidate.uri) else self._options,
+            options=steps.options,
             allow_pickle=self._allow_pickle,
             strict=strict,
             rename=rename,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from cloudckpt._display import shown
-from cloudckpt.commit.times import commit_order
 from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointExistsError,
@@ -25,6 +24,7 @@ from cloudckpt.errors import (
     quote_names,
 )
 from cloudckpt.inspect.catalog import Mode, mode_of_name
+from cloudckpt.manager.steps import StepInfo, sort_newest_first
 
 _MODES = ("min", "max")
 _NUM_FIELDS_OF_KEEP_BEST = 3
@@ -33,25 +33,6 @@ _TROUBLE = (StoreError, CommitUnknownError)
 """The classes of failures that are the store's. All others come from the program, or end the group of the ranks."""
 _MAX_KEPT = 100
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-
-
-@shown
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """One committed checkpoint of a `CheckpointManager`."""
-
-    step: int
-    """Number of the step."""
-    uri: str
-    """URI of the checkpoint."""
-    committed_at: datetime
-    """See `cloudckpt.types.CheckpointInfo.committed_at`. If each rank saves alone, the time of rank 0."""
-    num_bytes: int | None = None
-    """Size of the data objects. None if the manifest is damaged."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that were saved with it. NaN stands for a value that was not finite."""
-    copy_uri: str | None = None
-    """URI of the same save under the root, if `uri` is that in the fast place and both have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,30 +169,6 @@ def choose_mode(metric: str, mode: Mode | None) -> Mode:
     if chosen not in _MODES:
         raise InvalidOptionError(f"mode must be 'min' or 'max', not {mode!r}")
     return chosen
-
-
-def name_of(info: StepInfo) -> str:
-    """Return the name of a checkpoint's folder, such as ``step-100``."""
-    return info.uri.rpartition("/")[2]
-
-
-def sort_newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Sort by commit time. If two times are equal, the higher step is the newer one."""
-    return sorted(steps, key=lambda info: commit_order(info.committed_at, name_of(info)), reverse=True)
-
-
-def merge_places(near: Sequence[StepInfo], far: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the steps of a fast place and of the root behind it, newest first.
-
-    A save that both have is one step, that of the fast place: its copy has the same name and commit time. Steps that
-    have one name and are of two saves stay two.
-    """
-    copies = {(name_of(info), info.committed_at): info for info in far}
-    merged = []
-    for info in near:
-        copy_info = copies.pop((name_of(info), info.committed_at), None)
-        merged.append(info if copy_info is None else replace(info, copy_uri=copy_info.uri))
-    return sort_newest_first([*merged, *copies.values()])
 
 
 def keep_newest_of_each_step(steps: Sequence[StepInfo]) -> list[StepInfo]:

@@ -31,8 +31,7 @@ from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.verification import verify
 from cloudckpt.io.client import MAX_LOOKS, open_client
-from cloudckpt.manager.policies import StepInfo
-from cloudckpt.manager.steps import Steps
+from cloudckpt.manager.steps import StepInfo, Steps
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import LoadReport, SkippedCheckpoint

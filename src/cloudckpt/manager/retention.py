@@ -16,14 +16,8 @@ from cloudckpt.commit.log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject, gc, walk_checkpoint
-from cloudckpt.manager.policies import (
-    RetentionPolicy,
-    StepInfo,
-    explain_missing_metric,
-    find_superseded,
-    sort_newest_first,
-)
-from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
+from cloudckpt.manager.policies import RetentionPolicy, explain_missing_metric, find_superseded
+from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, parse_step_uri, sort_newest_first
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.stores import clock
@@ -68,7 +62,6 @@ class Retention:
 
     Args:
         steps: Steps of the manager.
-        options: Options of the manager.
         policy: Checkpoints to keep.
         get_damaged_uris: Returns the URIs that `restore` found damaged.
         is_own: Returns True for a folder, given with its metadata, that is of this manager's run. Others neither count
@@ -81,7 +74,6 @@ class Retention:
     def __init__(
         self,
         steps: Steps,
-        options: Options,
         policy: RetentionPolicy,
         *,
         get_damaged_uris: Callable[[], Collection[str]],
@@ -89,7 +81,6 @@ class Retention:
         is_spared: Callable[[StepFolder], bool] | None = None,
     ) -> None:
         self._steps = steps
-        self._options = options
         self.policy = policy
         self._get_damaged_uris = get_damaged_uris
         self._is_own, self._is_spared = is_own, is_spared
@@ -164,7 +155,7 @@ class Retention:
             if one.reason == _NOT_TRIED:
                 continue
             words = f"did not remove the superseded checkpoint {one.uri}: {one.reason}"
-            log_and_deliver(Event(name="retention.failed", uri=one.uri, rank=0), self._options, words=words)
+            log_and_deliver(Event(name="retention.failed", uri=one.uri, rank=0), self._steps.options, words=words)
         tried = {*removed, *(one.uri for one in failed)}
         kept = [info.uri for info in sort_newest_first(infos) if info.uri not in tried]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
@@ -214,14 +205,14 @@ class Retention:
         """Remove a checkpoint. Returns the reason if it stays. Raises `StoreError`."""
         with lock_root(self._steps.root.uri):
             try:
-                reason = remove_step(info.uri, self._options, alive_since=clock.now() - _ALIVE)
+                reason = remove_step(info.uri, self._steps.options, alive_since=clock.now() - _ALIVE)
             except CheckpointError as error:
                 return str(error)
         if reason is None:
             with self._lock:
                 self._fenced_at[info.uri] = clock.now()
             words = f"removed the superseded checkpoint {info.uri}"
-            log_and_deliver(Event(name="retention.removed", uri=info.uri, rank=0), self._options, words=words)
+            log_and_deliver(Event(name="retention.removed", uri=info.uri, rank=0), self._steps.options, words=words)
         return reason
 
     def _remove_fences(self) -> None:
@@ -231,7 +222,7 @@ class Retention:
             old = [uri for uri, since in self._fenced_at.items() if since < before]
         for uri in old[:_MAX_FENCES]:
             try:
-                gc(uri, older_than=_ALIVE, dry_run=False, options=self._options)
+                gc(uri, older_than=_ALIVE, dry_run=False, options=self._steps.options)
             except CloudckptError as error:
                 _log.warning("did not remove the fence of the deleted checkpoint %s: %s", uri, error)
                 return

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, SupportsFloat, TypeVar
 
+from cloudckpt._display import shown
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
+from cloudckpt.commit.times import commit_order
 from cloudckpt.dcp.protocol import Coordinator
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -24,7 +26,6 @@ from cloudckpt.errors import (
 from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metrics
 from cloudckpt.io.client import MAX_LOOKS, StoreClient, open_client
-from cloudckpt.manager.policies import StepInfo, name_of, sort_newest_first
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
@@ -85,6 +86,35 @@ def build_metadata(step: int, numbers: Mapping[str, float | None]) -> dict[str, 
     return {STEP_KEY: step, METRICS_KEY: dict(numbers)} if numbers else {STEP_KEY: step}
 
 
+@shown
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """One committed checkpoint of a `CheckpointManager`."""
+
+    step: int
+    """Number of the step."""
+    uri: str
+    """URI of the checkpoint."""
+    committed_at: datetime
+    """See `cloudckpt.types.CheckpointInfo.committed_at`. If each rank saves alone, the time of rank 0."""
+    num_bytes: int | None = None
+    """Size of the data objects. None if the manifest is damaged."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that were saved with it. NaN stands for a value that was not finite."""
+    copy_uri: str | None = None
+    """URI of the same save under the root, if `uri` is that in the fast place and both have it."""
+
+
+def name_of(info: StepInfo) -> str:
+    """Return the name of a checkpoint's folder, such as ``step-100``."""
+    return info.uri.rpartition("/")[2]
+
+
+def sort_newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    """Sort by commit time. If two times are equal, the higher step is the newer one."""
+    return sorted(steps, key=lambda info: commit_order(info.committed_at, name_of(info)), reverse=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFolder:
     """State of one step's folder at the time of a listing."""
@@ -125,7 +155,7 @@ class Steps:
         self._times = CommitTimes()
         self._have_times = False
         self._has_warned_of_times = False
-        self._options = options
+        self.options = options
         self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
         """The metadata and the size of each step whose manifest was read."""
 
@@ -142,7 +172,7 @@ class Steps:
 
         """
         folders = self.list_folders(step=step, with_metadata=with_metadata)
-        _raise_if_denied(folders)
+        raise_if_denied(folders)
         return sort_newest_first([one.info for one in folders if one.info is not None])
 
     def find_latest(self) -> StepInfo | None:
@@ -230,9 +260,7 @@ class Steps:
     def _look_at_folders(
         self, list_names: Callable[[], list[str]], look: Callable[[str], tuple[_T, Hashable]], client: StoreClient
     ) -> dict[str, _T]:
-        return look_at_folders(
-            list_names, look, options=self._options, client=client, changing=self._make_changed_error
-        )
+        return look_at_folders(list_names, look, options=self.options, client=client, changing=self._make_changed_error)
 
     def _look_at(self, name: str, client: StoreClient, summaries: SummaryReader | None) -> StepFolder:
         for _ in range(MAX_LOOKS):
@@ -287,10 +315,10 @@ class Steps:
         return self.root.child(name).uri
 
     def _open_client(self) -> StoreClient:
-        return open_client(self.root, self._options)
+        return open_client(self.root, self.options)
 
     def _at(self, client: StoreClient, name: str) -> StoreClient:
-        return client.at(open_store(self.root.child(name), self._options))
+        return client.at(open_store(self.root.child(name), self.options))
 
     def _make_changed_error(self) -> CheckpointChangedError:
         return CheckpointChangedError(
@@ -303,7 +331,8 @@ def _list_names(client: StoreClient) -> list[str]:
     return [name for name in client.list_directories() if parse_folder(name) is not None]
 
 
-def _raise_if_denied(folders: Sequence[StepFolder]) -> None:
+def raise_if_denied(folders: Sequence[StepFolder]) -> None:
+    """Raise the error that hides the content of one of `folders`, if there is one."""
     for one in folders:
         if one.denied is not None:
             raise one.denied

@@ -1,0 +1,331 @@
+"""Copies of steps that a manager's root is owed from the fast place in front of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from cloudckpt._display import shown
+from cloudckpt.convert.conversion import check_apart
+from cloudckpt.convert.copying import copy
+from cloudckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CloudckptError,
+    CorruptCheckpointError,
+    InvalidURIError,
+    StoreError,
+)
+from cloudckpt.events import Event
+from cloudckpt.inspect.removal import KeptObject
+from cloudckpt.manager.policies import RetentionPolicy, find_superseded
+from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, name_of, raise_if_denied
+from cloudckpt.options import Options
+from cloudckpt.pipeline.context import Context, log_and_deliver
+from cloudckpt.uri import Location, parse_location
+
+_log = logging.getLogger("cloudckpt")
+
+FAST_KEY = "fast"
+"""The key, in the ``metadata`` of a manifest, of what `make_record` makes."""
+_FINAL = (CorruptCheckpointError, CheckpointExistsError)
+"""The failures of a copy that another try does not mend."""
+
+
+@shown
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReport:
+    """Result of one run that copied owed steps from the fast place to the root."""
+
+    drained: tuple[str, ...]
+    """URIs under the root to which steps were copied, newest first."""
+    failed: tuple[KeptObject, ...]
+    """Steps of the fast place that the root is still owed, each with the reason. The next commit tries again, but for a
+    damaged step, and for one whose name another save has taken at the root."""
+
+
+def make_record(root: Location, *, is_owed: bool, may_overwrite: bool) -> dict[str, Any]:
+    """Make the metadata by which a step in a fast place says whose it is, and if its root is owed a copy."""
+    return {"root": root.uri, "is_owed": is_owed, "may_overwrite": may_overwrite}
+
+
+class Debts:
+    """The steps of a fast place that its root is owed, and their copies to the root.
+
+    The manifest of a step says which root it belongs to, and if that is owed a copy, so a debt outlives the process.
+
+    Args:
+        location: The fast place.
+        root_steps: Steps of the root.
+        root_policy: Checkpoints that the root keeps. It is not owed any other.
+        get_damaged_uris: Returns the URIs that `restore` found damaged.
+        on_drained: Called with the URI of each copy.
+
+    Raises:
+        InvalidURIError: One of the places lies inside the other.
+
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        root_steps: Steps,
+        *,
+        root_policy: RetentionPolicy,
+        get_damaged_uris: Callable[[], Collection[str]],
+        on_drained: Callable[[str], None],
+    ) -> None:
+        self.steps = Steps(location, dataclasses.replace(root_steps.options, storage_options={}))
+        try:
+            check_apart(*(Context(steps.root, steps.options, rank=0) for steps in (self.steps, root_steps)))
+        except InvalidURIError:
+            raise InvalidURIError(
+                f"the fast place {location.uri} and the root {root_steps.root.uri} are the same, or one is inside the "
+                "other. Choose a fast place beside the root, on a drive that answers sooner"
+            ) from None
+        self.root_steps, self._root_policy = root_steps, root_policy
+        self.get_damaged_uris, self._on_drained = get_damaged_uris, on_drained
+        self._settled: set[tuple[datetime, str]] = set()
+        """Commit time and URI of each step that the root is known to have, or would not keep."""
+        self.promised: dict[str, StepInfo | None] = {}
+        """URIs of the steps that the root is owed: those that this process has seen, and those that it has committed
+        and not seen yet."""
+        self._given_up: dict[tuple[datetime, str], CheckpointError] = {}
+        """The failure of each step that cannot be copied."""
+        self._has_warned_of_others = False
+        self.report: DrainReport | None = None
+        """Report of the last run."""
+
+    def list_own(self) -> list[StepFolder]:
+        """Return the committed steps of this run. One whose manifest cannot be read counts: a restore names the damage.
+
+        Raises `StoreError`, also if the access to one of them is denied.
+        """
+        folders = self.steps.list_folders(with_metadata=True)
+        raise_if_denied(folders)
+        committed = [one for one in folders if one.info is not None]
+        others = [one.uri for one in committed if not one.problem and not self.is_own(one)]
+        if others and not self._has_warned_of_others:
+            self._has_warned_of_others = True
+            _log.warning(
+                "ignoring %d steps in the fast place %s, because they are of another run than %s: %s",
+                len(others), self.steps.root.uri, self._root.uri, ", ".join(others),
+            )  # fmt: skip
+        own = [one for one in committed if one.uri not in others]
+        self.note(own)
+        return own
+
+    def note(self, folders: Sequence[StepFolder]) -> None:
+        """Take note of those of `folders` that the root is owed."""
+        self.promised |= {one.uri: one.info for one in folders if self.is_own(one) and self.is_unsettled(one)}
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if the root does not have all that it is owed."""
+        failed = () if self.report is None else self.report.failed
+        if failed:
+            reasons = "; ".join(f"{one.uri}: {one.reason}" for one in failed)
+            raise CheckpointError(
+                f"{self._root.uri} does not have all steps that were saved for it. Start the run again, or run "
+                f"'cloudckpt drain {self.steps.root.uri} {self._root.uri}'. {reasons}",
+                uri=self._root.uri,
+            )
+
+    def drain(self, *, ends_at_s: float = math.inf) -> DrainReport:
+        """Copy what the root is owed, newest first, until a time of ``time.monotonic``.
+
+        Raises `CloudckptError` if the steps here cannot be listed. The report has all other failures.
+        """
+        promised = dict(self.promised)
+        owed = self._find_owed()
+        gone = sorted(promised.keys() - {one.uri for one in owed})
+        drained: list[str] = []
+        failed = [
+            KeptObject(uri=uri, reason="it is not there any more")
+            for uri in gone
+            if not self._settle(uri, promised[uri])
+        ]
+        while owed:
+            folder, *owed = owed
+            try:
+                drained += self._drain_one(folder, ends_at_s)
+            except CloudckptError as error:
+                failed.append(KeptObject(uri=folder.uri, reason=str(error)))
+                if isinstance(error, StoreError) or time.monotonic() >= ends_at_s:  # so would the next one
+                    failed += [KeptObject(uri=other.uri, reason="not tried after the failure") for other in owed]
+                    break
+        return self._report(drained, failed)
+
+    def try_to_drain(self) -> None:
+        """Run `drain`, and report its failure instead of raising it."""
+        try:
+            self.drain()
+        except BaseException as error:  # noqa: BLE001  # nobody can get it from this thread, so the report has it
+            reason = str(error) or repr(error)
+            if not self.promised:
+                _log.warning("could not look for steps that %s is owed: %s", self._root.uri, reason)
+            self._report((), [KeptObject(uri=uri, reason=reason) for uri in sorted(self.promised)])
+
+    def _report(self, drained: Sequence[str], failed: Sequence[KeptObject]) -> DrainReport:
+        for one in failed:
+            words = f"{self._root.uri} does not have the step that was saved to {one.uri} for it: {one.reason}"
+            log_and_deliver(Event(name="drain.failed", uri=one.uri, rank=0), self.steps.options, words=words)
+        self.report = DrainReport(drained=tuple(drained), failed=tuple(failed))
+        return self.report
+
+    @property
+    def _root(self) -> Location:
+        return self.root_steps.root
+
+    def is_own(self, folder: StepFolder) -> bool:
+        """Return True if the step in a folder belongs to the root."""
+        return _record_of(folder).get("root") == self._root.uri
+
+    def is_unsettled(self, folder: StepFolder) -> bool:
+        """Return True if the root is owed the step in a folder, as far as this process knows."""
+        return is_debt(folder) and _key_of(folder) not in self._settled
+
+    def _find_owed(self) -> list[StepFolder]:
+        """Return the steps that the root may be owed, newest first."""
+        owed = []
+        for one in self.list_own():
+            if one.problem and one.uri not in self.promised:
+                _log.warning("cannot tell if %s is owed %s: %s", self._root.uri, one.uri, one.problem)
+            elif one.problem or self.is_unsettled(one):
+                owed.append(one)
+        return sorted(owed, key=_key_of, reverse=True)
+
+    def _is_settled(self, info: StepInfo) -> bool:
+        """Return True if the root has a step, or a later one of its name, or would remove it at once."""
+        policy = self._root_policy
+        found = self.root_steps.list_folders(
+            step=info.step if policy.keeps_all else None, with_metadata=policy.keep_best is not None
+        )
+        raise_if_denied(found)
+        infos = [one.info for one in found if one.info is not None]
+        # A later checkpoint of the step may stand beside a damaged one, under another name.
+        has_it = any(one.step == info.step and one.committed_at >= info.committed_at for one in infos)
+        return has_it or info in find_superseded([*infos, info], policy, damaged=self.get_damaged_uris())
+
+    def _settle(self, uri: str, info: StepInfo | None) -> bool:
+        """Return True, and forget the debt, if the root is not owed the step at `uri` any more."""
+        if info is None or not self._is_settled(info):
+            return False
+        self._forget(uri, info)
+        return True
+
+    def _forget(self, uri: str, info: StepInfo) -> None:
+        self._settled.add((info.committed_at, uri))
+        self.promised.pop(uri, None)
+
+    def _drain_one(self, folder: StepFolder, ends_at_s: float) -> list[str]:
+        """Copy one step, unless the root is not owed it any more. Returns the URI of the copy, or raises the reason."""
+        key = _key_of(folder)
+        assert folder.info is not None  # noqa: S101  # `list_own` returns committed steps alone
+        if self._settle(folder.uri, folder.info):
+            return []
+        if (known := self._given_up.get(key)) is not None:
+            raise known
+        if folder.problem:
+            raise CorruptCheckpointError(folder.problem, uri=folder.uri)
+
+        def check_time(_done_bytes: int, _total_bytes: int) -> None:
+            if time.monotonic() >= ends_at_s:
+                raise CheckpointError("the deadline has passed; another drain sends only what is missing", uri=target)
+
+        target = self._root.child(name_of(folder.info)).uri
+        try:
+            copy(
+                folder.uri,
+                target,
+                options=self.steps.options,
+                target_options=dataclasses.replace(self.root_steps.options, resume=True),
+                overwrite=folder.metadata[FAST_KEY].get("may_overwrite") is True,
+                on_progress=check_time,
+            )
+        except _FINAL as error:
+            if self._settle(folder.uri, folder.info):  # another process has copied it, or saved it again
+                return []
+            self._given_up[key] = error
+            raise
+        self._forget(folder.uri, folder.info)
+        words = f"copied {folder.uri} to {target}"
+        log_and_deliver(Event(name="drain.committed", uri=target, rank=0), self.steps.options, words=words)
+        self._on_drained(target)
+        return [target]
+
+
+def drain(
+    fast: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    deadline_s: float = math.inf,
+    options: Options | None = None,
+) -> DrainReport:
+    """Copy the steps that `root` is owed from the fast place of a `CheckpointManager`, newest first.
+
+    Every byte is compared with the checksums of the save. Objects and parts that an earlier copy has sent whole are not
+    sent again. Safe beside a running manager: a step is committed once. It does not know the manager's rules, so it can
+    copy a step that these have removed at the root; the next run of the manager removes it again.
+
+    Args:
+        fast: The fast place.
+        root: Folder of all steps.
+        deadline_s: Seconds after which no more is sent.
+        options: Options for `root`.
+
+    Returns:
+        The steps that were copied, and those that `root` is still owed.
+
+    Raises:
+        CheckpointNotFoundError: `fast` has no step, or only steps of another root.
+        InvalidURIError: One of the places lies inside the other.
+        StoreError: The steps in `fast` cannot be listed.
+
+    Example::
+
+        report = drain("/nvme/run", "s3://bucket/run", deadline_s=20)
+        print(report.failed)
+
+    """
+    place, location = parse_location(fast), parse_location(root)
+    debts = Debts(
+        place,
+        Steps(location, options or Options()),
+        root_policy=RetentionPolicy(keep_last=None, keep_every=None, keep_best=None),
+        get_damaged_uris=tuple,
+        on_drained=lambda _: None,
+    )
+    committed = [one for one in debts.steps.list_folders(with_metadata=True) if one.info is not None]
+    roots = {str(_record_of(one)["root"]) for one in committed if "root" in _record_of(one)}
+    if not committed:
+        raise CheckpointNotFoundError(f"no step of a run is in {place.uri}: check the path", uri=place.uri)
+    if roots and location.uri not in roots:
+        raise CheckpointNotFoundError(
+            f"the steps in {place.uri} are of {', '.join(sorted(roots))}, not of {location.uri}: pass the root as the "
+            "run names it",
+            uri=place.uri,
+        )
+    return debts.drain(ends_at_s=time.monotonic() + deadline_s)
+
+
+def _record_of(folder: StepFolder) -> Mapping[str, Any]:
+    record = folder.metadata.get(FAST_KEY)
+    return record if isinstance(record, dict) else {}
+
+
+def is_debt(folder: StepFolder) -> bool:
+    """Return True if the manifest in a folder says that the root is owed a copy."""
+    return _record_of(folder).get("is_owed") is True
+
+
+def _key_of(folder: StepFolder) -> tuple[datetime, str]:
+    assert folder.info is not None  # noqa: S101  # only committed steps are owed
+    return folder.info.committed_at, folder.uri

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,12 @@ def test_rank_that_loads_while_the_other_saves_is_named_under_enable(saver: int,
     with pytest.raises(CheckpointException, match=told):
         call(dict(STATE), checkpoint_id=f"file://{root}/{name}")
     dcp.load(dict(STATE), checkpoint_id=f"file://{root}/there")
+
+
+@on_ranks(2)
+def test_rank_that_restores_while_the_other_saves_is_told_apart(root: str) -> None:
+    """If this fails, the error of a save that waits for a rank says that a checkpoint is being found."""
+    manager = cloudckpt.CheckpointManager(root, save_every=timedelta(seconds=1))
+    told = rf"rank 0: asking if a step is due under {root}; rank 1: finding a checkpoint under {root}"
+    with pytest.raises(CheckpointException, match=told):
+        manager.restore(dict(STATE)) if dist.get_rank() else manager.save(1, dict(STATE))

@@ -366,13 +366,23 @@ def _load(
 
 
 class Coordinator:
-    """Runs functions on rank 0, and gives all ranks the result or raises the failure on all of them."""
+    """Runs functions on rank 0, and gives all ranks the result or raises the failure on all of them.
 
-    def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
+    `doing` is a participle with its preposition, which `root` follows in errors. It has to be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        *,
+        no_dist: bool,
+        root: str,
+        timeout_s: float,
+        doing: str = "finding a checkpoint under",
+    ) -> None:
         self.rank = rank_in(process_group, no_dist=no_dist)
         self._process_group, self._no_dist = process_group, no_dist
-        self._root, self._timeout_s = root, timeout_s
-        self._what = f"loading a checkpoint under {root}"
+        self._doing, self._root, self._timeout_s = doing, root, timeout_s
         self._is_alone = num_ranks_of(process_group, no_dist=no_dist) == 1
 
     def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
@@ -387,7 +397,7 @@ class Coordinator:
         try:
             with guarded_collectives(
                 self._process_group,
-                doing="finding a checkpoint under",
+                doing=self._doing,
                 uri=self._root,
                 timeout_s=self._timeout_s,
                 no_dist=self._no_dist,
@@ -395,12 +405,15 @@ class Coordinator:
                 return call(ranks)
         except CheckpointException as error:
             _raise_own_interrupt(error, self.rank)
-            raise failure_of(error, what=self._what, is_alone=self._is_alone) from None
+            raise self._failure_of(error) from None
 
     def make_failure(self, error: CorruptCheckpointError) -> CheckpointException:
         """Wrap `error`, which all ranks have found, in the exception that a failed load raises."""
         failures: Any = {self.rank: (error, traceback.StackSummary())}
-        return failure_of(CheckpointException("find", failures), what=self._what, is_alone=self._is_alone)
+        return self._failure_of(CheckpointException("find", failures))
+
+    def _failure_of(self, error: CheckpointException) -> CheckpointException:
+        return failure_of(error, what=f"{self._doing} {self._root}", is_alone=self._is_alone)
 
 
 class SaveOrLoadError(CheckpointException):

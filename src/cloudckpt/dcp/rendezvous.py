@@ -248,10 +248,11 @@ class Rendezvous:
         if not self._state.has_failed(call):
             return
         failure = self._state.failure
-        after = "The objects may hold a part of what was loaded: load again before you continue training"
+        text = f"{self._doing} {self._uri} failed: {failure.reason}"
         if "sav" in self._doing:
-            after = "The data of this save was not removed. It may have been committed: look at what is there"
-        text = f"{self._doing} {self._uri} failed: {failure.reason}. {after}"
+            text += ". The data of this save was not removed. It may have been committed: look at what is there"
+        elif self._doing.startswith(("loading", "finding")):
+            text += ". The objects may hold a part of what was loaded: load again before you continue training"
         if failure.is_final:
             text += ". This process group cannot be used any more: make a new one, or restart the job"
         raise RankLostError(text, uri=self._uri, ranks=failure.ranks)

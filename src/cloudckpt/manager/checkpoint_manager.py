@@ -351,7 +351,7 @@ class CheckpointManager(OfThisProcess):
         return schedule.is_due(
             step,
             is_saving=lambda: self.in_flight is not None,
-            ask=lambda decide: self._make_coordinator().broadcast("find", decide),
+            ask=lambda decide: self._make_coordinator("asking if a step is due under").broadcast("find", decide),
         )
 
     def prepare(
@@ -448,7 +448,7 @@ class CheckpointManager(OfThisProcess):
             return None
         refuse_in_fork()
         is_owed = force or self._is_due(self._schedule, step)
-        fast = self._fast if self._fast is not None and self._fast.open(self._make_coordinator()) else None
+        fast = self._open_fast()
         if fast is None and not is_owed:
             return None
         rank = rank_in(self._process_group, no_dist=self._no_dist)
@@ -486,7 +486,8 @@ class CheckpointManager(OfThisProcess):
         saved = _SavedStep(step=step, is_owed=is_owed, numbers=numbers, rank=rank)
         if fast is not None and not is_again:  # a step that is only there is sent to the root
             decide = functools.partial(fast.takes, folder, is_owed=is_owed, may_overwrite=overwrite)
-            saved.is_fast, saved.is_owed = self._make_coordinator().broadcast("find", decide)
+            ranks = self._make_coordinator("choosing the place of a step under")
+            saved.is_fast, saved.is_owed = ranks.broadcast("find", decide)
         return self._save_to(saved, folder, state_dict, settings)
 
     def _save_to(
@@ -589,8 +590,7 @@ class CheckpointManager(OfThisProcess):
         reader_of = functools.partial(self._open_reader, strict=strict, rename=rename)
         if (running := self.in_flight) is not None:
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
-        if self._fast is not None:
-            self._fast.open(self._make_coordinator())
+        self._open_fast()
         with contextlib.ExitStack() as stack:
             for place in self._places:
                 stack.enter_context(lock_root(place.root.uri))
@@ -934,9 +934,19 @@ class CheckpointManager(OfThisProcess):
                 )
             )
 
-    def _make_coordinator(self) -> Coordinator:
+    def _open_fast(self) -> FastPlace | None:
+        """Return the fast place if all ranks see it."""
+        if self._fast is None:
+            return None
+        return self._fast if self._fast.open(self._make_coordinator("looking at the fast place of")) else None
+
+    def _make_coordinator(self, doing: str = "finding a checkpoint under") -> Coordinator:
         return Coordinator(
-            self._process_group, no_dist=self._no_dist, root=self.root, timeout_s=self._options.timeout_s
+            self._process_group,
+            no_dist=self._no_dist,
+            root=self.root,
+            timeout_s=self._options.timeout_s,
+            doing=doing,
         )
 
 

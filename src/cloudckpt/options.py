@@ -30,6 +30,7 @@ DEFAULT_CONNECTIONS = 16
 """Number of requests of one rank in flight, if `Options.connections` is None and the rank's host has few ranks."""
 
 _T = TypeVar("_T")
+_MAX_OVER_READ = 1000.0
 
 
 def _naming_keywords(cls: type[_T]) -> type[_T]:
@@ -217,8 +218,6 @@ def _are_extensions(value: object) -> bool:
         not isinstance(one, type) and all(callable(getattr(one, part, None)) for part in parts) for one in value
     )
 
-
-_MAX_OVER_READ = 1000.0
 
 _ADVANCED_TYPES: tuple[_Rule, ...] = (
     *(

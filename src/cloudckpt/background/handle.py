@@ -21,6 +21,7 @@ from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SaveProgress, SaveReport
 
 _T = TypeVar("_T")
+_LOOP_WAKES_S = 0.25
 
 
 class SnapshotProgress(Protocol):
@@ -45,9 +46,6 @@ class _HandleFuture(OfThisProcess, Future[_T]):
 def _call_and_log(callback: Callable[[Future[_T]], object], future: Future[_T]) -> None:
     with logging_failures("a callback of a background save's future failed"):
         callback(future)
-
-
-_LOOP_WAKES_S = 0.25
 
 
 class Outcome(_HandleFuture[SavedMetadata]):

@@ -26,6 +26,9 @@ from cloudckpt.errors import SaveInFlightError, make_picklable
 from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.uri import redact
 
+EXIT_CODE = 120
+"""Exit code of a program that ends with a failed save nobody has asked about: Python's own for errors at its end."""
+
 
 class _Slot:
     """Holds at most one background save. Threads begin saves in it one after the other."""
@@ -258,10 +261,6 @@ def _end(timeout: float | None, *, within_s: float | None) -> None:
     drop(previous)
     if error is not None:
         raise error
-
-
-EXIT_CODE = 120
-"""Exit code of a program that ends with a failed save nobody has asked about: Python's own for errors at its end."""
 
 
 class _FailingAtTheEnd:

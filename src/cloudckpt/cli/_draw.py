@@ -43,6 +43,29 @@ _TIMELINE_WIDTH, _LABEL_WIDTH = 960, 76
 _MAX_LANES = 400
 _MIN_SPAN = 0.7
 _MIN_RANGE = 1e-300  # narrower ones have no round values within
+_STEPS = ("plan", "write", "read", "commit")
+_COLORS: Mapping[str, Color] = {
+    "plan": "plan",
+    "write": "write",
+    "read": "write",
+    "commit": "commit",
+    "set_up": "plan",
+    "manifest": "plan",
+    "meeting": "wait",
+    "backoff": "error",
+    "stage": "stage",
+    "checksum": "stage",
+    "place": "stage",
+}
+_LEGEND: Sequence[tuple[Color, str]] = (
+    ("plan", "plan"),
+    ("write", "write or read"),
+    ("commit", "commit"),
+    ("transfer", "call to the store"),
+    ("stage", "copy, checksum"),
+    ("wait", "wait for ranks"),
+    ("error", "error, retry"),
+)
 
 
 class Rect(NamedTuple):
@@ -172,31 +195,6 @@ def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
             Rect(0, y + 17, max(PANEL_WIDTH * value / most, 1), 6, "series", f"{label}: {text}"),
         ]
     return Figure(title, PANEL_WIDTH, 24 + len(rows) * _ROW_HEIGHT, shapes)
-
-
-_STEPS = ("plan", "write", "read", "commit")
-_COLORS: Mapping[str, Color] = {
-    "plan": "plan",
-    "write": "write",
-    "read": "write",
-    "commit": "commit",
-    "set_up": "plan",
-    "manifest": "plan",
-    "meeting": "wait",
-    "backoff": "error",
-    "stage": "stage",
-    "checksum": "stage",
-    "place": "stage",
-}
-_LEGEND: Sequence[tuple[Color, str]] = (
-    ("plan", "plan"),
-    ("write", "write or read"),
-    ("commit", "commit"),
-    ("transfer", "call to the store"),
-    ("stage", "copy, checksum"),
-    ("wait", "wait for ranks"),
-    ("error", "error, retry"),
-)
 
 
 def draw_timeline(title: str, events: Iterable[Mapping[str, Any]]) -> Figure:

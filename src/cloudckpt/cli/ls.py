@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.options import Options
 
+_USUAL, _LONG = 5, 10
+"""The number of columns without an option, and with ``--long``."""
+_RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "OVERWRITES", "DURATION")
+_HOUR: Any = "1h"  # Typer parses it
+_INTERVAL: Any = "10s"
+_MIN_INTERVAL, _MAX_INTERVAL = timedelta(seconds=1), timedelta(hours=1)
+
 
 class _Order(str, Enum):
     date = "date"
@@ -44,12 +51,6 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
     "metadata": lambda one: json.dumps(dict(one.metadata)) if one.metadata else "",
     "duration": lambda one: "" if one.save_s is None else seconds(one.save_s),
 }
-_USUAL, _LONG = 5, 10
-"""The number of columns without an option, and with ``--long``."""
-_RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "OVERWRITES", "DURATION")
-_HOUR: Any = "1h"  # Typer parses it
-_INTERVAL: Any = "10s"
-_MIN_INTERVAL, _MAX_INTERVAL = timedelta(seconds=1), timedelta(hours=1)
 
 
 def _parse_columns(text: str) -> list[str]:

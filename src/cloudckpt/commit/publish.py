@@ -32,6 +32,9 @@ from cloudckpt.format.model import Manifest
 from cloudckpt.io.client import StoreClient
 
 _log = logging.getLogger("cloudckpt")
+_OWN_ROOT = "Nothing of this one is visible. If another job saves here too, give each job a root of its own"
+_MAX_SHOWN_PROBLEMS = 3
+_BATCH = 1000  # keys that one request of S3 can delete
 
 
 class OvertakenError(CheckpointExistsError, CommitUnknownError):
@@ -40,9 +43,6 @@ class OvertakenError(CheckpointExistsError, CommitUnknownError):
     If somebody deletes the other commit, this manifest counts. So the data of this save must stay. This save must not
     delete its manifest either: the number can have been freed since then, and a third save can have taken it.
     """
-
-
-_OWN_ROOT = "Nothing of this one is visible. If another job saves here too, give each job a root of its own"
 
 
 def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional: bool) -> None:
@@ -230,9 +230,6 @@ def _unknown_error(client: StoreClient, key: str, why: object) -> CommitUnknownE
     )
 
 
-_MAX_SHOWN_PROBLEMS = 3
-
-
 def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime | None:
     """Return the time of the newest data object of `manifest`, as the store lists it; None if it lists none.
 
@@ -298,9 +295,6 @@ def check_conditional_create(client: StoreClient) -> None:
             "versioning; or accept that with Options(commit='unconditional')",
             uri=client.uri,
         )
-
-
-_BATCH = 1000  # keys that one request of S3 can delete
 
 
 def split_into_batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:

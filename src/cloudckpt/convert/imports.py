@@ -56,6 +56,8 @@ from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.values import unsafe_names
 
 _log = logging.getLogger("cloudckpt")
+_PIECE_BYTES = 16 * MIB
+_DCP_SUFFIXES = (".metadata", ".distcp")
 
 
 def import_checkpoint(
@@ -191,10 +193,6 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
     draft.commit(Content(objects=[receipts], tensors={name: stored[name] for name in names.values()}))
     sizes = {receipt.key: receipt.size_bytes for receipt in receipts}
     return conversion.report("safetensors", sizes, num_tensors=len(names))
-
-
-_PIECE_BYTES = 16 * MIB
-_DCP_SUFFIXES = (".metadata", ".distcp")
 
 
 def _import_torch(conversion: Conversion) -> ConversionReport:

@@ -41,6 +41,13 @@ _DTYPE_OF_TAG = {tag: dtype for dtype, tag in SAFETENSORS_TAG.items()} | {
 }
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MAX_NDIM = 64
+INDEX_NAME = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 256 * MIB
+_SHARDS_KEY = "DCP_SHARDING_INFO"
+_FRAMEWORK_KEY = "format"
+"""Key in the metadata of nearly all files. Its value, such as ``pt``, is no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +94,6 @@ def _tensor(file: ObjectInfo, name: str, entry: HeaderMember, base: int) -> Sour
     if end - begin != math.prod(entry.shape) * ITEMSIZE_BYTES[dtype]:
         raise ValueError(f"{name!r:.200} has {end - begin} bytes, which is not what {entry.shape!r:.200} takes")
     return SourceTensor(file=file, name=name, dtype=dtype, shape=entry.shape, begin=base + begin, end=base + end)
-
-
-INDEX_NAME = "model.safetensors.index.json"
-_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".safetensors.index.json"
-_MAX_INDEX_BYTES = 256 * MIB
-_SHARDS_KEY = "DCP_SHARDING_INFO"
-_FRAMEWORK_KEY = "format"
-"""Key in the metadata of nearly all files. Its value, such as ``pt``, is no tensor."""
 
 
 class SafetensorsSource:

@@ -24,6 +24,7 @@ _MAX_COMPARED, _MAX_SAMPLE = 5000, 50
 _FUNCTION = "<function>"
 _log = logging.getLogger("cloudckpt")
 _ADVICE = "rename maps names in the checkpoint to those of what is loaded"
+_NOT_NEEDED = "rename=%s is not needed for %s, which has the new names: they are loaded"
 
 
 class Renaming:
@@ -226,9 +227,6 @@ class Renaming:
             "Rename all of it alike",
             uri=self._uri,
         )
-
-
-_NOT_NEEDED = "rename=%s is not needed for %s, which has the new names: they are loaded"
 
 
 def find_needed(rename: Rename, names: Collection[str], *, uri: str) -> Rename | None:

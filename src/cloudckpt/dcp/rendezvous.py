@@ -19,6 +19,14 @@ import torch.distributed as dist
 
 from cloudckpt.errors import RankLostError, limit_text, name_ranks
 
+_BEATS_WITHIN_TIMEOUT = 8
+_MAX_BEAT_INTERVAL_S = 5.0
+_MIN_POLL_S = 0.0005
+_MAX_POLL_S = 0.05
+_MAX_FAREWELL_S = 2.0
+_STORE_FAREWELL_S = 20 * _MAX_POLL_S
+_STATE_KEY = "state"
+
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one rank. The rank posts it again and again, under its number as the key."""
@@ -83,13 +91,6 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, cancelled_call=call, cancelled_by=tuple(sorted({*others, rank})))
 
 
-_BEATS_WITHIN_TIMEOUT = 8
-_MAX_BEAT_INTERVAL_S = 5.0
-_MIN_POLL_S = 0.0005
-_MAX_POLL_S = 0.05
-_MAX_FAREWELL_S = 2.0
-_STORE_FAREWELL_S = 20 * _MAX_POLL_S
-_STATE_KEY = "state"
 c10d: Any = dist  # with names that torch's stubs leave out
 
 

@@ -28,6 +28,9 @@ from cloudckpt.format.model import (
 )
 from cloudckpt.format.nesting import Nesting, path_from_json
 
+DCP_VERSION = "1.0.0"
+"""The version of torch's own `Metadata`, which its planners look at."""
+
 
 class StoredChunks(Sequence[ChunkStorageMetadata]):
     """The chunks of one tensor, in place of torch's list of them. Equal to a list of the same; can be pickled."""
@@ -162,10 +165,6 @@ def make_torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
 
 def _torch_chunk(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.lengths))
-
-
-DCP_VERSION = "1.0.0"
-"""The version of torch's own `Metadata`, which its planners look at."""
 
 
 def make_metadata(manifest: Manifest, *, checkpoint_id: Any, load_id: str, is_lazy: bool = False) -> Metadata:

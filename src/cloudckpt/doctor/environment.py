@@ -36,6 +36,7 @@ _NUM_REMOVALS = 5
 _MAX_SKEW_S = 300.0
 _MIN_FREE_BYTES = 1 * GIB
 _PAID_UNTIL_GC = "The store bills the data of killed saves until gc runs."
+SERVICE_COLUMNS = ("service", "create-if-absent", "parts", "list after write", "copy", "CRC32C", "consequence", "ran")
 
 
 @contextlib.contextmanager
@@ -257,9 +258,6 @@ def check_free_space(path: str) -> str:
     if free_bytes < _MIN_FREE_BYTES:
         raise CheckFailed(f"{free_bytes // MIB} MiB are free", "Free at least 1 GiB, and what a save takes.")
     return f"{free_bytes / GIB:.1f} GiB are free"
-
-
-SERVICE_COLUMNS = ("service", "create-if-absent", "parts", "list after write", "copy", "CRC32C", "consequence", "ran")
 
 
 def read_services() -> list[dict[str, str]]:

@@ -16,6 +16,12 @@ import msgspec
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 
 _ALIGNMENT_BYTES = 64  # of the first tensor; with elements in falling size, each tensor is aligned to its own element
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_METADATA_KEY = "__metadata__"
+_VARIANT = re.compile(r"#[0-9]+\Z")
+_MAX_NAMES = 5
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class HeaderEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -110,14 +116,6 @@ def _make_unique_name(name: str, header: Container[str]) -> str:
         count += 1
         variant = f"{name}#{count}"
     return variant
-
-
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-_METADATA_KEY = "__metadata__"
-_VARIANT = re.compile(r"#[0-9]+\Z")
-_MAX_NAMES = 5
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

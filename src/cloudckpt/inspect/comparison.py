@@ -29,6 +29,7 @@ BATCH_BYTES = 64 * MIB
 _MAX_TEXT_CHARS = 4096
 
 Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
+SLICE_ELEMENTS = 1 << 20
 
 
 @shown
@@ -291,9 +292,6 @@ def _wrapper_text(wrapper: StoredWrapper | None) -> str:
 
 def _tensor_text(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-SLICE_ELEMENTS = 1 << 20
 
 
 class Tally:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from cloudckpt.options import Options
     from cloudckpt.uri import Location
 
+DEFAULT_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 32, max_parts=10_000, max_put_bytes=1 << 32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MemoryObject:
@@ -72,8 +74,6 @@ class _Bucket:
 
 
 BUCKETS: dict[str, _Bucket] = {}
-
-DEFAULT_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 32, max_parts=10_000, max_put_bytes=1 << 32)
 
 
 class MemoryStore(Store):

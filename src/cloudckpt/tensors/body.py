@@ -27,6 +27,9 @@ from cloudckpt.tensors.tensor_bytes import ALIGNMENT_BYTES, address_range, as_ca
 _MAX_TENSORS_PER_OBJECT = 4096
 # Transformed tensors are held until the layout of their object is known.
 _MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
+# A safetensors header may have at most 100 MB (https://github.com/huggingface/safetensors#format); an entry of it
+# rarely passes 500 bytes.
+MAX_TENSORS_PER_OBJECT = 100_000
 
 
 def wait_for_content(pending: Staging, content: torch.Tensor | memoryview) -> None:
@@ -251,11 +254,6 @@ def _lay_out_object(
         transforms=[item.transforms for item in items],
     )
     return PieceBody(pieces, arena, pending, new_side_streams(item.content for item in items)), make_receipts
-
-
-# A safetensors header may have at most 100 MB (https://github.com/huggingface/safetensors#format); an entry of it
-# rarely passes 500 bytes.
-MAX_TENSORS_PER_OBJECT = 100_000
 
 
 def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:

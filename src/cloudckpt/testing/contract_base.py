@@ -14,6 +14,22 @@ import pytest
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
 from cloudckpt.stores.base import Part, Store, UploadedPart, crc32c_of
 
+WAIT_S = 120.0
+"""Timeout of every wait in a clause."""
+ODD_KEYS = (
+    "with space/a b",
+    "plus+and&amp/c+d=e",
+    "percent%41/100%",
+    "hash#and?mark",
+    "quote'\"/back\\slash",
+    "ünïcode/日本語/🙂",
+    "e\u0301 decomposed",
+    "star*[x]{y}/~tilde!$^",
+    "..dots/...x/.hidden",
+    "colon:and@at,semi;pipe|<tag>",
+)
+BODY = bytes(range(256)) * 8
+
 
 class Clauses:
     """Hooks and helpers of `cloudckpt.testing.StoreContract`."""
@@ -50,22 +66,6 @@ class Clauses:
         if not store.probe().verifies_crc32c:
             pytest.skip("the store does not verify checksums")
 
-
-WAIT_S = 120.0
-"""Timeout of every wait in a clause."""
-
-ODD_KEYS = (
-    "with space/a b",
-    "plus+and&amp/c+d=e",
-    "percent%41/100%",
-    "hash#and?mark",
-    "quote'\"/back\\slash",
-    "ünïcode/日本語/🙂",
-    "e\u0301 decomposed",
-    "star*[x]{y}/~tilde!$^",
-    "..dots/...x/.hidden",
-    "colon:and@at,semi;pipe|<tag>",
-)
 
 T = TypeVar("T")
 
@@ -153,9 +153,6 @@ def capture_outcome(call: Callable[[], object]) -> object:
         return call()
     except StoreError as error:
         return error
-
-
-BODY = bytes(range(256)) * 8
 
 
 class ReadClauses(Clauses):

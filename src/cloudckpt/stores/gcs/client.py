@@ -61,6 +61,22 @@ from cloudckpt.stores.storage_options import (
 )
 
 SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+_METADATA_VARIABLES = ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT")
+_MAX_SEARCH_S = 20.0  # for Google's own search for credentials
+CONTENT_TYPE = "application/octet-stream"
+MAX_HELPERS = 4
+"""Threads in which one call of the store makes requests side by side."""
+_SPARE_CONNECTIONS = 4
+_STORES_AT_ONCE = 4
+_MAX_ANSWER_BYTES = 64 * 1024
+_OK, _NO_CONTENT, _PARTIAL, _FIRST_REFUSED, _UNAUTHORIZED, _NOT_FOUND = 200, 204, 206, 300, 401, 404
+_LENGTH = re.compile(r"[0-9]{1,18}")
+LISTING = "storage#objects"
+"""The kind of a page of a listing."""
+_SECRET_FIELDS = ("token", "refresh_token", "client_secret")
+_ABOUT_ONE_OBJECT = ("objects.delete", "objects.get", "objects.rewrite")
+# A 404 to these can mean the bucket; to a listing it can mean nothing else.
+_ABOUT_OBJECTS = (*_ABOUT_ONE_OBJECT, "objects.compose", "objects.insert")
 
 
 def _parse_credentials(value: Any) -> Any:
@@ -210,23 +226,6 @@ class _BoundedSearch:
 
 
 T = TypeVar("T")
-_METADATA_VARIABLES = ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT")
-_MAX_SEARCH_S = 20.0  # for Google's own search for credentials
-
-CONTENT_TYPE = "application/octet-stream"
-MAX_HELPERS = 4
-"""Threads in which one call of the store makes requests side by side."""
-_SPARE_CONNECTIONS = 4
-_STORES_AT_ONCE = 4
-_MAX_ANSWER_BYTES = 64 * 1024
-_OK, _NO_CONTENT, _PARTIAL, _FIRST_REFUSED, _UNAUTHORIZED, _NOT_FOUND = 200, 204, 206, 300, 401, 404
-_LENGTH = re.compile(r"[0-9]{1,18}")
-LISTING = "storage#objects"
-"""The kind of a page of a listing."""
-_SECRET_FIELDS = ("token", "refresh_token", "client_secret")
-_ABOUT_ONE_OBJECT = ("objects.delete", "objects.get", "objects.rewrite")
-# A 404 to these can mean the bucket; to a listing it can mean nothing else.
-_ABOUT_OBJECTS = (*_ABOUT_ONE_OBJECT, "objects.compose", "objects.insert")
 
 
 class GCSClient(SDKClient):

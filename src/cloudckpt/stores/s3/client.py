@@ -53,6 +53,32 @@ _MAX_TAGS = 10  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-t
 _S3_LABEL = re.compile(r"s3(?!-outposts)(?:express)?(?:-[a-z0-9-]+)?")
 _DIRECTORY_SUFFIXES = ("--x-s3", "--xa-s3")  # a bucket's, and an access point's
 _DIRECTORY_STORAGE_CLASSES = ("EXPRESS_ONEZONE", "ONEZONE_IA")  # the second in Local Zones
+_SPARE_CONNECTIONS = 4
+_STORES_AT_ONCE = 4
+# An access key's id is no secret: it names the key, as a user name does.
+_SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
+_IDENTIFYING_FIELDS = ("access_key", "_access_key", *_SECRET_FIELDS)
+_MAX_SENDINGS = 3
+_TEMPORARY = 307
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetBucketLocation.html
+_LEGACY_REGIONS = {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}
+APIS: Mapping[str, tuple[str, str]] = {
+    "AbortMultipartUpload": ("abort_multipart_upload", "s3:AbortMultipartUpload"),
+    "CompleteMultipartUpload": ("complete_multipart_upload", "s3:PutObject"),
+    "CopyObject": ("copy_object", "s3:GetObject and s3:PutObject"),
+    "CreateMultipartUpload": ("create_multipart_upload", "s3:PutObject"),
+    "DeleteObject": ("delete_object", "s3:DeleteObject"),
+    "DeleteObjects": ("delete_objects", "s3:DeleteObject"),
+    "GetObject": ("get_object", "s3:GetObject"),
+    "HeadObject": ("head_object", "s3:GetObject"),
+    "ListMultipartUploads": ("list_multipart_uploads", "s3:ListBucketMultipartUploads"),
+    "ListObjectsV2": ("list_objects_v2", "s3:ListBucket"),
+    "ListParts": ("list_parts", "s3:ListMultipartUploadParts"),
+    "PutObject": ("put_object", "s3:PutObject"),
+    "UploadPart": ("upload_part", "s3:PutObject"),
+    "UploadPartCopy": ("upload_part_copy", "s3:GetObject and s3:PutObject"),
+}
+"""Every request of the store by its name in S3: its name in boto3, and the right that IAM grants for it."""
 
 
 def _parse_path_style(value: Any) -> str:
@@ -247,36 +273,6 @@ def check_directory_options(bucket: str, config: S3Config) -> None:
             f"Storage options that a directory bucket (S3 Express One Zone) does not know, such as {bucket!r}: "
             + "; ".join(clashes)
         )
-
-
-_SPARE_CONNECTIONS = 4
-_STORES_AT_ONCE = 4
-
-# An access key's id is no secret: it names the key, as a user name does.
-_SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
-_IDENTIFYING_FIELDS = ("access_key", "_access_key", *_SECRET_FIELDS)
-_MAX_SENDINGS = 3
-_TEMPORARY = 307
-# https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetBucketLocation.html
-_LEGACY_REGIONS = {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}
-
-APIS: Mapping[str, tuple[str, str]] = {
-    "AbortMultipartUpload": ("abort_multipart_upload", "s3:AbortMultipartUpload"),
-    "CompleteMultipartUpload": ("complete_multipart_upload", "s3:PutObject"),
-    "CopyObject": ("copy_object", "s3:GetObject and s3:PutObject"),
-    "CreateMultipartUpload": ("create_multipart_upload", "s3:PutObject"),
-    "DeleteObject": ("delete_object", "s3:DeleteObject"),
-    "DeleteObjects": ("delete_objects", "s3:DeleteObject"),
-    "GetObject": ("get_object", "s3:GetObject"),
-    "HeadObject": ("head_object", "s3:GetObject"),
-    "ListMultipartUploads": ("list_multipart_uploads", "s3:ListBucketMultipartUploads"),
-    "ListObjectsV2": ("list_objects_v2", "s3:ListBucket"),
-    "ListParts": ("list_parts", "s3:ListMultipartUploadParts"),
-    "PutObject": ("put_object", "s3:PutObject"),
-    "UploadPart": ("upload_part", "s3:PutObject"),
-    "UploadPartCopy": ("upload_part_copy", "s3:GetObject and s3:PutObject"),
-}
-"""Every request of the store by its name in S3: its name in boto3, and the right that IAM grants for it."""
 
 
 class S3Client(SDKClient):

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.kit.wrapped import WrappedStore
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.errors import StateDictMismatchError, StoreTimeoutError
+from cloudckpt.options import AdvancedOptions, Options
 
 _numbers = itertools.count()
 
@@ -132,3 +134,24 @@ def test_manager_says_which_arguments_are_its_own() -> None:
         manager.save(1, STATE, force=True)
         with pytest.raises(StateDictMismatchError, match=r"give the CheckpointManager options="):
             manager.restore({"count": torch.zeros(1, dtype=torch.int8)}, step=1)
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_failed_save_of_a_manager_names_its_arguments(*, async_: bool) -> None:
+    """If this fails, a user of the manager passes options to `save`, which does not take them, or not overwrite."""
+
+    class Slow(WrappedStore):
+        def put(self, key: str, *_: Any, **__: Any) -> Any:
+            raise StoreTimeoutError("no answer", key=key, operation="put")
+
+    slow = Options(retries=0, advanced=AdvancedOptions(wrap_store=Slow))
+    told: list[tuple[int, Options | None, str]] = [
+        (2, slow, r"give the CheckpointManager options=cloudckpt\.Options\(timeout_s=…\)"),
+        (1, None, r"pass overwrite=True"),
+    ]
+    for step, options, advice in told:
+        root = a_place()
+        cloudckpt.save(STATE, f"{root}/step-1")
+        manager = cloudckpt.CheckpointManager(root, async_=async_, options=options)
+        with pytest.raises(CheckpointException, match=advice), manager:
+            manager.save(step, STATE)

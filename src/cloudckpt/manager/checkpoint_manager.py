@@ -35,7 +35,7 @@ from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import Coordinator, SavedMetadata, SaveOrLoadError, causes_of, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
-from cloudckpt.dcp.writer import require_collectives
+from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -95,6 +95,7 @@ class _SavedStep:
     """It was saved to the fast place, and not straight to the root."""
     is_owed: bool = False
     """It was due at the root, so a fast place has to copy it there."""
+    may_overwrite: bool = False
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
     rank: int = 0
@@ -475,7 +476,6 @@ class CheckpointManager(OfThisProcess):
             "planner": planner,
             "process_group": self._process_group,
             "no_dist": self._no_dist,
-            "overwrite": overwrite,
         }
         if is_coordinator:
             self._read_times()
@@ -483,7 +483,7 @@ class CheckpointManager(OfThisProcess):
             self._schedule.note_save()
         if self._fast is not None and self._fast.schedule is not None and not is_again:
             self._fast.schedule.note_save()
-        saved = _SavedStep(step=step, is_owed=is_owed, numbers=numbers, rank=rank)
+        saved = _SavedStep(step=step, is_owed=is_owed, may_overwrite=overwrite, numbers=numbers, rank=rank)
         if fast is not None and not is_again:  # a step that is only there is sent to the root
             decide = functools.partial(fast.takes, folder, is_owed=is_owed, may_overwrite=overwrite)
             ranks = self._make_coordinator("choosing the place of a step under")
@@ -497,16 +497,15 @@ class CheckpointManager(OfThisProcess):
         steps, metadata = self._steps, build_metadata(saved.step, saved.numbers or {})
         if self._fast is not None and saved.is_fast:
             steps = self._fast.steps
-            metadata[FAST_KEY] = make_record(
-                self._steps.root, is_owed=saved.is_owed, may_overwrite=settings["overwrite"]
-            )
+            metadata[FAST_KEY] = make_record(self._steps.root, is_owed=saved.is_owed, may_overwrite=saved.may_overwrite)
         options = dataclasses.replace(steps.options, metadata={**steps.options.metadata, **metadata})
         saved.uri = steps.root.child(folder).uri
         if saved.rank == 0 and folder != format_folder(saved.step):
             _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
         call = async_save if self._is_async else save
         try:
-            saved.result = call(state_dict, saved.uri, options=options, **settings)
+            writer = ObjectStoreWriter(saved.uri, options=options, overwrite=saved.may_overwrite, _via="manager")
+            saved.result = call(state_dict, storage_writer=writer, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
             if saved.is_fast and is_trouble_of_store(error):
                 if saved.rank == 0:

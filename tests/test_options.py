@@ -87,7 +87,7 @@ def test_every_problem_is_named_at_once() -> None:
     ("keywords", "told"),
     [
         ({"timout_s": 5, "retrys": 1}, r"has no timout_s, retrys \(did you mean 'timeout_s', 'retries'\?\)$"),
-        ({"part_bytes": 5}, r"has no part_bytes\. Pass advanced=cloudckpt\.AdvancedOptions\(part_bytes=…\)$"),
+        ({"part_bytes": 5}, r"has no part_bytes \(did you mean 'AdvancedOptions\.part_bytes'\?\)$"),
         ({"nothing_alike": 5}, r"Options has no nothing_alike$"),
     ],
 )

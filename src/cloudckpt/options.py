@@ -41,10 +41,9 @@ def _naming_keywords(cls: type[_T]) -> type[_T]:
     @functools.wraps(init)
     def checked(self: _T, *args: Any, **given: Any) -> None:
         if unknown := [name for name in given if name not in known]:
-            near = did_you_mean(*(find_near(name, known) for name in unknown))
-            advanced = [name for name in unknown if "advanced" in known and name in AdvancedOptions.__slots__]
-            advice = f". Pass advanced=cloudckpt.AdvancedOptions({advanced[0]}=…)" if advanced else near
-            raise TypeError(f"{cls.__name__} has no {', '.join(unknown)}{advice}")
+            advanced = AdvancedOptions.__slots__ if "advanced" in known else ()
+            near = [f"AdvancedOptions.{name}" if name in advanced else find_near(name, known) for name in unknown]
+            raise TypeError(f"{cls.__name__} has no {', '.join(unknown)}{did_you_mean(*near)}")
         init(self, *args, **given)
 
     cls.__init__ = checked  # type: ignore[assignment]

@@ -188,14 +188,18 @@ def _plan_all(
         # An object of which nothing is found is no part that fits: nobody means to load nothing.
         is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in found)
         has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
-        if source.is_strict or is_empty or has_no_model:
-            raise _lacking_error(missing, found, entries, saved, where=where, source=source)
         # On all ranks, since it asks objects for their states.
-        advice = _advise_rename(missing, found, entries, where=where, source=source)
+        renamed = _advise_rename(missing, found, entries, where=where, source=source)
+        if source.is_strict or is_empty or has_no_model:
+            has = quote_names([f"{where}{name}" for name in saved])
+            advice = f"{renamed and f'{renamed}. '}Leave out of the load what it lacks"
+            keep = ", or pass strict=False to leave it as it is" if source.is_strict else ""
+            told = f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}{keep}"
+            raise StateDictMismatchError(told, uri=source.uri)
         if source.renaming is not None:
             source.renaming.lacking += missing
         if source.is_logged:
-            told = f"{quote_names(missing)}: these objects keep what they have{advice and f'. {advice}'}"
+            told = f"{quote_names(missing)}: these objects keep what they have{renamed and f'. {renamed}'}"
             _log.warning("%s has no %s", source.uri, told)
     return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
 
@@ -217,24 +221,6 @@ def _overlap_error(error: ValueError, source: LoadSource) -> Exception:
         f"rename calls {olds[0]!r} of {source.uri} {pair[0]!r}, and {olds[1]!r} {pair[1]!r}, which is below it: one "
         "entry cannot hold another. Give them names apart"
     )
-
-
-def _lacking_error(
-    missing: list[str],
-    found: Collection[str],
-    entries: Mapping[str, LiveEntry],
-    saved: Mapping[Any, Any],
-    *,
-    where: str,
-    source: LoadSource,
-) -> StateDictMismatchError:
-    advice = "Leave out of the load what it lacks"
-    if source.is_strict:
-        advice += ", or pass strict=False to leave it as it is"
-    if renamed := _advise_rename(missing, found, entries, where=where, source=source):
-        advice = f"{renamed}. {advice}"
-    has = quote_names([f"{where}{name}" for name in saved])
-    return StateDictMismatchError(f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}", uri=source.uri)
 
 
 def _advise_rename(

@@ -211,12 +211,7 @@ class ObjectStoreReader(StorageReader):
         return is_valid_location(checkpoint_id)
 
     def begin_call(
-        self,
-        ranks: DistWrapper,
-        *,
-        is_lazy: bool,
-        whole_keys: Collection[str] | None = (),
-        keys: Collection[str] = (),
+        self, ranks: DistWrapper, *, is_lazy: bool, whole_keys: Collection[str] | None = (), keys: Collection[str] = ()
     ) -> None:
         """Begin a load of `cloudckpt.load` on all `ranks`. The coordinator reads the manifest once for all of them.
 

@@ -33,6 +33,7 @@ from cloudckpt.errors import (
     IncompleteSaveError,
     NoConditionalCommitError,
 )
+from cloudckpt.options import MIB
 from cloudckpt.stores.base import Capabilities
 from cloudckpt.stores.local import files
 
@@ -386,3 +387,12 @@ def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, mon
     with contextlib.suppress(cloudckpt.errors.CloudckptError):
         cloudckpt.save(state_of(1.0), tmp_path / "c")
     assert_holds(loaded(str(tmp_path / "c")), 1.0)
+
+
+def test_a_save_to_a_path_gives_each_thread_a_file(tmp_path: Path, memory: Memory) -> None:
+    """If this fails, a save to a path is as slow as one thread: those that write to one file wait for each other."""
+    state = {f"w{number}": torch.zeros(40 * MIB, dtype=torch.uint8) for number in range(5)}
+    cloudckpt.save(state, memory.uri())
+    assert len(memory.data_keys()) == 1
+    cloudckpt.save(state, tmp_path)
+    assert len(list(tmp_path.glob("data/**/*.safetensors"))) == 5

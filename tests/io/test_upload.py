@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -121,6 +122,41 @@ def test_objects_arrive_as_they_are_and_receipts_say_so(store: FaultyStore) -> N
         assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
     assert list(store.inner.list_uploads()) == []
     assert all(sorted(body.opened) == sorted(body.closed) for body in bodies.values())
+
+
+class _OneWriter(WrappedStore):
+    """A store in which one thread at a time writes to an object. The first parts of two objects wait for each other."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.capabilities = dataclasses.replace(inner.capabilities, parallel_parts=False)
+        self.both_have_begun = threading.Barrier(2)
+        self.overlapping: list[str] = []
+        self._writing: set[str] = set()
+        self._begun: set[str] = set()
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        if call.operation != "upload_part":
+            return action()
+        if call.key in self._writing:
+            self.overlapping.append(call.key)
+        self._writing.add(call.key)
+        if call.key not in self._begun:
+            self._begun.add(call.key)
+            self.both_have_begun.wait(60)
+        try:
+            return action()
+        finally:
+            self._writing.discard(call.key)
+
+
+def test_an_object_with_one_writer_has_one_thread(store: FaultyStore) -> None:
+    """If this fails, all threads of a save to a path wait for the lock of one file."""
+    one_writer = _OneWriter(store)
+    bodies = {f"data/{number}": Bytes(data_of(5 * PART_BYTES)) for number in range(2)}
+    receipts = upload(one_writer, bodies)
+    assert [receipt.key for receipt in receipts] == list(bodies)
+    assert not one_writer.overlapping
 
 
 def test_checksums_stay_with_their_tiles_where_parts_overtake_each_other(store: FaultyStore) -> None:

@@ -89,7 +89,10 @@ class UploadSession:
         self._on_object = on_object
         self._daemon = daemon
         self.tasks = WorkQueue(
-            hedger.connections, name="cloudckpt-upload", max_waiting=hedger.connections(), daemon=daemon
+            hedger.connections,
+            name="cloudckpt-upload",
+            max_waiting=hedger.connections() if self._store.capabilities.parallel_parts else 1,
+            daemon=daemon,
         )
         self._context = contextlib.ExitStack()
         self._lock = threading.Lock()
@@ -179,10 +182,15 @@ class UploadSession:
         self._enqueue(target, missing)
 
     def _enqueue(self, target: ObjectUpload, parts: Sequence[Part | None]) -> None:
-        for part in parts:
-            self.tasks.submit(functools.partial(self._send_part, target, part))
+        # Parts that the store writes one after the other have one thread, and leave the other ones to other objects.
+        for group in [[part] for part in parts] if self._store.capabilities.parallel_parts else [parts]:
+            self.tasks.submit(functools.partial(self._send_parts, target, group))
             if self._failure is not None:
                 raise self._failure
+
+    def _send_parts(self, target: ObjectUpload, parts: Sequence[Part | None]) -> None:
+        for part in parts:
+            self._send_part(target, part)
 
     def _plan_parts(self, key: str, size_bytes: int, part_bytes: int) -> list[Part] | None:
         """Return the parts of an upload; None for an object that is put whole."""

@@ -46,6 +46,8 @@ from cloudckpt.tensors.body import PieceBody, SaveItems, lay_out_objects
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.host_memory import Arena
 
+_OBJECTS_PER_CONNECTION = 2  # tensors differ in size, so objects do, too
+_MIN_OBJECT_BYTES = 64 << 20  # a file of less is written sooner than another one is made and flushed
 _log = logging.getLogger("cloudckpt")
 
 
@@ -336,9 +338,16 @@ def bodies_of(
     """
     options, num_bytes = context.options, sum(planned.sizes_bytes)
     object_bytes, most_bytes = options.advanced.object_bytes, options.advanced.part_bytes
-    if not context.store.capabilities.multipart:
+    capabilities = context.store.capabilities
+    held_bytes = max(most_bytes, options.staging_bytes // context.connections)
+    if not capabilities.multipart:
         # An object is then one part: it is staged whole, and only several objects are sent side by side.
-        object_bytes = min(object_bytes, max(most_bytes, options.staging_bytes // context.connections))
+        object_bytes = min(object_bytes, held_bytes)
+    elif not capabilities.parallel_parts:
+        share_bytes = num_bytes // (_OBJECTS_PER_CONNECTION * context.connections)
+        if planned.are_transformed:  # each object on its way is held whole
+            share_bytes = min(share_bytes, held_bytes)
+        object_bytes = min(object_bytes, max(share_bytes, _MIN_OBJECT_BYTES))
     for body, make in lay_out_objects(planned, arena, pending, object_bytes=object_bytes):
         make_receipts.append(make)
         part_bytes = choose_part_bytes(

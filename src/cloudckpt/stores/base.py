@@ -57,6 +57,8 @@ class Capabilities:
     """The store refuses bytes that do not match the CRC32C sent with them."""
     listed_parts: Literal["none", "same_upload", "any_upload"] = "none"
     """The uploads that can be completed with the parts that `list_parts` returns."""
+    parallel_parts: bool = True
+    """Parts of one object are written at the same time. If False, only several objects are: a file has one writer."""
     is_near: bool = False
     """The store answers without a network, sooner than a thread starts."""
     is_private: bool = False

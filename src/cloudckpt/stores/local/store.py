@@ -110,7 +110,12 @@ class LocalStore(Store):
     """
 
     capabilities = Capabilities(
-        conditional_create=True, multipart=True, verifies_crc32c=True, is_near=True, has_hidden_uploads=True
+        conditional_create=True,
+        multipart=True,
+        verifies_crc32c=True,
+        parallel_parts=False,  # Linux holds a file's lock during each write to it
+        is_near=True,
+        has_hidden_uploads=True,
     )
     limits = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, max_put_bytes=1 << 50)
 

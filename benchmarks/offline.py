@@ -61,7 +61,7 @@ def steps(binaries: Path) -> tuple[Step, ...]:
     fasts3 = ("--fasts3-binary", str(binaries / "fasts3"))
     lock = (*fasts3, "--threads", "16", "--total-mib", "512", "--candidates", "bare", "cloudckpt", "--repetitions", "1")
     return (
-        Step(name="tests", arguments=("-m", "pytest", "tests/gpu", "-m", "gpu"), limit_s=90, writes_results=False),
+        Step(name="tests", arguments=("-m", "pytest", "tests/gpu", "-m", "gpu"), limit_s=150, writes_results=False),
         Step(name="gpu", arguments=("-m", "benchmarks.gpu", "--repetitions", "3"), limit_s=200),
         Step(name="cores", arguments=("-m", "benchmarks", "--sweep", "cores", *fasts3), limit_s=170),
         Step(name="lock", arguments=("-m", "benchmarks.transport", *lock), limit_s=40, writes_results=False),

@@ -55,7 +55,7 @@ def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(tmp_path: Path)
 
     root = tmp_path / "interrupted"
     done, after = run(root, sent=signal.SIGINT, when="step 33")
-    assert done.returncode == -signal.SIGINT, done.stderr
+    assert done.returncode in (-signal.SIGINT, 1), done.stderr  # 1: Python 3.12
     message = f"cloudckpt: the last committed step is 30 ({root}/step-30). Start the program again to resume"
     assert done.stderr.splitlines()[-1].startswith(message if sys.version_info >= (3, 11) else "KeyboardInterrupt")
     lives = [after]

@@ -70,7 +70,9 @@ class AdvancedOptions:
     """Maximum size of a part of an upload. Small saves use smaller parts, down to 16 MiB. Parts grow if an object would
     have more of them than the store allows. Larger parts need fewer requests, and repeat more bytes after a failure."""
     object_bytes: int = 4 * GIB
-    """Approximate size of the objects that a rank packs its tensors into. A larger tensor gets an object of its own."""
+    """Approximate size of the objects that a rank packs its tensors into. A larger tensor gets an object of its own.
+    A save to a path makes smaller ones, down to 64 MiB, two for each thread: threads that write to one file wait for
+    each other."""
     tile_bytes: int = 1 * MIB
     """Number of bytes that share one CRC32C. A load reads and verifies whole tiles. Lower it if loads read small parts
     of tensors; the manifest then grows."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from awscrt.checksums import crc32c
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.kit.in_memory import Memory
@@ -16,6 +18,9 @@ from tests.kit.wrapped import permanent, transient
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id
 from cloudckpt.commit.entries import encode_fence, new_fence
+from cloudckpt.stores.base import Part, crc32c_of
+from cloudckpt.stores.open import open_store
+from cloudckpt.uri import parse_location
 
 
 def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
@@ -123,6 +128,20 @@ def test_a_folder_with_nothing_but_uploads_is_listed(memory: Memory) -> None:
     memory.at("step-1").create_multipart(f"data/{new_attempt_id()}/0-0.safetensors")
     (found,) = cloudckpt.list_checkpoints(memory.root, all=True)
     assert (found.name, found.state, found.num_uploads) == ("step-1", "in progress", 1)
+
+
+@pytest.mark.parametrize("key", [f"data/{OLD_ATTEMPT}/0-0.safetensors", "manifest.json"])
+def test_a_save_that_died_in_its_first_file_is_listed_on_a_path(tmp_path: Path, run: Run, key: str) -> None:
+    """If this fails, the hidden folder of a killed save fills the disk, and neither its size nor the remedy is told."""
+    root = str(tmp_path)
+    dead = open_store(parse_location(f"{root}/step-1"), cloudckpt.Options())
+    part = Part(number=1, offset_bytes=0, size_bytes=4096)
+    dead.upload_part(key, dead.create_multipart(key), part, [memoryview(bytes(4096))], crc32c=crc32c_of([bytes(4096)]))
+    listed, summed = run("ls", root, "--alive-within", "0s"), run("du", root)
+    assert re.search(r"\nstep-1 +\d+ s +4.0 KiB +1 +garbage \(1 upload\)\n", listed.out), listed.out
+    assert re.search(r"\n4.0 KiB +0 +step-1\n", summed.out), summed.out
+    assert all(f"`cloudckpt gc {root}`" in ended.err for ended in (listed, summed))
+    assert "0 objects and 1 unfinished upload of 4.0 KiB removed" in run("gc", root, "--older-than", "0s", "-y").out
 
 
 def test_a_run_is_followed(tmp_path: Path) -> None:

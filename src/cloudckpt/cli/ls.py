@@ -179,6 +179,7 @@ def du(
         console.table(
             ["SIZE", "OBJECTS", "NAME"], [*rows, [size(total_bytes), f"{num_objects:,}", "(all)"]], right=_RIGHT
         )
+        _advise(console, root, found)
     for one in found:
         if one.num_bytes is None:
             console.warn(f"{one.name}: its size is not known ({one.state})")
@@ -195,8 +196,6 @@ def _tell(
     long: bool,
     best_of: Mapping[str, CheckpointInfo] | None,
 ) -> None:
-    from cloudckpt.errors import gc_advice
-
     if console.as_json:
         documents = [document_of(one) for one in found]
         for one, document in zip(found, documents, strict=True) if best_of is not None else ():
@@ -219,8 +218,18 @@ def _tell(
     for one in found:
         if one.problem:
             console.warn(f"{one.name}: {one.problem}")
-    if any(one.state == "garbage" for one in found):
+    _advise(console, root, found)
+
+
+def _advise(console: Console, root: str, found: Sequence[CheckpointInfo]) -> None:
+    """Say how to remove what dead saves left."""
+    from cloudckpt.errors import gc_advice
+
+    states = {one.state for one in found}
+    if "garbage" in states:
         console.say(f"{gc_advice(root)}.")
+    elif "in progress" in states:
+        console.say(f"The save of a job that is dead stays unfinished. {gc_advice(root)}.")
 
 
 def _tell_nothing(console: Console, root: str, options: Options) -> None:

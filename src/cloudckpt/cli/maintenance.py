@@ -186,7 +186,7 @@ def _print_report(console: Console, report: GarbageReport) -> None:
         console.document({name: getattr(report, name) for name in _MEMBERS})
         return
     for garbage in report.locations:
-        of_size = f" ({size(garbage.num_bytes)})" if garbage.keys else ""  # that of uploads is unknown
+        of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
         console.line(f"{garbage.uri}: {', '.join(garbage.reasons)}{of_size}")
     for kept in report.skipped:
         console.line(f"{kept.uri}: left alone: {kept.reason}")
@@ -194,8 +194,8 @@ def _print_report(console: Console, report: GarbageReport) -> None:
         console.warn(f"{kept.uri}: failed: {kept.reason}")
     done = "would be removed" if report.dry_run else "removed"
     console.line(
-        f"{report.root}: {count(report.num_objects, 'object')} of {size(report.num_bytes)} and "
-        f"{count(report.num_uploads, 'unfinished upload')} {done}"
+        f"{report.root}: {count(report.num_objects, 'object')} and {count(report.num_uploads, 'unfinished upload')} of "
+        f"{size(report.num_bytes)} {done}"
     )
     if report.is_nothing_there:
         console.say(f"{report.root}: cloudckpt has written nothing there; is it the right place?")

@@ -296,11 +296,10 @@ def group_uploads(client: StoreClient) -> Mapping[str, list[UploadInfo]]:
     with contextlib.suppress(StoreError):
         for upload in client.list_uploads():
             name, _, key = upload.key.partition("/")
-            if name == "data":
+            if name == "data" or not key:
                 by_place[""].append(upload)
             else:
-                relative = UploadInfo(key=key, upload_id=upload.upload_id, started_at=upload.started_at)
-                by_place[name].append(relative)
+                by_place[name].append(replace(upload, key=key))
     return by_place
 
 

@@ -84,14 +84,15 @@ class Inventory:
 
     def add_upload(self, info: UploadInfo) -> None:
         """Add an unfinished upload. In the hidden folders of a store of files, all uploads are cloudckpt's."""
+        rest = (info.size_bytes, info.started_at, info.upload_id)
         if placed := _place(_DATA, info.key):
-            self._add(placed[0], FoundItem("upload", info.key, placed[1], 0, info.started_at, info.upload_id))
+            self._add(placed[0], FoundItem("upload", info.key, placed[1], *rest))
         elif match := _PROBE.fullmatch(info.key):
-            self._add(match[1], FoundItem("upload", info.key, "", 0, info.started_at, info.upload_id))
+            self._add(match[1], FoundItem("upload", info.key, "", *rest))
         elif self._has_hidden_uploads and _HIDDEN_ID.fullmatch(info.upload_id):
             folder, slash, _ = info.key.rpartition("/")
             location, attempt = _place(_IN_FOLDER, info.key) or (folder + slash, "")
-            self._add(location, FoundItem("upload", info.key, attempt, 0, info.started_at, info.upload_id))
+            self._add(location, FoundItem("upload", info.key, attempt, *rest))
 
     def _add(self, location: str, found: FoundItem) -> None:
         self._found.setdefault(location, []).append(found)

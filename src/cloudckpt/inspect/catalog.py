@@ -74,7 +74,7 @@ class CheckpointInfo:
     state: CheckpointState = "committed"
     """See the list of states."""
     num_bytes: int | None = None
-    """Size of the data objects, without unfinished uploads. None if unknown."""
+    """Size of the data objects, on a path with that of unfinished uploads. None if unknown."""
     num_objects: int | None = None
     """Number of data objects. None if unknown."""
     num_uploads: int = 0
@@ -288,9 +288,7 @@ class _Listing:
 
     def list_places(self) -> list[str]:
         """List the root itself as ``""`` and the folders under it, and group the unfinished uploads by folder."""
-        # Else each folder is listed by itself: some may be closed.
-        if not self._client.store.capabilities.has_hidden_uploads:
-            self._uploads = group_uploads(self._client)
+        self._uploads = group_uploads(self._client)
         of_uploads = (name for name in self._uploads if name and _is_openable(self._root, name))
         return sorted({"", *of_uploads, *self.list_names()})
 
@@ -313,7 +311,7 @@ class _Listing:
             for info in client.list("data/"):
                 inventory.add_object(info)
             uploads = self._uploads.get(name, ())
-            if client.store.capabilities.has_hidden_uploads:
+            if client.store.capabilities.has_hidden_uploads:  # one closed folder has kept the listing from all
                 uploads = client.list_uploads("" if name else "data/")
             for upload in uploads:
                 inventory.add_upload(upload)
@@ -415,7 +413,7 @@ class _Listing:
                 name=location.name,
                 committed_at=last_write,
                 state="in progress" if is_alive else "garbage",
-                num_bytes=sum(item.size_bytes for item in objects),
+                num_bytes=sum(item.size_bytes for item in items),
                 num_objects=len(objects),
                 num_uploads=sum(item.kind == "upload" for item in items),
                 attempt=attempt,

@@ -313,7 +313,7 @@ class Garbage:
     uploads: tuple[str, ...]
     """Keys of the unfinished uploads, relative to the same root."""
     num_bytes: int
-    """Size of the objects. No store tells the size of unfinished uploads."""
+    """Size of the objects, on a path with that of unfinished uploads, which no other store tells."""
     reasons: tuple[str, ...]
     """Counts by kind, in words."""
 
@@ -377,7 +377,7 @@ class GarbageReport:
 
     def _lines(self) -> Iterator[str]:
         for garbage in self.locations:
-            of_size = f" ({size(garbage.num_bytes)})" if garbage.keys else ""  # that of uploads is unknown
+            of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
             yield f"{_as_one_line(garbage.uri)}: {', '.join(garbage.reasons)}{of_size}"
         for spared in self.skipped:
             yield f"{_as_one_line(spared.uri)}: left alone: {_as_one_line(spared.reason)}"
@@ -386,8 +386,8 @@ class GarbageReport:
         done = "would be removed" if self.dry_run else "removed"
         how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
         yield (
-            f"{self.root}: {count(self.num_objects, 'object')} of {size(self.num_bytes)} and "
-            f"{count(self.num_uploads, 'unfinished upload')} {done}{how}"
+            f"{self.root}: {count(self.num_objects, 'object')} and {count(self.num_uploads, 'unfinished upload')} of "
+            f"{size(self.num_bytes)} {done}{how}"
         )
         if self.is_nothing_there:
             yield f"{self.root}: no checkpoint of cloudckpt is there. Is it the right place?"
@@ -412,7 +412,8 @@ def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
         uri=uri,
         keys=(*(prefix + manifest_key(entry.number) for entry in entries), *(item.key for item in plan.objects)),
         uploads=tuple(item.key for item in plan.uploads),
-        num_bytes=sum(item.size_bytes for item in plan.objects) + sum(entry.size_bytes for entry in entries),
+        num_bytes=sum(item.size_bytes for item in (*plan.objects, *plan.uploads))
+        + sum(entry.size_bytes for entry in entries),
         reasons=tuple(text for number, text in counts if number),
     )
 

@@ -110,6 +110,8 @@ class UploadInfo:
     key: str
     upload_id: str
     started_at: datetime
+    size_bytes: int = 0
+    """Size of what was written, on a store of files. No other store tells it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -302,8 +302,8 @@ def list_directories(root: str) -> Iterator[str]:
                 yield entry.name
 
 
-def list_uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yield key, upload id and status (of its begin) of every unfinished upload."""
+def list_uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result, int]]:
+    """Yield key, upload id, status (of its begin) and size of every unfinished upload."""
     for directory, entries in _directories(root, prefix):
         for hidden in entries:
             if not hidden.name.startswith(TEMP_PREFIX) or not hidden.is_dir(follow_symlinks=False):
@@ -311,11 +311,12 @@ def list_uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_res
             try:
                 names = os.listdir(hidden.path)
                 status = hidden.stat(follow_symlinks=False)
+                size_bytes = sum(os.lstat(f"{hidden.path}/{name}").st_size for name in names)
             except FileNotFoundError:
                 continue
             key = f"{directory}{names[0] if names else UNNAMED}"
             if key.startswith(prefix):
-                yield key, hidden.name[len(TEMP_PREFIX) :], status
+                yield key, hidden.name[len(TEMP_PREFIX) :], status, size_bytes
 
 
 def _directories(root: str, prefix: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:

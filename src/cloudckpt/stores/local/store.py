@@ -248,8 +248,8 @@ class LocalStore(Store):
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         with translating(self.url(prefix), "list_uploads"):
-            for key, upload_id, status in files.list_uploads(self._root, prefix):
-                yield UploadInfo(key=key, upload_id=upload_id, started_at=_time(status))
+            for key, upload_id, status, size_bytes in files.list_uploads(self._root, prefix):
+                yield UploadInfo(key=key, upload_id=upload_id, started_at=_time(status), size_bytes=size_bytes)
 
     def _write(self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int) -> None:
         with files.open_file(temp, os.O_WRONLY) as file:

@@ -33,6 +33,18 @@ def test_a_checkpoint_is_copied(local: LocalPlace, run: Run, tmp_path: Path) -> 
     assert run("cp", local.uri("run/step-1"), local.uri("run/step-1")).code == 2
 
 
+def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path: Path) -> None:
+    """If this fails, a copy into a folder makes that folder a checkpoint, with other checkpoints inside it."""
+    source = str(tmp_path / "source/step-7")
+    save(source)
+    cloudckpt.copy(source, place.uri("run/step-1"))
+    refused = run("cp", source, place.uri("run"), "--overwrite")
+    assert (refused.code, "with step-1 in it" in refused.err) == (6, True)
+    assert f"cloudckpt cp {source} {place.uri('run')}/step-7\n" in refused.err
+    assert f"{place.uri('run')}/step-7: " in run("cp", source, f"{place.uri('run')}/").out
+    assert [one.name for one in cloudckpt.list_checkpoints(place.uri("run"), all=True)] == ["step-1", "step-7"]
+
+
 def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> None:
     """If this fails, one damaged checkpoint or a second try keeps a folder from being mirrored, or nobody knows what
     was copied."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
+    join_first,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _OF_ONE_CHECKPOINT = (
     UnsupportedFormatError,
 )
 """Errors that do not keep cp --all from copying the other checkpoints."""
+_MAX_NAMED = 3
 _SHARD_SIZE: Any = "5GB"  # Typer parses it
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="The source.")]
@@ -94,6 +97,7 @@ def cp(
     options, target_options = common.options_of_both(source, target)
     both = options, dataclasses.replace(target_options, resume=resume)
     if not every:
+        target = _find_place(source, target, target_options)
         report = _copy(console, source, target, both, overwrite=common.overwrite)
         if common.as_json:
             console.document(describe_report(report, report.copy_s))
@@ -109,6 +113,27 @@ def cp(
     if num_failed:
         console.say(f"{count(num_failed, 'checkpoint')} of {len(documents):,} could not be copied.")
         raise typer.Exit(NO)
+
+
+def _find_place(source: str, target: str, options: Options) -> str:
+    """Return the URI of the copy: as for ``cp``, it has the name of the source in a target that ends with a slash.
+
+    Raises `CheckpointExistsError` for another folder with other things in it: the copy would make it a checkpoint.
+    """
+    from cloudckpt.convert.copying import list_others
+    from cloudckpt.uri import parse_location
+
+    folder, name = parse_location(target), parse_location(source).name
+    inside = folder.child(name).uri if name else target
+    if target.endswith("/"):
+        return inside
+    if others := list_others(target, options=options):
+        raise CheckpointExistsError(
+            f"{folder.uri} is a folder with {join_first(others, _MAX_NAMED, separator=', ')} in it, and would become a "
+            f"checkpoint itself. To copy into it, run: cloudckpt cp {shlex.join([source, inside])}",
+            uri=folder.uri,
+        )
+    return target
 
 
 def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:

@@ -47,6 +47,8 @@ from cloudckpt.uri import parse_location
 _log = logging.getLogger("cloudckpt")
 
 _DIGEST_DIGITS = 32
+_MAX_LOOKED_AT = 1_000
+_OWN_NAMES = ("manifest.", ".cloudckpt-")
 
 
 def copy(
@@ -121,6 +123,15 @@ def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
     """Return True if a checkpoint is committed at `target`. Lists it, and reads no manifest."""
     there = Context(parse_location(target), options, rank=0)
     return read_log(there.client).current is not None
+
+
+def list_others(target: str | os.PathLike[str], *, options: Options) -> list[str]:
+    """Return names in the folder `target` that are not those of a checkpoint there; none if one is committed there."""
+    there = Context(parse_location(target), options, rank=0)
+    if read_log(there.client).current is not None:
+        return []
+    names = (info.key.partition("/")[0] for info in there.client.list(most=_MAX_LOOKED_AT))
+    return [name for name in dict.fromkeys(names) if name != "data" and not name.startswith(_OWN_NAMES)]
 
 
 def _read_manifest(source: Context) -> Manifest:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import _strptime  # noqa: F401  # nobody but root may be able to import it later
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save
+from tests.cli.test_drain import make_debt
 from tests.kit.places import LocalPlace
 from tests.kit.rights import NOBODY, without_roots_rights
 
 import cloudckpt
 from cloudckpt.cli._console import Console
+from cloudckpt.commit.attempts import new_attempt_id
 from cloudckpt.stores.local import LocalStore
 
 _GC = ("--older-than", "0s")
@@ -74,6 +78,36 @@ def test_rm_deletes_nothing_but_checkpoints(
     ended = run("rm", *(one if one.startswith("--") else local.uri(one) for one in arguments))
     assert (ended.code, message in ended.err) == (code, True), ended.err
     assert local.contents() == before
+
+
+def test_rm_keeps_the_last_steps_as_a_manager_does(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+    """If this fails, rm deletes a step that is kept, overwritten, or owed to a bucket, or another checkpoint."""
+    with cloudckpt.CheckpointManager(local.root, async_=False) as manager:
+        for step in range(6):
+            manager.save(step, {"step": torch.tensor(step)})
+    save(local.uri("an-import"))
+    leave_unfinished(local, "step-1", attempt=new_attempt_id())  # a save that overwrites it
+    leave_unfinished(local, "step-9", attempt=OLD_ATTEMPT)
+    local.write("step-3/manifest.json", local.read("step-3/manifest.json")[:100])
+    before = local.contents()
+    dry = run("rm", local.root, "--keep-last", "2", "--dry-run")
+    assert (dry.code, local.contents() == before, run("rm", local.root, "--keep-last", "2").code) == (0, True, 2)
+    ended = run("rm", local.root, "--keep-last", "2", "--yes")
+    assert ended.code == 1
+    assert re.findall(r"Deleted .*/step-(\d)\.", ended.out) == ["0", "2"]
+    assert "step-1: left alone: another save is writing there" in ended.err
+    assert "step-3: left alone: " in ended.err
+    left = {one.name for one in cloudckpt.list_checkpoints(local.root, all=True)}
+    assert left == {"an-import", "step-1", "step-3", "step-4", "step-5", "step-9"}
+    assert run("rm", local.root, "--keep-last", "9", "--yes").code == 0
+    assert run("rm", local.uri("nothing"), "--keep-last", "1", "--yes").code == 3
+
+
+def test_rm_keeps_steps_that_a_bucket_is_owed(tmp_path: Path, run: Run) -> None:
+    """If this fails, a clean-up of a fast place deletes the only copy of a step."""
+    fast, _ = make_debt(tmp_path)
+    ended = run("rm", fast, "--keep-last", "1", "--yes")
+    assert (ended.code, ended.out, ended.err.count("cloudckpt drain may have to copy it first")) == (0, "", 1)
 
 
 def test_gc_removes_only_with_yes(local: LocalPlace, run: Run) -> None:

@@ -147,6 +147,25 @@ def test_verify_names_every_damaged_object(local: LocalPlace, run: Run) -> None:
     assert (document["is_whole"], len(document["problems"])) == (False, 2)
 
 
+def test_all_checkpoints_of_a_run_are_verified(local: LocalPlace, run: Run) -> None:
+    """If this fails, a damaged step of a run is not found, or keeps the others from being looked at."""
+    for step in (1, 2, 3, 4):
+        save(local.uri(f"step-{step}"))
+    _rewrite(local, _make_newer)
+    local.remove(next(key for key in local.data_keys() if key.startswith("step-2/")))
+    local.write("step-4/manifest.json", local.read("step-4/manifest.json")[:100])
+    ended = run("verify", local.root, "--all")
+    verdicts = ["could not be verified", "is damaged", "is whole", "is damaged"]
+    begins = [f"{local.root}/step-{step} {verdict}: " for step, verdict in enumerate(verdicts, start=1)]
+    lines = sorted(ended.out.splitlines())  # the order is that of the commits, and one manifest was replaced
+    assert ended.code == 1
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True)), lines
+    assert "1 of 4 checkpoints verified" in ended.err
+    documents = run("verify", local.root, "--all", "--json").document
+    assert [document["is_whole"] for document in documents] == [False, True, None, False]
+    assert run("verify", local.uri("nothing"), "--all").code == 3
+
+
 def _rewrite(local: LocalPlace, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the manifest of ``step-1``, and give it the right checksum."""
     document = json.loads(local.read("step-1/manifest.json"))

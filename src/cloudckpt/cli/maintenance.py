@@ -35,8 +35,12 @@ DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what wou
 
 
 def rm(
-    uris: Annotated[list[str], typer.Argument(metavar="URI...", help="The checkpoints.")],
+    uris: Annotated[list[str], typer.Argument(metavar="URI...", help="The checkpoints; with --keep-last, the run.")],
     *,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Delete all steps of the run at URI but the N that were committed last."),
+    ] = None,
     yes: Yes = False,
     dry_run: DryRun = False,
     common: CommonOptions,
@@ -45,20 +49,22 @@ def rm(
 
     Example: cloudckpt rm s3://bucket/run/step-100
     """
-    from cloudckpt.inspect.removal import delete
-
     console = common.console
     if not (yes or dry_run or console.is_interactive):
         console.warn("Error: there is nobody to ask: pass --yes to delete, or --dry-run to see what would go.")
         raise typer.Exit(WRONG_USAGE)
     options = common.options()
+    if keep_last is not None:
+        uris = [step for uri in uris for step in _find_superseded(uri, keep_last, common)]
+        if not uris:
+            console.say("There is nothing to delete.")
     doomed = {uri: _find_checkpoint(uri, options) for uri in dict.fromkeys(uris)}
     if not common.as_json:
         what = "would be deleted" if dry_run else "is to be deleted"
         for one in itertools.chain.from_iterable(doomed.values()):
             objects = f"{size(one.num_bytes or 0)} in {count(one.num_objects or 0, 'object')}"
             console.line(f"{one.uri}: {one.state}, {age(one.committed_at)} old, {objects}: {what}")
-    if not (yes or dry_run or console.confirm(f"Delete {count(len(doomed), 'checkpoint')} for good?")):
+    if doomed and not (yes or dry_run or console.confirm(f"Delete {count(len(doomed), 'checkpoint')} for good?")):
         console.say("Nothing was deleted.")
         raise typer.Exit(NO)
     documents: list[dict[str, Any]] = [
@@ -66,13 +72,58 @@ def rm(
     ]
     try:
         for document in [] if dry_run else documents:
-            delete(document["uri"], options=options)
-            document["deleted"] = True
-            if not common.as_json:
-                console.line(f"Deleted {document['uri']}.")
+            _delete(document, common, is_superseded=keep_last is not None)
     finally:
         if common.as_json:  # a script learns what is gone, whatever ends this
             console.document(documents)
+    if not (dry_run or all(document["deleted"] for document in documents)):
+        raise typer.Exit(NO)
+
+
+def _delete(document: dict[str, Any], common: CommonOptions, *, is_superseded: bool) -> None:
+    """Delete one checkpoint, and note it in its document. A superseded step stays if another save writes there."""
+    from cloudckpt.inspect.removal import delete
+    from cloudckpt.manager.retention import ALIVE, remove_step
+    from cloudckpt.stores import clock
+
+    uri, left = document["uri"], None
+    if is_superseded:
+        left = remove_step(uri, common.options(), alive_since=clock.now() - ALIVE)
+    else:
+        delete(uri, options=common.options())
+    document["deleted"] = left is None
+    if left is not None:
+        common.console.warn(f"{uri}: left alone: {left}")
+    elif not common.as_json:
+        common.console.line(f"Deleted {uri}.")
+
+
+def _find_superseded(root: str, keep_last: int, common: CommonOptions) -> list[str]:
+    """Return the steps that a manager with this ``keep_last`` would remove, oldest first."""
+    from cloudckpt.errors import CheckpointNotFoundError
+    from cloudckpt.manager.debts import is_owed_elsewhere
+    from cloudckpt.manager.policies import RetentionPolicy, find_superseded
+    from cloudckpt.manager.steps import Steps
+    from cloudckpt.uri import parse_location
+
+    location = parse_location(root)
+    folders = Steps(location, common.options()).list_folders(with_metadata=True)
+    for one in folders:
+        if one.denied is not None:  # it may be one of the last
+            raise one.denied
+    infos = [one.info for one in folders if one.info is not None]
+    if not infos:
+        raise CheckpointNotFoundError(
+            f"no step of a run is committed directly under {location.uri}: name the folder of step-0, step-1, …",
+            uri=location.uri,
+        )
+    damaged = {one.uri: one.problem for one in folders if one.problem}
+    owed = {one.uri: "cloudckpt drain may have to copy it first" for one in folders if is_owed_elsewhere(one, location)}
+    policy = RetentionPolicy(keep_last=keep_last, keep_every=None, keep_best=None)
+    superseded = [one.uri for one in find_superseded(infos, policy, damaged=damaged)]
+    for uri, reason in (damaged | {uri: owed[uri] for uri in superseded if uri in owed}).items():
+        common.console.warn(f"{uri}: left alone: {reason}")
+    return [uri for uri in superseded if uri not in owed]
 
 
 def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
@@ -202,19 +253,53 @@ def _print_report(console: Console, report: GarbageReport) -> None:
 
 
 def verify(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The checkpoint.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The checkpoint; with --all, the folder of some.")],
     *,
+    every: Annotated[
+        bool, typer.Option("--all", help="Verify each checkpoint in the folder URI, oldest first, a line for each.")
+    ] = False,
     common: CommonOptions,
 ) -> None:
     """Read every byte of a checkpoint and compare it with what was saved; exit with 1 if anything is damaged.
 
     Example: cloudckpt verify s3://bucket/run/step-100
     """
-    from cloudckpt.errors import CorruptCheckpointError
+    console = common.console
+    documents: list[dict[str, Any]] = []
+    for one in _find_all(uri, common) if every else [uri]:
+        documents.append(_verify(one, common, is_alone=not every))
+        if not common.as_json:
+            _print_verdict(console, documents[-1], is_alone=not every)
+    if common.as_json:
+        console.document(documents if every else documents[0])
+    num_whole = sum(document["is_whole"] is True for document in documents)
+    if every:
+        console.say(f"{num_whole:,} of {count(len(documents), 'checkpoint')} verified as whole.")
+    if num_whole < len(documents):
+        raise typer.Exit(NO)
+
+
+def _find_all(root: str, common: CommonOptions) -> list[str]:
+    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError
+    from cloudckpt.inspect.catalog import list_checkpoints
+    from cloudckpt.uri import parse_location
+
+    found = list_checkpoints(root, all=True, options=common.options())
+    for one in found:
+        if one.state == "denied":
+            raise AccessDeniedError(one.problem, key=one.uri, operation="list")
+    uri, uris = parse_location(root).uri, [one.uri for one in found if one.state in _CHECKPOINTS]
+    if not uris:
+        raise CheckpointNotFoundError(f"no checkpoint is committed at {uri} or directly under it", uri=uri)
+    return uris
+
+
+def _verify(uri: str, common: CommonOptions, *, is_alone: bool) -> dict[str, Any]:
+    """Return the document of ``--json``. Trouble with one of several checkpoints does not end the command."""
+    from cloudckpt.errors import CheckpointError, CorruptCheckpointError
     from cloudckpt.inspect.verification import verify as verify_checkpoint
 
     console = common.console
-    problems: list[str] = []
     with console.progress("verifying") as show_progress:
         done_bytes = total_bytes = 0
 
@@ -230,24 +315,31 @@ def verify(
         try:
             report = verify_checkpoint(uri, options=options)
         except CorruptCheckpointError as error:
-            problems += error.problems
-    if problems:
-        if common.as_json:
-            console.document({"uri": uri, "is_whole": False, "problems": problems})
-        else:
-            for problem in problems:
-                console.line(problem)
-            console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
-        raise typer.Exit(NO)
-    if common.as_json:
-        found = describe_report(report, report.verify_s)
-        console.document({"uri": report.uri, "is_whole": True, "problems": [], **found})
-        return
-    console.line(
-        f"{report.uri} is whole: {size(report.num_bytes)} in {count(report.num_objects, 'object')}, "
-        f"{count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')}"
-    )
-    console.say(f"Read in {report.verify_s:.1f} s, {rate(report.bytes_per_s)}.")
+            return {"uri": uri, "is_whole": False, "problems": error.problems}
+        except CheckpointError as error:
+            if is_alone:
+                raise
+            return {"uri": uri, "is_whole": None, "problems": [str(error)]}
+    return {"uri": report.uri, "is_whole": True, "problems": [], **describe_report(report, report.verify_s)}
+
+
+def _print_verdict(console: Console, found: dict[str, Any], *, is_alone: bool) -> None:
+    uri, problems = found["uri"], found["problems"]
+    if found["is_whole"]:
+        console.line(
+            f"{uri} is whole: {size(found['num_bytes'])} in {count(found['num_objects'], 'object')}, "
+            f"{count(found['num_tensors'], 'tensor')} and {count(found['num_values'], 'value')}"
+        )
+        if is_alone:
+            console.say(f"Read in {found['seconds']:.1f} s, {rate(found['num_bytes'] / (found['seconds'] or 1))}.")
+    elif is_alone:
+        for problem in problems:
+            console.line(problem)
+        console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
+    else:
+        more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
+        verdict = "could not be verified" if found["is_whole"] is None else "is damaged"
+        console.line(f"{uri} {verdict}: {problems[0]}{more}")
 
 
 def doctor(

@@ -326,6 +326,11 @@ def is_debt(folder: StepFolder) -> bool:
     return _record_of(folder).get("is_owed") is True
 
 
+def is_owed_elsewhere(folder: StepFolder, root: Location) -> bool:
+    """Return True for a step below `root`, as a fast place, which another root may not have yet."""
+    return is_debt(folder) and _record_of(folder).get("root") != root.uri
+
+
 def _key_of(folder: StepFolder) -> tuple[datetime, str]:
     assert folder.info is not None  # noqa: S101  # only committed steps are owed
     return folder.info.committed_at, folder.uri

@@ -26,7 +26,7 @@ from cloudckpt.uri import parse_location
 _log = logging.getLogger("cloudckpt")
 
 _root_locks: dict[str, threading.Lock] = {}
-_ALIVE = timedelta(days=1)
+ALIVE = timedelta(days=1)
 """Time after its last write for which a save counts as running, as in `gc`."""
 _MAX_DENIED = 8
 """Denied removals after which a run stops. A few steps may be protected; after this many, the next is denied too."""
@@ -205,7 +205,7 @@ class Retention:
         """Remove a checkpoint. Returns the reason if it stays. Raises `StoreError`."""
         with lock_root(self._steps.root.uri):
             try:
-                reason = remove_step(info.uri, self._steps.options, alive_since=clock.now() - _ALIVE)
+                reason = remove_step(info.uri, self._steps.options, alive_since=clock.now() - ALIVE)
             except CheckpointError as error:
                 return str(error)
         if reason is None:
@@ -217,12 +217,12 @@ class Retention:
 
     def _remove_fences(self) -> None:
         """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""
-        before = clock.now() - _ALIVE
+        before = clock.now() - ALIVE
         with self._lock:
             old = [uri for uri, since in self._fenced_at.items() if since < before]
         for uri in old[:_MAX_FENCES]:
             try:
-                gc(uri, older_than=_ALIVE, dry_run=False, options=self._steps.options)
+                gc(uri, older_than=ALIVE, dry_run=False, options=self._steps.options)
             except CloudckptError as error:
                 _log.warning("did not remove the fence of the deleted checkpoint %s: %s", uri, error)
                 return

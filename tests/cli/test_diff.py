@@ -28,6 +28,7 @@ def test_a_name_that_nothing_has_is_not_the_same(tmp_path: Path, run: Run) -> No
     save(f"{tmp_path}/a")
     ended = run("diff", f"{tmp_path}/a", f"{tmp_path}/a", "--name", "modle.*")
     assert (ended.code, "modle.*" in ended.err) == (3, True)
+    assert "did you mean 'model'?" in ended.err
     assert run("diff", f"{tmp_path}/a", f"{tmp_path}/a", "--name", "model").code == 0
 
 

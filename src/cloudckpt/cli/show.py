@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -126,9 +126,13 @@ def show(
             )
     if name and not tensors and not others and not wrappers:
         known = [*(one.name for one in found.tensors), *(one.name for one in found.values)]
-        near = dict.fromkeys(find_near_entry(one.rstrip("*").rstrip("."), known) for one in name)
-        console.warn(f"Nothing in {found.uri} has a name like {' or '.join(name)}{did_you_mean(*near) or '.'}")
-        raise typer.Exit(NOT_FOUND)
+        _fail_to_find(console, found.uri, name, known)
+
+
+def _fail_to_find(console: Console, where: str, patterns: Sequence[str], known: Collection[str]) -> NoReturn:
+    near = dict.fromkeys(find_near_entry(one.rstrip("*").rstrip("."), known) for one in patterns)
+    console.warn(f"Nothing in {where} has a name like {' or '.join(patterns)}{did_you_mean(*near) or '.'}")
+    raise typer.Exit(NOT_FOUND)
 
 
 def cat(
@@ -295,13 +299,19 @@ def diff(
     console = common.console
     options, options_after = common.options_of_both(before, after)
     patterns = name or ["*"]
+    known: list[str] = []
+
+    def is_chosen(each: str) -> bool:
+        known.append(each)
+        return matches(each, patterns)
+
     with console.progress("comparing") as on_progress:
         found = compare(
             before,
             after,
             rtol=rtol,
             atol=atol,
-            only=lambda each: matches(each, patterns),
+            only=is_chosen,
             options=options,
             options_after=options_after,
             on_progress=on_progress,
@@ -311,8 +321,7 @@ def diff(
     else:
         _print_differences(console, found)
     if name and not found.differences and not found.num_same:
-        console.warn(f"Nothing in {found.before} or {found.after} has a name like {' or '.join(name)}.")
-        raise typer.Exit(NOT_FOUND)
+        _fail_to_find(console, f"{found.before} or {found.after}", name, known)
     if not found.is_same:
         raise typer.Exit(NO)
 

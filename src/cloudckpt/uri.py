@@ -18,6 +18,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes wi
 _SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
 _COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_VARIABLE = re.compile(r"\$[A-Za-z_{(]")
 # Layers over another file system: a cache may serve stale manifests, an archive cannot take objects one by one.
 _LAYERS = frozenset(
     {
@@ -160,15 +161,26 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
         )
     if _CONTROL.search(text):
         raise InvalidURIError(f"The location {redact(text)!r} contains a control character.")
+    _refuse_blank(text, of=text)
     match = _SCHEME.match(text)
-    if match:
-        return _parse_uri(text, scheme=match[1].lower(), rest=text[match.end() :])
-    if "://" in text:
+    if match is None and "://" in text:
         raise InvalidURIError(
             f"{redact(text)!r} does not begin with a scheme such as 's3://'. Chained fsspec URIs "
             f"('simplecache::s3://…') are not accepted either, because a cache could serve a stale manifest."
         )
-    return _parse_path(text)
+    parsed = _parse_uri(text, scheme=match[1].lower(), rest=text[match.end() :]) if match else _parse_path(text)
+    _refuse_blank(parsed.path, of=text)
+    if _VARIABLE.search(parsed.path):
+        raise InvalidURIError(
+            f"The location {redact(text)!r} has a '$' before a name, as a variable that no shell has replaced: none "
+            "does between single quotes. Pass its value, in Python by os.path.expandvars."
+        )
+    return parsed
+
+
+def _refuse_blank(name: str, *, of: str) -> None:
+    if name != name.strip():
+        raise InvalidURIError(f"The location {redact(of)!r} begins or ends with a blank: remove it.")
 
 
 def is_remote_uri(location: object) -> bool:

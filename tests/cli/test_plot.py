@@ -156,10 +156,17 @@ def test_a_report_tells_what_takes_the_space_and_what_changed(local: LocalPlace,
     assert "largest tensors (float32) model.w [600, 10] 23.4 KiB" in words
     for name, kind in (("model.w", "type"), ("model.new", "added"), ("model.b", "removed"), ("optim.lr", "removed")):
         assert f"{name}{kind}" in words, name
+    assert "model: 23.4 KiB in 2 tensors with 6,002 elements and 0 values" in words
+    assert "differences: 3 in model, 1 in optim. Only names, dtypes and shapes were compared, and no value" in words
     assert "optim.stepvalues" not in words
     assert "* 0.25" in words
     run("report", local.root, "-o", output, "--values", "--compare", "step-20", "step-30")
     assert "optim.stepvalues1718" in " ".join(_Page(Path(output).read_text()).text.split())
+    save(local.uri("step-40"), {f"w{number}": torch.ones(1) for number in range(300)})
+    run("report", local.root, "-o", output)
+    words = " ".join(_Page(Path(output).read_text()).text.split())
+    assert "303 differences" in words
+    assert "The table leaves out 103 more differences." in words
     unknown = run("report", local.root, "-o", output, "--compare", "step-20", "step-31")
     assert (unknown.code, "'step-31'" in unknown.err) == (3, True)
 

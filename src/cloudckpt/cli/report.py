@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.inspect.description import CheckpointDescription, TensorDescription, ValueDescription
 
-_MAX_BARS, _MAX_DIFFERENCES = 14, 200
+_MAX_BARS, _MAX_TOTALS, _MAX_DIFFERENCES = 14, 8, 200
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -93,7 +94,8 @@ def report(
     newest = describe(list(committed.values())[-1].uri, options=options)
     parts = [_head(root, found, newest), _figures(map(draw_series, keep_drawable(series_of(found, best), common)))]
     parts += ["<h2>Checkpoints</h2>", _checkpoints(found, best)]
-    parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _figures(_contents(newest))]
+    parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _totals(newest)]
+    parts.append(_figures(_contents(newest)))
     pair = [committed[name] for name in compare or list(committed)[-2:]]
     if len(pair) > 1:
         before, after = (describe(one.uri, options=options) for one in pair)
@@ -143,6 +145,21 @@ def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
     return _table(titles, rows, numbers=range(1, len(titles) - 2)) + note
 
 
+def _totals(newest: CheckpointDescription) -> str:
+    """Return the sums of the model, the optimizer and so on, the largest first."""
+    from cloudckpt.inspect.description import group_by_module
+
+    groups = sorted(group_by_module([*newest.tensors, *newest.values], 1), key=lambda one: -one.num_bytes)
+    facts = [
+        f"{one.name}: {size(one.num_bytes)} in {count(one.num_tensors, 'tensor')} with "
+        f"{count(one.num_elements, 'element')} and {count(one.num_values, 'value')}"
+        for one in groups[:_MAX_TOTALS]
+    ]
+    if rest := sum(one.num_bytes for one in groups[_MAX_TOTALS:]):
+        facts.append(f"{len(groups) - _MAX_TOTALS:,} others: {size(rest)}")
+    return "".join(f"<p>{escape(fact)}</p>" for fact in facts)
+
+
 def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
     from cloudckpt.inspect.description import group_by_module
 
@@ -187,14 +204,16 @@ def _differences(
             for name in {**olds, **news}
             if olds.get(name) != news.get(name)
         ]
-        note = "Compared by name, dtype and shape; --values compares the values, too."
+        note = "Only names, dtypes and shapes were compared, and no value: report --values compares the values, too."
     title = f"<h2>{escape(before.uri.rpartition('/')[2])} to {escape(after.uri.rpartition('/')[2])}</h2>"
-    note = f"{count(len(differences), 'difference')}. {note}"
-    if len(differences) > _MAX_DIFFERENCES:
-        note += f" The first {_MAX_DIFFERENCES} are shown."
+    parts = Counter(one.name.partition(".")[0] for one in differences)
+    where = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if len(parts) <= _MAX_TOTALS)
+    note = f"{count(len(differences), 'difference')}{where and ': '}{where}. {note}"
+    left_out = len(differences) - _MAX_DIFFERENCES
+    end = f"<p>The table leaves out {count(left_out, 'more difference')}.</p>" if left_out > 0 else ""
     titles = ["name", "change", "before", "after", "elements", "largest", "relative"][: 7 if has_values else 4]
     rows = [row_of_difference(one)[: len(titles)] for one in differences[:_MAX_DIFFERENCES]]
-    return f"{title}<p>{escape(note)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "")
+    return f"{title}<p>{escape(note)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "") + end
 
 
 def _figures(figures: Iterable[Figure]) -> str:

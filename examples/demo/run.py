@@ -1,9 +1,10 @@
 """Training on an object store, a rank killed in the middle of an upload, and nothing lost.
 
 Trains a small transformer on two ranks, with a checkpoint every few steps; kills one rank with SIGKILL
-while it uploads; starts the job again from the newest checkpoint; and compares every loss, and the logits
-of the result on 1, 2 and 4 ranks, to the last bit, with a run that nothing interrupted. Exits with 1 where
-anything differs.
+while it uploads; starts the job again from the newest checkpoint; and loads the result on 1, 2 and 4 ranks.
+Then it trains with a fast place, kills both ranks, removes the directory, and kills both once more. It compares
+every loss and all logits, to the last bit, with a run that nothing interrupted. Exits with 1 where anything
+differs.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _device_type(num_ranks: int) -> str:
 def names_by_device() -> dict[str, list[str]]:
     """Runs whose logits must be equal: those on one kind of device, since CPU and GPU round differently."""
     names: dict[str, list[str]] = defaultdict(list)
-    names[_device_type(NUM_RANKS)] += ["undisturbed", "resumed"]
+    names[_device_type(NUM_RANKS)] += ["undisturbed", "resumed", "host-back"]
     names[_device_type(max(OTHER_NUM_RANKS))] += [f"logits-{n}" for n in OTHER_NUM_RANKS]
     return names
 
@@ -206,19 +207,43 @@ def load_elsewhere(demo: Demo) -> None:
         print(f"    {newest.name} on {_counted(num_ranks, 'rank')}", flush=True)
 
 
+def lose_a_host(demo: Demo) -> None:
+    """The same job with a fast place: both ranks die, its directory is lost, and both die again."""
+    _heading(
+        f"6. The same, saved to a directory every {_counted(demo.save_every, 'step')}, "
+        "and copied from there to the store every second time"
+    )
+    root, fast = f"{demo.uri}/behind-a-fast-place", demo.records / "fast"
+    arguments = ("--uri", root, "--fast", str(fast), "--save-every", str(demo.save_every))
+    fatal = ("--die-after-save", str(demo.fatal_step))
+    for name, expected, die, heading in (
+        ("both-killed", [], fatal, f"both ranks are killed after step {demo.fatal_step}"),
+        ("disk-lost", [(demo.last_good_step, False)], fatal, "the directory is removed, and the job started again"),
+        ("host-back", [(demo.fatal_step, True)], (), "killed again, and started again: the directory is still there"),
+    ):
+        print(f"    {heading}", flush=True)
+        if name == "disk-lost":
+            shutil.rmtree(fast)
+        status = demo.train(name, *arguments, *die)
+        demo.check((status != 0) == bool(die), f"{name} run: exit status {status}; see {demo.log(name)}")
+        found = [(line["step"], line["is_fast"]) for line in read_record(demo.records / f"{name}-0.jsonl", "restored")]
+        demo.check(found == expected, f"the {name} run resumed from {found}, not from {expected}")
+
+
 def demonstrate(demo: Demo) -> int:
     """Run all of it, print the table, and return the exit status."""
     began_s = time.perf_counter()
     devices = f"{NUM_RANKS} ranks on {_device_type(NUM_RANKS)}"
     print(f"cloudckpt {cloudckpt.__version__}, torch {torch.__version__}, {devices}, at {demo.uri}")
     try:
-        for act in (train_undisturbed, train_until_killed, look_at_store, train_again, load_elsewhere):
+        for act in (train_undisturbed, train_until_killed, look_at_store, train_again, load_elsewhere, lose_a_host):
             act(demo)
             if demo.problems:
                 break
         else:
-            _heading("6. Compared, to the last bit")
-            summary.compare_losses(demo.records, num_steps=demo.num_steps, check=demo.check)
+            _heading("7. Compared, to the last bit")
+            for names in (("killed", "resumed"), ("both-killed", "disk-lost", "host-back")):
+                summary.compare_losses(demo.records, names=names, num_steps=demo.num_steps, check=demo.check)
             for names in names_by_device().values():
                 summary.compare_logits(demo.records, names=names, check=demo.check)
             summary.print_table(demo.records, num_ranks=NUM_RANKS, other_num_ranks=OTHER_NUM_RANKS)

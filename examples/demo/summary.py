@@ -20,21 +20,19 @@ def losses_by_step(records: Path, name: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_record(records / f"{name}-0.jsonl", "loss")}
 
 
-def compare_losses(records: Path, *, num_steps: int, check: Check) -> None:
-    """Hold the killed and the resumed run against the one that nothing interrupted."""
+def compare_losses(records: Path, *, names: Sequence[str], num_steps: int, check: Check) -> None:
+    """Hold the runs of one job, the last of which ends well, against the one that nothing interrupted."""
     expected = losses_by_step(records, "undisturbed")
-    killed, resumed = losses_by_step(records, "killed"), losses_by_step(records, "resumed")
+    runs = [losses_by_step(records, name) for name in names]
     check(sorted(expected) == list(range(1, num_steps + 1)), "the undisturbed run lacks steps")
-    missing = sorted(set(expected) - set(killed) - set(resumed))
-    different = sorted(
-        step for losses in (killed, resumed) for step, loss in losses.items() if loss != expected.get(step)
-    )
+    missing = sorted(set(expected).difference(*runs))
+    different = sorted(step for losses in runs for step, loss in losses.items() if loss != expected.get(step))
     check(not missing, f"no run but the undisturbed one got to steps {missing}")
-    check(num_steps in resumed, f"the resumed run did not get to step {num_steps}")
-    check(not different, f"the losses differ at steps {different}")
+    check(num_steps in runs[-1], f"the {names[-1]} run did not get to step {num_steps}")
+    check(not different, f"the losses of {names} differ at steps {different}")
     equal = "no" if missing or different else "yes"
     last_loss = expected.get(num_steps, float("nan"))
-    print(f"    losses equal: {equal:<4} ({num_steps} steps, the last {last_loss:.6f})")
+    print(f"    losses equal: {equal:<4} ({num_steps} steps, the last {last_loss:.6f}, of: {', '.join(names)})")
 
 
 def compare_logits(records: Path, *, names: Sequence[str], check: Check) -> None:

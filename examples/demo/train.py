@@ -138,6 +138,44 @@ class Checkpoints:
             print(f"{_name(self._saving_to)} is committed", flush=True)
 
 
+class FastCheckpoints:
+    """Saves to a directory, and every second time the manager copies the checkpoint to the root, too."""
+
+    def __init__(
+        self, root: str, fast: Path, *, fast_every: int, die_after_save: int, options: cloudckpt.Options, record: Record
+    ) -> None:
+        self._manager = cloudckpt.CheckpointManager(
+            root, save_every=2 * fast_every, fast=fast, fast_every=fast_every, options=options
+        )
+        self._fast = fast
+        self._die_after_save = die_after_save
+        self._record = record
+
+    def resume(self, training: Training) -> None:
+        """Load the newest checkpoint of both places; stay at the start where there is none."""
+        restored = self._manager.restore({"training": training})
+        if restored is not None:
+            self._record.write("restored", step=restored.step, is_fast=restored.uri.startswith(f"{self._fast}/"))
+            if training.rank == 0:
+                print(f"resumed from {restored.uri}", flush=True)
+
+    def save(self, training: Training) -> None:
+        """Save in the background; at the fatal step, kill this process as soon as all is committed and copied."""
+        step = training.num_steps_done
+        self._manager.save(step, {"training": training})
+        if step == self._die_after_save:
+            self._manager.wait(WAIT_TIMEOUT_S)
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def finish_if_done(self) -> None:
+        """Do nothing: the manager raises what went wrong at the next save."""
+
+    def finish(self) -> None:
+        """Wait for the save and the copy that are under way; raises what went wrong in them."""
+        self._manager.close(WAIT_TIMEOUT_S)
+
+
 @dataclass(slots=True, kw_only=True)
 class DieDuringUpload:
     """Kills this process without warning once so many parts of one checkpoint have been sent."""
@@ -171,11 +209,17 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     on_event = None
     if rank == args.die_on_rank:
         on_event = DieDuringUpload(name=f"step-{args.die_at_step}", after_parts=args.die_after_parts, record=record)
-    checkpoints = Checkpoints(
-        args.uri,
-        options=cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(part_bytes=PART_BYTES), on_event=on_event),
-        record=record,
-    )
+    options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(part_bytes=PART_BYTES), on_event=on_event)
+    checkpoints: Checkpoints | FastCheckpoints = Checkpoints(args.uri, options=options, record=record)
+    if args.fast is not None:
+        checkpoints = FastCheckpoints(
+            args.uri,
+            args.fast,
+            fast_every=args.save_every,
+            die_after_save=args.die_after_save,
+            options=options,
+            record=record,
+        )
     if args.save_every:
         checkpoints.resume(training)
     while training.num_steps_done < args.steps:
@@ -204,6 +248,8 @@ def main() -> None:
     parser.add_argument("--records", type=Path, required=True, help="directory for what happened")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=0, help="steps; 0: never")
+    parser.add_argument("--fast", type=Path, help="fast place of the checkpoints")
+    parser.add_argument("--die-after-save", type=int, default=0, help="step at which all ranks die, with a fast place")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--die-on-rank", type=int, default=-1)

@@ -33,8 +33,10 @@ def test_the_whole_demo_in_short(tmp_path: Path) -> None:
         "rank 1 was killed (SIGKILL) after part 2 of step-3/data/",
         "step-3   not a checkpoint: no manifest, ",
         "resumed from step-2, the newest checkpoint",
-        "losses equal: yes  (4 steps",
-        "logits equal: yes  (4 x 64 x 256, of: undisturbed, resumed, logits-1, logits-4)",
+        f"resumed from {mine}",
+        "of: killed, resumed)",
+        "of: both-killed, disk-lost, host-back)",
+        "logits equal: yes  (4 x 64 x 256, of: undisturbed, resumed, host-back, logits-1, logits-4)",
     ):
         assert line in process.stdout, process.stdout
     # The other rank may have begun, finished or not even started its own object when its partner was killed.

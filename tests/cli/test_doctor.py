@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from email.message import Message
 from email.utils import formatdate
 from pathlib import Path
@@ -21,7 +20,7 @@ from cloudckpt.doctor import DoctorReport, environment, examine
 from cloudckpt.doctor.environment import find_service
 from cloudckpt.errors import AccessDeniedError, StoreError
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.faults import Call
+from cloudckpt.testing.faults import Faults
 
 WRITTEN_MARK = ".cloudckpt-probe-"
 MOTO = {"checksums", "lifecycle"}
@@ -72,17 +71,11 @@ def test_a_folder_that_was_not_there_is_not_there_afterwards(tmp_path: Path) -> 
 def test_a_reader_writes_nothing(place: Place) -> None:
     """If this fails, whoever only loads is told that writing is denied."""
     place.write("checkpoint/manifest.json", b"{}")
-    calls: list[str] = []
-
-    class Watched(WrappedStore):
-        def around(self, call: Call, action: Callable[[], Any]) -> Any:
-            calls.append(call.operation)
-            return action()
-
-    report = examine(place.uri(), read_only=True, options=make_options(wrap_store=Watched))
+    faults = Faults()
+    report = examine(place.uri(), read_only=True, options=make_options(wrap_store=faults))
     assert report.is_healthy
     assert report["get"].outcome == "passed"
-    assert set(calls) <= {"list", "read_into"}
+    assert set(faults.num_calls) <= {"list", "read_into"}
     assert {"put", "free space"}.isdisjoint(check.name for check in report.checks)
     assert "cloudckpt verify" in str(report)
 

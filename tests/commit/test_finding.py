@@ -18,7 +18,7 @@ from tests.commit.actors import data_key_of, fence, manifest_for
 from tests.kit.in_memory import Memory, assert_holds, state_of
 from tests.kit.options import make_options
 from tests.kit.ranks import run_ranks
-from tests.kit.wrapped import FaultyStore, Lies, WrappedStore
+from tests.kit.wrapped import Call, FaultyStore, Lies, WrappedStore, watching
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -40,7 +40,6 @@ from cloudckpt.manager.steps import Steps
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.faults import Call
 from cloudckpt.uri import parse_location
 
 examples = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -354,19 +353,6 @@ UNFORESEEN: dict[str, Callable[[], Exception]] = {
 }
 
 
-class Broken(WrappedStore):
-    """Raises what no store should, where `is_due` says so."""
-
-    def __init__(self, inner: Store, error: Callable[[], Exception], is_due: Callable[[Call], bool]) -> None:
-        super().__init__(inner)
-        self._error, self._is_due = error, is_due
-
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        if self._is_due(call):
-            raise self._error()
-        return action()
-
-
 def restored(root: str, options: Options) -> object:
     with CheckpointManager(root, no_dist=True, options=options) as manager:
         return manager.restore(state_of())
@@ -400,12 +386,12 @@ def test_store_errors_keep_their_class(memory: Memory, name: str, operation: str
     cloudckpt.save(state_of(1.0), memory.uri("step-1"))
     num_raised = 0
 
-    def is_due(call: Call) -> bool:
+    def find_error(call: Call) -> Exception | None:
         nonlocal num_raised
         num_raised += call.operation == operation
-        return call.operation == operation
+        return UNFORESEEN[kind]() if call.operation == operation else None
 
-    options = make_options(wrap_store=lambda store: Broken(store, UNFORESEEN[kind], is_due))
+    options = make_options(wrap_store=lambda store: FaultyStore(store, find_error=find_error))
     try:
         READERS[name](memory.root, options)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # it is judged below
@@ -439,18 +425,16 @@ def test_a_commit_whose_answer_nobody_foresaw_keeps_its_data(memory: Memory, ope
     """If this fails, a save removes the data of its own commit, and leaves a checkpoint that is damaged."""
     has_committed = False
 
-    class After(WrappedStore):
-        def around(self, call: Call, action: Callable[[], Any]) -> Any:
-            nonlocal has_committed
-            done = action()
-            is_commit = call.operation == "put" and call.key == "manifest.json"
-            has_committed |= is_commit
-            if has_committed and operation == call.operation:
-                raise UNFORESEEN[kind]()  # noqa: RSE102  # it makes one
-            return done
+    def fail_after_the_commit(call: Call) -> None:
+        nonlocal has_committed
+        has_committed |= call.operation == "put" and call.key == "manifest.json"
+        if has_committed and operation == call.operation:
+            raise UNFORESEEN[kind]()  # noqa: RSE102  # it makes one
 
     with contextlib.suppress(cloudckpt.CommitUnknownError):  # but where the manifest can be read back
-        cloudckpt.save(state_of(1.0), memory.uri(), options=make_options(wrap_store=After))
+        cloudckpt.save(
+            state_of(1.0), memory.uri(), options=make_options(wrap_store=watching(after=fail_after_the_commit))
+        )
     assert has_committed
     state = state_of(-1.0)
     cloudckpt.load(state, memory.uri())
@@ -463,7 +447,9 @@ def load_what_rank_0_cannot_find(uri: str, kind: str) -> None:
     options = Options()
     if dist.get_rank() == 0:
         options = make_options(
-            wrap_store=lambda store: Broken(store, UNFORESEEN[kind], lambda call: call.key == "manifest")
+            wrap_store=lambda store: FaultyStore(
+                store, find_error=lambda call: UNFORESEEN[kind]() if call.key == "manifest" else None
+            )
         )
     with pytest.raises(CheckpointException) as caught:
         cloudckpt.load(state_of(), uri, options=options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from tests.convert.conftest import Root
 from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save, store_at
 from tests.kit.options import make_options
+from tests.kit.wrapped import watching
 
 import cloudckpt
 from cloudckpt.errors import InvalidOptionError
@@ -33,11 +33,6 @@ def saved(uri: str, fill: int = 1, *, overwrite: bool = False) -> dict[str, Any]
     state = state_of(fill)
     save(state, uri, tile_bytes=4 * KIB, object_bytes=KIB, overwrite=overwrite)
     return state
-
-
-def noting(operation: str, note: Callable[[Call], None]) -> Faults:
-    """Tells of each such call."""
-    return Faults(Rule(fault=Tell(before=note), operations={operation}, times=None))
 
 
 _OBJECTS = {"put", "complete_multipart", "copy_from"}
@@ -60,7 +55,7 @@ def test_a_copy_that_is_killed_at_any_object_goes_on(root_of: Root, one: str, ot
         target = f"{root_of(other)}/step-1"
         died(source, target, at, after=after)
         read: set[str] = set()
-        seen = noting("read_into", lambda call, read=read: read.add(call.key))  # type: ignore[misc]
+        seen = watching("read_into", before=lambda call, read=read: read.add(call.key))  # type: ignore[misc]
         report = cloudckpt.copy(
             source, target, options=make_options(wrap_store=seen), target_options=make_options(**OPTIONS)
         )
@@ -199,7 +194,7 @@ def test_an_upload_that_was_killed_in_the_midst_goes_on(root_of: Root, kind: str
     save(state, source)
     died(source, target, 4, after=False, writes={"upload_part"}, part_bytes=5 * MIB)
     sent: list[int] = []
-    counting = noting("upload_part", lambda call: sent.append(call.num_bytes))
+    counting = watching("upload_part", before=lambda call: sent.append(call.num_bytes))
     options = make_options(resume=True, connections=1, part_bytes=5 * MIB, wrap_store=counting)
     report = cloudckpt.copy(source, target, target_options=options)
     assert report.num_reused_bytes == 15 * MIB

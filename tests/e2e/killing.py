@@ -12,10 +12,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +26,10 @@ from tests.kit.options import make_options
 from tests.kit.places import BucketPlace, LocalPlace, Place, S3Place
 from tests.kit.ranks import RankError, run_ranks
 from tests.kit.wire import Seen, Wire, WireCallback, WireRule
-from tests.kit.wrapped import Call, WrappedStore
+from tests.kit.wrapped import watching
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
-from cloudckpt.stores.base import Store
 from cloudckpt.types import GarbageReport
 
 MAX_FENCE_BYTES = 128
@@ -95,7 +94,6 @@ _WAIT_S = 100.0
 _SEEDS: Mapping[Version, int] = {"old": 1, "new": 2, "again": 3}
 _WRITES = frozenset({"PUT", "POST", "DELETE"})
 _WRITING_CALLS = frozenset({"put", "complete_multipart", "delete"})
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,18 +198,9 @@ def kill_victims(job: Job) -> None:
                     os.kill(pid, number)
 
 
-class Deadly(WrappedStore):
-    """Kills after the first write that is carried out once the watching rank has come to its step."""
-
-    def __init__(self, inner: Store, job: Job) -> None:
-        super().__init__(inner)
-        self._job = job
-
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
-        result = action()
-        if call.operation in _WRITING_CALLS and _armed(self._job).exists():
-            kill_victims(self._job)
-        return result
+def _kill_if_armed(job: Job) -> None:
+    if _armed(job).exists():
+        kill_victims(job)
 
 
 def save_and_die(job: Job) -> None:
@@ -226,7 +215,7 @@ def save_and_die(job: Job) -> None:
         if job.has_wire:
             more["storage_options"] = job.storage_options
         else:
-            more["wrap_store"] = lambda store: Deadly(store, job)
+            more["wrap_store"] = watching(*_WRITING_CALLS, after=lambda _: _kill_if_armed(job))
     options = job.options(**more)
     if kill.how == "save":
         cloudckpt.save(job.values("new"), job.uri, overwrite=kill.overwrite, options=options)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
@@ -13,42 +11,39 @@ import torch.distributed as dist
 from tests.kit.options import make_options
 from tests.kit.places import Place
 from tests.kit.ranks import run_ranks
-from tests.kit.wrapped import Call, WrappedStore
+from tests.kit.wrapped import Call, FaultyStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import CheckpointManager
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores.base import Store
+from cloudckpt.testing.faults import Faults, Rule, Tell
 
 pytestmark = pytest.mark.multirank
 
-_T = TypeVar("_T")
 Broken = dict[int, tuple[str, str]]
 """For some steps: the operation that fails, and a part of the keys at which it does."""
 
 
-class BreakingStore(WrappedStore):
-    """Refuses the calls that `broken` names; a listing, once the manifest has been put."""
+def break_calls(inner: Store, broken: Broken) -> FaultyStore:
+    """Refuse the calls that `broken` names; a listing, once the manifest has been put."""
+    name = inner.uri.rpartition("/")[2]
+    operation, part_of_key = next((what for step, what in broken.items() if name == f"step-{step}"), ("", ""))
 
-    def __init__(self, inner: Store, broken: Broken) -> None:
-        super().__init__(inner)
-        name = inner.uri.rpartition("/")[2]
-        self._broken = next((what for step, what in broken.items() if name == f"step-{step}"), ("", ""))
-        self._has_manifest = False
+    def find_error(call: Call) -> AccessDeniedError | None:
+        has_manifest = any(one.operation == "put" and "manifest" in one.key for one in store.calls)
+        if call.operation != operation or part_of_key not in call.key or (operation == "list" and not has_manifest):
+            return None
+        return AccessDeniedError("refused", key=call.key, operation=operation)
 
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
-        operation, part_of_key = self._broken
-        is_due = operation != "list" or self._has_manifest
-        if call.operation == operation and part_of_key in call.key and is_due:
-            raise AccessDeniedError("refused", key=call.key, operation=operation)
-        self._has_manifest |= call.operation == "put" and "manifest" in call.key
-        return action()
+    store = FaultyStore(inner, find_error=find_error)
+    return store
 
 
 def train(root: str, broken_by_rank: dict[int, Broken], last: int, way: str) -> tuple[str, list[str], list[int]]:
     """What ended it, the failures that it survived or died of, and the steps that are there."""
     rank = dist.get_rank()
-    options = make_options(wrap_store=lambda store: BreakingStore(store, broken_by_rank.get(rank, {})))
+    options = make_options(wrap_store=lambda store: break_calls(store, broken_by_rank.get(rank, {})))
     manager = CheckpointManager(root, on_failure="warn", keep_last=2, async_=way == "async", options=options)
     end = "done"
     try:
@@ -78,23 +73,12 @@ def test_all_ranks_decide_alike(place: Place, way: str) -> None:
     assert results == [(end, failures, [8, 9])] * 2
 
 
-class WaitingStore(WrappedStore):
-    """Puts the data of the first step once somebody writes to `gate`."""
-
-    def __init__(self, inner: Store, gate: Path) -> None:
-        super().__init__(inner)
-        self._gate = gate
-
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
-        if call.operation == "put" and "data/" in call.key and self.inner.uri.endswith("step-1"):
-            self._gate.read_text()
-        return action()
-
-
 def train_beside_a_slow_save(root: str, gate: Path) -> tuple[list[str], list[int], list[int]]:
     """What the saves returned, the steps that were skipped, and those that are there."""
     rank = dist.get_rank()
-    wrap_store = (lambda store: WaitingStore(store, gate)) if rank == 1 else None
+    # The data of the first step on rank 1 is put once somebody writes to `gate`.
+    wait = Rule(fault=Tell(before=lambda _: gate.read_text()), operations={"put"}, key="data/")
+    wrap_store = Faults(wait) if rank == 1 else None
     options = make_options(async_in_flight="raise", wrap_store=wrap_store)
     manager = CheckpointManager(root, on_failure="warn", max_failures=2, options=options)
     made = []

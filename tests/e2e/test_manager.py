@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +16,14 @@ import torch.distributed as dist
 from tests.kit.options import make_options
 from tests.kit.places import Place
 from tests.kit.ranks import RankError, run_ranks
-from tests.kit.wrapped import Call, WrappedStore
+from tests.kit.wrapped import die, watching
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt import CheckpointManager
-from cloudckpt.stores.base import Store
 
 WAIT_S = 100.0
-_T = TypeVar("_T")
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -210,20 +208,6 @@ def test_a_reader_in_flight_while_old_ones_go(place: Place, tmp_path: Path) -> N
 # --- deaths
 
 
-class Dying(WrappedStore):
-    """Dies of SIGKILL once a call that only retention makes is carried out."""
-
-    def __init__(self, inner: Store, operation: str, part_of_key: str) -> None:
-        super().__init__(inner)
-        self._operation, self._part_of_key = operation, part_of_key
-
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
-        result = action()
-        if call.operation == self._operation and self._part_of_key in call.key:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-
 KILLS = [
     ("put", "manifest.1.json"),
     ("delete", "manifest.json"),
@@ -233,7 +217,7 @@ KILLS = [
 
 def _dies_in_retention(root: str, operation: str, part_of_key: str) -> None:
     save_all(CheckpointManager(root), 1, 2, 3)
-    options = make_options(wrap_store=lambda store: Dying(store, operation, part_of_key))
+    options = make_options(wrap_store=watching(operation, key=re.escape(part_of_key), after=die))
     save_all(CheckpointManager(root, keep_last=1, options=options), 4)
 
 

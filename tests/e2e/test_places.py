@@ -7,27 +7,24 @@ step that is whole somewhere, and the bucket gets what it is owed.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.kit.options import make_options
 from tests.kit.ranks import RankError, run_ranks
-from tests.kit.wrapped import Call, WrappedStore
+from tests.kit.wrapped import die
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager
 from cloudckpt.errors import CheckpointError
-from cloudckpt.stores.base import Store
+from cloudckpt.testing.faults import Faults, Rule, Tell
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
@@ -36,7 +33,6 @@ LAST = 7
 """Number of the last step of the second life."""
 LAST_OF_FIRST = 4
 _WRITES = frozenset({"put", "create_multipart", "upload_part", "complete_multipart", "delete"})
-_T = TypeVar("_T")
 Harm: TypeAlias = Literal["none", "no fast place", "damaged nearby"]
 HARMS: tuple[Harm, ...] = ("none", "no fast place", "damaged nearby")
 IS_THOROUGH = os.environ.get("CLOUDCKPT_KILLS") == "all"
@@ -48,20 +44,6 @@ KILLS = [
     for number, harm in enumerate(HARMS)
     if IS_THOROUGH or at // 4 % len(HARMS) == number
 ]
-
-
-class Deadly(WrappedStore):
-    """Dies of SIGKILL after a write has been carried out, counted over all stores of the process."""
-
-    def __init__(self, inner: Store, numbers: itertools.count[int], at: int) -> None:
-        super().__init__(inner)
-        self._numbers, self._at = numbers, at
-
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
-        result = action()
-        if call.operation in _WRITES and next(self._numbers) == self._at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -89,8 +71,8 @@ def manager_of(directory: Path, **settings: Any) -> CheckpointManager:
 
 def _first_life(directory: Path, at: int, async_: bool) -> None:  # noqa: FBT001
     rank = dist.get_rank() if dist.is_initialized() else 0
-    numbers = itertools.count(1)
-    more: dict[str, Any] = {"wrap_store": lambda store: Deadly(store, numbers, at)} if rank == 0 else {}
+    kill = Rule(fault=Tell(after=die), operations=_WRITES, skip=at - 1)
+    more: dict[str, Any] = {"wrap_store": Faults(kill)} if rank == 0 else {}
     options = make_options(tile_bytes=4096, object_bytes=8192, part_bytes=8192, **more)
     with manager_of(directory, async_=async_, options=options) as manager:
         manager.restore(state_of(-1))

@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.format.samples import as_json, json_values, tiles_text
 from tests.kit.options import make_options
-from tests.kit.wrapped import Call, WrappedStore
+from tests.kit.wrapped import Call, watching
 
 import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.errors import CheckpointError
 from cloudckpt.format.safetensors import LENGTH_BYTES
 from cloudckpt.format.validation import is_safe_key
-from cloudckpt.stores.base import Store, crc32c_of
+from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
 pytestmark = [
@@ -35,14 +35,11 @@ _numbers = itertools.count()
 SECRET = b"what lies beside the checkpoint"
 
 
-class Confined(WrappedStore):
-    """Fails the test where a call leaves the checkpoint, or asks for what a checkpoint does not have."""
-
-    def around(self, call: Call, action: Any) -> Any:
-        if call.operation in ("read", "read_into", "head"):
-            assert is_safe_key(call.key) or call.key.startswith("manifest"), call
-        assert call.operation not in ("put", "delete", "copy", "create_multipart"), call
-        return super().around(call, action)
+def check_is_confined(call: Call) -> None:
+    """Fail the test where a call leaves the checkpoint, or asks for what a checkpoint does not have."""
+    if call.operation in ("read", "read_into", "head"):
+        assert is_safe_key(call.key) or call.key.startswith("manifest"), call
+    assert call.operation not in ("put", "delete", "copy", "create_multipart"), call
 
 
 def opened(objects: dict[str, bytes]) -> tuple[str, Options]:
@@ -52,10 +49,8 @@ def opened(objects: dict[str, bytes]) -> tuple[str, Options]:
         MemoryStore(name).put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))
     MemoryStore(name).put("secret", [memoryview(SECRET)], crc32c=crc32c(SECRET))
 
-    def wrap(store: Store) -> Store:
-        return Confined(store)
-
-    return f"memory://{name}/checkpoint", make_options(wrap_store=wrap, connections=1, retries=0)
+    options = make_options(wrap_store=watching(before=check_is_confined), connections=1, retries=0)
+    return f"memory://{name}/checkpoint", options
 
 
 def finished(manifest: Any) -> bytes:

@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.io.conftest import FakeClock
 from tests.kit.oracles import slow_crc32c
-from tests.kit.wrapped import Call, FaultyStore, WrappedStore
+from tests.kit.wrapped import Call, FaultyStore, WrappedStore, watching
 
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -30,8 +30,6 @@ from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.stores.base import Limits, Store, Views, combine_tile_crc32cs, compute_tile_crc32cs, crc32c_of, num_bytes
 from cloudckpt.stores.memory import MemoryStore
-
-_T = TypeVar("_T")
 
 TILE_BYTES = 8
 PART_BYTES = 32
@@ -135,7 +133,7 @@ class _OneWriter(WrappedStore):
         self._writing: set[str] = set()
         self._begun: set[str] = set()
 
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
         if call.operation != "upload_part":
             return action()
         if call.key in self._writing:
@@ -207,19 +205,16 @@ def test_permanently_failed_upload_leaves_nothing(store: FaultyStore, operation:
     assert all(sorted(body.opened) == sorted(body.closed) for body in bodies.values())
 
 
-class _LosingTheEnd(WrappedStore):
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:
-        result = action()
-        if call.operation == "complete_multipart":
-            body = memoryview(self.inner.read(call.key, max_bytes=2**30)[:-1])
-            self.inner.put(call.key, [body], crc32c=crc32c_of([body]))
-        return result
-
-
 def test_a_completion_that_shows_another_size_is_no_success(store: FaultyStore) -> None:
     """If this fails, a store that lost a part makes a checkpoint that cannot be loaded."""
+
+    def lose_the_end(call: Call) -> None:
+        body = memoryview(store.inner.read(call.key, max_bytes=2**30)[:-1])
+        store.inner.put(call.key, [body], crc32c=crc32c_of([body]))
+
+    losing = watching("complete_multipart", after=lose_the_end)(store)
     with pytest.raises(ShortObjectError, match=r"data/a: the object has 159 bytes after 160 were uploaded"):
-        upload(_LosingTheEnd(store), {"data/a": Bytes(data_of(5 * PART_BYTES))})
+        upload(losing, {"data/a": Bytes(data_of(5 * PART_BYTES))})
     assert_nothing_left(store)
 
 

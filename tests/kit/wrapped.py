@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,9 +13,9 @@ from typing import TypeVar
 
 from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError
 from cloudckpt.stores.base import Capabilities, ObjectInfo, Store
-from cloudckpt.testing.faults import Call, WrappedStore
+from cloudckpt.testing.faults import Call, Faults, Rule, Tell, WrappedStore
 
-__all__ = ["Call", "FaultyStore", "Lies", "WrappedStore", "permanent", "transient"]
+__all__ = ["Call", "FaultyStore", "Lies", "WrappedStore", "die", "permanent", "transient", "watching"]
 
 _T = TypeVar("_T")
 
@@ -29,10 +31,11 @@ class _Fault:
 
 
 class FaultyStore(WrappedStore):
-    """Fails as told, and remembers every call."""
+    """Fails as told, and remembers every call. `find_error` may return an error, which is raised instead of a call."""
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Store, *, find_error: Callable[[Call], BaseException | None] = lambda _: None) -> None:
         super().__init__(inner)
+        self._find_error = find_error
         self.calls: list[Call] = []
         self._faults: list[_Fault] = []
         self._hooks: list[tuple[str, str, Callable[[], None]]] = []
@@ -83,6 +86,8 @@ class FaultyStore(WrappedStore):
             self._hooks = [hook for hook in self._hooks if hook not in hooks]
         for _, _, hook in hooks:
             hook()
+        if (error := self._find_error(call)) is not None:
+            raise error
         if fault is not None and not fault.after:
             raise fault.error()
         result = action()
@@ -158,6 +163,21 @@ class _Lying(WrappedStore):
         if not self._lies.more_bytes:
             raise ObjectNotFoundError("not found", key=self.url(key), operation="head")
         return dataclasses.replace(found, size_bytes=found.size_bytes + self._lies.more_bytes)
+
+
+def watching(
+    *operations: str,
+    before: Callable[[Call], object] | None = None,
+    after: Callable[[Call], object] | None = None,
+    key: str = "",
+) -> Faults:
+    """Wrap stores that call `before` each such call, or `after` it was carried out. Without operations, all of them."""
+    return Faults(Rule(fault=Tell(before=before, after=after), operations=operations or None, key=key, times=None))
+
+
+def die(_: Call) -> None:
+    """Kill the process, for `watching`."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def transient(operation: str) -> TransientStoreError:

@@ -44,7 +44,11 @@ class Places:
         self.broken: dict[str, Callable[[Call], Exception | None]] = {}
 
     def __call__(self, inner: Store) -> Store:
-        self.stores.append(_Broken(inner, self))
+        def find_error(call: Call) -> Exception | None:
+            errors = (error(call) for directory, error in [*self.broken.items()] if inner.uri.startswith(directory))
+            return next(filter(None, errors), None)
+
+        self.stores.append(FaultyStore(inner, find_error=find_error))
         return self.stores[-1]
 
     def fail(self, directory: Path, error: Callable[[Call], Exception | None]) -> None:
@@ -59,19 +63,6 @@ class Places:
             for call in store.calls
             if call.operation in operations and "data/" in call.key
         )
-
-
-class _Broken(FaultyStore):
-    def __init__(self, inner: Store, places: Places) -> None:
-        super().__init__(inner)
-        self._places = places
-
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        for directory, error in list(self._places.broken.items()):
-            found = error(call) if self.uri.startswith(directory) else None
-            if found is not None:
-                raise found
-        return super().around(call, action)
 
 
 def full(call: Call) -> Exception | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pickle
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from tests.kit.options import make_options
 from tests.kit.oracles import signed
 from tests.kit.ranks import on_ranks
-from tests.kit.wrapped import Call, WrappedStore
+from tests.kit.wrapped import Call, FaultyStore
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -42,18 +43,13 @@ def state_of(seed: int, *, shape: tuple[int, ...] = (LENGTH,)) -> dict[str, Any]
     return {f"t{number}": torch.full(shape, seed * 100.0 + number) for number in range(NUM_TENSORS)}
 
 
-class Failing(WrappedStore):
-    """A device on which reads of some objects fail, and which counts the tries."""
+def failing(parts: Sequence[str], error: Callable[[], Exception]) -> Callable[[Any], FaultyStore]:
+    """Wrap stores on which the calls for objects with these `parts` in their keys fail."""
 
-    def __init__(self, inner: Any, broken: Iterable[str], error: Callable[[], Exception]) -> None:
-        super().__init__(inner)
-        self.broken, self.error, self.num_failed = set(broken), error, 0
+    def find_error(call: Call) -> Exception | None:
+        return error() if any(part in call.key for part in parts) else None
 
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        if any(part in call.key for part in self.broken):
-            self.num_failed += 1
-            raise self.error()
-        return action()
+    return functools.partial(FaultyStore, find_error=find_error)
 
 
 def eio() -> StoreError:
@@ -132,18 +128,18 @@ def test_device_that_fails_is_not_asked_again_for_what_it_could_not_give(
     near: Path, far: Path, error: Callable[[], Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, a dying drive ends a restore that the bucket could serve, or each of its objects is waited for."""
-    stores: list[Failing] = []
-    broken = [path.name for path in objects_of(near)]
+    raised: list[Exception] = []
 
-    def wrap(inner: Any) -> Failing:
-        stores.append(Failing(inner, broken, error))
-        return stores[-1]
+    def fail() -> Exception:
+        raised.append(error())
+        return raised[-1]
 
-    options = options_of(wrap_store=wrap, retries=0, connections=1)
+    wrap_store = failing([path.name for path in objects_of(near)], fail)
+    options = options_of(wrap_store=wrap_store, retries=0, connections=1)
     state, report = load(near, far, options=options)
     assert_first(state)
     assert report.num_objects_of_copy == NUM_TENSORS
-    assert sum(store.num_failed for store in stores) == (1 if error is timeout else NUM_TENSORS)
+    assert len(raised) == (1 if error is timeout else NUM_TENSORS)
     assert "reading the copy" in caplog.text
 
 
@@ -215,12 +211,12 @@ def test_damage_is_not_seen_without_verification_and_a_lost_object_is(near: Path
 def test_trouble_at_either_place_is_not_taken_for_damage(near: Path, far: Path) -> None:
     """If this fails, a bucket that does not answer for a minute makes a job resume from an older step."""
     victim, its_copy = objects_of(near)[2], objects_of(far)[2]
-    failing = options_of(wrap_store=lambda inner: Failing(inner, [victim.name], eio), retries=0)
+    options = options_of(wrap_store=failing([victim.name], eio), retries=0)
     remove(its_copy)
     with pytest.raises(StoreError, match="Input/output error"):
-        load(near, far, options=failing)
+        load(near, far, options=options)
     remove(victim)
-    unanswered = options_of(wrap_store=lambda inner: Failing(inner, ["manifest"], timeout), retries=0)
+    unanswered = options_of(wrap_store=failing(["manifest"], timeout), retries=0)
     with pytest.raises(StoreTimeoutError):
         load(near, far, far_options=unanswered)
 
@@ -249,7 +245,7 @@ def test_manifest_that_is_not_whole_nearby_is_that_of_the_copy(
 def test_trouble_with_both_manifests_is_raised_before_absence(near: Path, far: Path) -> None:
     """If this fails, a step that a bucket may well have counts as damaged because a tier has lost it."""
     remove(near / "manifest.json")
-    unanswered = options_of(wrap_store=lambda inner: Failing(inner, ["manifest"], timeout), retries=0)
+    unanswered = options_of(wrap_store=failing(["manifest"], timeout), retries=0)
     with pytest.raises(StoreTimeoutError):
         load(near, far, far_options=unanswered)
 

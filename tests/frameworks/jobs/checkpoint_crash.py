@@ -15,29 +15,20 @@ from torch_checkpointing.config import SyncCheckpointSaverConfig
 
 import cloudckpt
 from cloudckpt.integrations.torch_checkpointing import CloudStorageConfig
-from cloudckpt.testing.faults import Call, WrappedStore
+from cloudckpt.testing.faults import Call, Faults, Rule, Tell
 
 NUM_STARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 RANK = int(os.environ["RANK"])
 
 
-class Deadly(WrappedStore):
-    """Kills its process after the second part."""
-
-    num_parts = 0
-
-    def around(self, call: Call, action):  # type: ignore[no-untyped-def]
-        result = super().around(call, action)
-        if call.operation == "upload_part":
-            Deadly.num_parts += 1
-            if Deadly.num_parts == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return result
+def kill(_: Call) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save(root: str, *, dies_there: bool) -> None:
     dies = dies_there and RANK == 1
-    advanced = cloudckpt.AdvancedOptions(part_bytes=5 * 2**20, wrap_store=Deadly if dies else None)
+    second_part = Rule(fault=Tell(after=kill), operations={"upload_part"}, skip=1)
+    advanced = cloudckpt.AdvancedOptions(part_bytes=5 * 2**20, wrap_store=Faults(second_part) if dies else None)
     config = CloudStorageConfig(root, options=cloudckpt.Options(staging_bytes=2**28, advanced=advanced))
     manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=config))
     model = torch.full((4 * 2**20,), float(NUM_STARTS + RANK))

@@ -21,7 +21,7 @@ from torch import multiprocessing
 
 import cloudckpt
 from cloudckpt.integrations import megatron
-from cloudckpt.testing.faults import Call, WrappedStore
+from cloudckpt.testing.faults import Call, Faults, Rule, Tell
 
 VERB, ROOT = sys.argv[1:]
 ROWS = 16
@@ -74,14 +74,11 @@ def is_loaded(uri: str, scale: float) -> bool:
     )
 
 
-class Deadly(WrappedStore):
-    """Kills its process once a part, or an object, is sent."""
+def kill(_: Call) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, call: Call, action):  # type: ignore[no-untyped-def]
-        result = super().around(call, action)
-        if call.operation in {"upload_part", "put"}:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+
+DEADLY = Faults(Rule(fault=Tell(after=kill), operations={"put", "upload_part"}))
 
 
 def save_all() -> dict[str, Any]:
@@ -114,7 +111,7 @@ def save_all() -> dict[str, Any]:
 dist.init_process_group("gloo")
 if VERB == "crash":
     dies = dist.get_rank() == 1
-    advanced = cloudckpt.AdvancedOptions(wrap_store=Deadly if dies else None)
+    advanced = cloudckpt.AdvancedOptions(wrap_store=DEADLY if dies else None)
     megatron.enable(options=cloudckpt.Options(timeout_s=20, advanced=advanced))
     dist_checkpointing.save(state_of(7), f"{ROOT}/iter_0000007")
 megatron.enable()

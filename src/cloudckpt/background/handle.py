@@ -145,7 +145,7 @@ class AsyncSave(OfThisProcess):
                 while not committed.done():  # ipykernel 7 notes an interrupt once the loop wakes up
                     await asyncio.wait([committed], timeout=_LOOP_WAKES_S)
             finally:
-                committed.cancel()  # nobody asks for its failure any more
+                committed.cancel()  # no caller asks for its failure any more
         return committed.result()
 
     def result(self, timeout: float | None = None) -> SavedMetadata:

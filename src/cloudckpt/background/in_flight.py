@@ -27,7 +27,7 @@ from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.uri import redact
 
 EXIT_CODE = 120
-"""Exit code of a program that ends with a failed save nobody has asked about: Python's own for errors at its end."""
+"""Exit code of a program whose last save failed unnoticed. It is the one that Python uses for errors at its end."""
 
 
 class _Slot:
@@ -39,7 +39,7 @@ class _Slot:
         self.beginner: int | None = None
         """The thread that holds it."""
         self.handle: AsyncSave | None = None
-        """The save in flight, or one that failed without anybody having asked."""
+        """The save in flight, or one that failed unnoticed: no caller has asked its handle for the failure."""
         self.thread: threading.Thread | None = None
         """The thread of the last save."""
         self.stagers: dict[bool, PinnedStager] = {}
@@ -88,7 +88,7 @@ _slot = _Slot()
 
 
 def find_unsettled() -> AsyncSave | None:
-    """Return the background save that is in flight, or that has failed without anybody having asked."""
+    """Return the background save that is in flight, or that has failed unnoticed."""
     handle = _slot.handle
     if handle is None or not handle.done():
         return handle
@@ -163,7 +163,7 @@ def await_turn() -> None:
 
 @contextlib.contextmanager
 def earlier_failure() -> Iterator[BaseException | None]:
-    """Give the failure of a background save that nobody has asked for: all ranks must raise it before anything else.
+    """Give the unnoticed failure of a background save, which all ranks must raise before anything else.
 
     It counts as known once an exception that leaves this context holds it.
     """
@@ -185,7 +185,7 @@ def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
     if error is None or handle.cancelled():
         return None
     if isinstance(error, CheckpointException) and any(isinstance(at, SaveOrLoadError) for at in causes_of(error)):
-        return None  # it is another rank's earlier failure, which must not go back and forth between the ranks
+        return None  # it is an earlier failure of another rank, which the ranks must not raise again and again
     what = f"the background save to {handle.uri}"
     is_alone = not isinstance(error, SaveOrLoadError) or error.is_alone
     if not isinstance(error, CheckpointException):
@@ -205,7 +205,7 @@ def set_in_flight(handle: AsyncSave, thread: threading.Thread | None = None) -> 
 
 
 def drop(handle: AsyncSave | None) -> None:
-    """Drop the save: nobody needs to learn of its outcome any more."""
+    """Forget the save, whose outcome is known."""
     with _slot.lock:
         if _slot.handle is handle:
             _slot.handle = None
@@ -229,7 +229,7 @@ def close(timeout: float | None = None) -> None:
         timeout: Seconds to wait. None waits for ever.
 
     Raises:
-        CheckpointException: The last save failed, and nobody has asked its handle for the failure.
+        CheckpointException: The last save failed, and no caller has asked its handle for the failure.
         TimeoutError: The save has not ended within `timeout`. Nothing is freed.
         SaveInFlightError: This very thread begins a save, or makes one.
 
@@ -294,7 +294,7 @@ def _at_exit() -> None:
     handle = _slot.handle
     try:
         _end(None, within_s=None)
-    except BaseException as error:  # there is no caller left who could get it
+    except BaseException as error:  # no caller is left to raise it to
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except BaseException as of_hook:  # its context is the error, which is thus printed as well

@@ -115,7 +115,7 @@ class ExternalStaging:
         self.completed: Future[None] = Future()
         """Done when all is copied; holds the exception if that failed."""
         self.is_overlapped = False
-        """True if the stager returned before all was copied, so that nobody waits for it."""
+        """True if the stager returned before all was copied."""
         self.state_dict: dict[str, Any] = {}
         """The copy, once it is completed."""
 
@@ -183,7 +183,7 @@ def begin_staging(
 
 @dataclass(slots=True, kw_only=True)
 class BackgroundSave:
-    """One save whose state dict a stager has got."""
+    """One save, from the copy of its state dict to its outcome."""
 
     staging: Staging | ExternalStaging | None
     """None once the save has ended."""
@@ -263,7 +263,7 @@ class BackgroundSave:
             raise
 
     def abandon(self, error: BaseException) -> None:
-        """End the save whose `begin` raised: nobody has its handle."""
+        """End the save after `begin` raised, so that no caller has its handle."""
         if self.thread is not None and self.thread.ident is not None and self.handle is not None:
             self.handle.cancel()
             return
@@ -291,7 +291,7 @@ class BackgroundSave:
             traceback.clear_frames(error.__traceback__)  # the frames hold the copy
             outcome = error
             if isinstance(error, CheckpointException):
-                error.__traceback__ = None  # it says itself where it comes from, and would keep this frame
+                error.__traceback__ = None  # its text holds its traceback, and the object would keep this frame
         try:
             if isinstance(outcome, BaseException):
                 self.writer.lifecycle.end(outcome)
@@ -312,8 +312,8 @@ class BackgroundSave:
         refusal: BaseException | None = None
         try:
             if isinstance(staging, Staging) and type(planner) is BalancedSavePlanner and not writer.has_transforms:
-                # The save reads nothing but bytes, each once it is copied. If the caller waits for a copy that keeps
-                # every core busy, an upload beside it would make that wait longer than it would shorten the save.
+                # The save reads nothing but bytes, each once it is copied. If the copy keeps every core busy and the
+                # caller waits for it, an upload beside it costs more time than it saves.
                 snapshot = staging
                 snapshot.is_awaited_whole = not (is_overlapped or staging.leaves_cores)
             else:

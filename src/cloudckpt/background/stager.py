@@ -76,9 +76,8 @@ class CopyPlanCache:
         return False
 
     def is_valid(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if the copies are going to hold what the tensors do. May be asked while they are made.
-
-        The copies were lent, and somebody could have changed them too.
+        """Return True if the copies will equal the tensors. Can be called while they are made. The copies were lent, so
+        a user may have changed them, too.
         """
         copies = self.plan.copies
         with contextlib.suppress(RuntimeError):
@@ -165,7 +164,7 @@ class PinnedStager(OfThisProcess, AsyncStager):
     def _await_last(self) -> None:
         if self._last is not None:
             if self._last.completed.exception() is not None:
-                self._cache = None  # the cause may be a copy that somebody changed
+                self._cache = None  # the cause may be a copy that the user has changed
             self._last = None
 
     @torch.no_grad()
@@ -283,11 +282,11 @@ class StateDictTree:
         """For each tensor, True if it is in a tuple, which DCP serialises as a whole."""
         self._num_tuples = 0
         self._places: list[tuple[Any, Sequence[Any]]] = []
-        """Containers, and for each the keys that the next copies get."""
+        """Containers, each with the keys under which the next copies are put."""
         self._finishers: list[Callable[[], None]] = []
         self._value_stager = _ValueStager()
         self._path: list[Any] = []
-        """The keys that lead to what is being copied, or could not be."""
+        """The path of keys to the value that is being copied, or could not be copied."""
         self._failed: Any = None
         """The innermost value that could not be copied."""
         self._root: list[Any] = [None]
@@ -349,7 +348,7 @@ class StateDictTree:
             self._path.pop()
 
     def _get_name(self) -> str:
-        """Return the name that planners give to what is being copied."""
+        """Return the name that planners give to the value that is being copied."""
         return ".".join(map(str, self._path[1:]))
 
     def _is_bare(self, tensor: torch.Tensor) -> bool:
@@ -543,7 +542,7 @@ def _rebuild_dtensor(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> 
 
 
 def _copy_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor that has no address to the CPU, as what it is: a save says what is wrong with it."""
+    """Copy a tensor without an address to the CPU. It keeps its kind, so that the save names the problem."""
     requires_grad = tensor.requires_grad
     tensor = tensor.detach()
     if tensor.is_meta:

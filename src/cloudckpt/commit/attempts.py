@@ -43,5 +43,5 @@ def data_key(attempt: str, rank: int, number: int) -> str:
 
 
 def receipt_key(attempt: str, rank: int, number: int) -> str:
-    """Return the key of what a rank says of its `number`-th file. No manifest names it."""
+    """Return the key of a rank's receipt for its `number`-th file. No manifest names it."""
     return f"{data_prefix(attempt, rank)}{number}{RECEIPT_SUFFIX}"

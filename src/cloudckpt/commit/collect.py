@@ -34,7 +34,7 @@ from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.probe import error_of
 
 _MAX_REFUSALS = 10
-"""In a row: then nothing there can be removed."""
+"""Number of refusals in a row after which no more keys are tried."""
 _NUM_FENCES = 8
 _MAX_KEPT_BYTES = 64 * 1024 * 1024
 """The size of the largest manifest that a deletion holds to put it back."""
@@ -62,8 +62,8 @@ class WalkedLocation:
 def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",)) -> Inventory:
     """List what cloudckpt wrote: one listing of objects and one of uploads for each of `prefixes`.
 
-    That there is nothing is confirmed. A service that does not list unfinished uploads is no error:
-    `Inventory.unlisted` says why. For files it is one, since data looks dead beside an upload that is not seen.
+    An empty result is confirmed. If a service does not list unfinished uploads, `Inventory.unlisted` says why. For
+    files that is an error: without its upload, data in use looks like garbage.
     """
     return client.confirm(
         functools.partial(_walk_once, client, prefixes),
@@ -82,7 +82,7 @@ def _walk_once(client: StoreClient, prefixes: Sequence[str]) -> Inventory:
             for upload in client.list_uploads(prefix):
                 inventory.add_upload(upload)
     except UnsupportedOperationError:
-        pass  # then none can be open
+        pass  # no upload can be open there
     except StoreError as error:
         if has_hidden_uploads:
             raise
@@ -114,12 +114,12 @@ def plan_collection(
     )
     claims = {item.key.removeprefix(walked.prefix) for item in walked.found if item.kind == "claim"}.difference(spent)
     log = read_log(walked.client)
-    # Manifests can be large: none is read where nothing would go even if they named nothing.
+    # Manifests can be large: none is read if nothing could be removed even without them.
     sketch = plan_with(log.entries, current=log.current, references={}, claimed=claims)
     if sketch.is_empty:
         return log, sketch
     log, manifest = read_current(walked.client)
-    if manifest is None:  # perhaps removed by other means than ours, while a fence keeps it
+    if manifest is None:  # perhaps another program removed it; a fence still names it
         log = replace(log, current=None)
     references = {
         entry.number: _references(walked.client, entry)
@@ -131,7 +131,7 @@ def plan_collection(
     plan = plan_with(log.entries, current=log.current, references=references, claimed=claims)
     if not any(item.kind == "data" for item in plan.objects):
         return log, plan
-    # After the log: a save whose claim comes later finds that its source does not count.
+    # Read the claims after the log: a save that claims later finds that its source is not current.
     claimed = find_claimed(walked.client, spent=spent)
     if claimed is None:
         raise InvalidManifestError(
@@ -183,7 +183,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
             except StoreError as error:
                 # Each run would leave one more fence.
                 return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
-            # Whether the number was free does not matter: from here on it is taken.
+            # The number is taken from here on, also if it was not free.
             put_fence(walked.client, top + 1, keeps=log.current, conditional=True)
         log, second = plan_collection(walked, before=before, is_fenced=is_fenced, spent=spent)
         if is_fenced and log.highest_number <= top:
@@ -323,14 +323,14 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     unchanged = "Nothing was deleted, and the checkpoint " + (
         "is as it was before" if log.current is None else "can be loaded as before"
     )
-    if not any(item.kind == "data" for item in walked.found):  # beside data of ours it is ours, and damaged
+    if not any(item.kind == "data" for item in walked.found):  # beside data of cloudckpt, the manifest is damaged
         check_ours(walked.client, log.entries)
     try:
         _check_may_delete(walked, log)
     except StoreError as error:
         raise _with_advice(error, f"{unchanged}. Deletions are refused at {walked.client.uri}") from error
     fenced = _fence_off(walked.client, log, conditional=conditional)
-    # After the fence: a save whose claim comes later finds it.
+    # Read the claims after the fence: a save that claims later finds the fence.
     claimed = find_claimed(walked.client)
     if any(item.kind == "claim" for item in walked.found) or claimed != frozenset():
         kept = None if claimed is None else {walked.prefix + key for key in claimed}
@@ -370,7 +370,7 @@ def _remove_whole(walked: WalkedLocation, doomed: Sequence[int]) -> tuple[StoreE
 
     try:
         for keys in (
-            # The manifests first: after a refusal, `_put_back` can restore them, and no data.
+            # Remove the manifests first: after a refusal, `_put_back` can restore a manifest, but no data.
             [walked.prefix + manifest_key(number) for number in doomed],
             sorted(item.key for item in walked.found if item.kind == "data"),
         ):
@@ -421,7 +421,7 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
                 "untouched: delete it, too, if it is to go",
                 uri=client.uri,
             )
-        # A fence of gc's, which keeps what is to go; or that of another deletion.
+        # The number has a fence of gc, which keeps the checkpoint current, or one of another deletion.
     raise CheckpointChangedError(f"{client.uri} changes all the time: it was not deleted. Try again", uri=client.uri)
 
 
@@ -429,7 +429,7 @@ def _put_back(walked: WalkedLocation, fenced: _DeletionFence, *, conditional: bo
     """Make a checkpoint current again that a deletion has hidden, and could not remove. Return True if it is.
 
     It does so only if all data of the checkpoint exists. It puts the entry directly above the deletion's own fence, and
-    only if that number is free: so nobody else has begun to remove anything since then.
+    only if that number is free. If it is, no other process has begun to remove the checkpoint since.
     """
     client, number = walked.client, fenced.number + 1
     if fenced.hidden is None:

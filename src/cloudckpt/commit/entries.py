@@ -39,7 +39,7 @@ from cloudckpt.stores.base import ObjectInfo
 MANIFEST_PREFIX = "manifest"
 MAX_MANIFEST_BYTES = 2**31
 FREE_BYTES = 64 * 1024 * 1024
-"""A manifest of up to so many bytes is read, however little data its location has."""
+"""A manifest of at most this size is read, however little data its location has."""
 BYTES_PER_BYTE = 8
 _BYTES_PER_OBJECT = 128 * 1024 * 1024
 """One byte of a data object's header takes at most eight in a manifest; an object has 100,000 entries."""
@@ -49,7 +49,8 @@ _BEGINNING = b'{"format":"cloudckpt'
 """The first bytes of every entry that cloudckpt writes, manifest or fence."""
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
 _MAX_VANISHED = 2
-# Errors that say that the object was not written. Any other may have come after it was, unless it says that it did not.
+# Errors that say that the object was not written. After any other error, the object may exist, unless the error denies
+# it.
 _REFUSALS = (
     AccessDeniedError,
     BucketNotFoundError,
@@ -59,7 +60,7 @@ _REFUSALS = (
     UnsupportedOperationError,
 )
 MAX_FENCE_BYTES = 128
-"""Any manifest is longer: a size in a listing, which is mostly right, tells the two apart."""
+"""Any manifest is longer. A size in a listing is mostly right, so it tells a fence from a manifest."""
 _FENCE_FORMAT = "cloudckpt-fence"
 _FENCE_MAJOR = 1
 _FENCE_BEGINNING = b'{"format":"%s"' % _FENCE_FORMAT.encode()
@@ -154,7 +155,7 @@ def max_manifest_bytes(object_sizes_bytes: Iterable[int]) -> int:
 def read_manifest(client: StoreClient, number: int) -> Manifest | None:
     """Return the manifest with that number, or None if there is none (any more). Raises what `decode` raises.
 
-    A fence is none: the number was freed meanwhile, and a gc that did not know it has put it there.
+    A fence is not a manifest: the number was freed meanwhile, and a gc has put its fence there.
     """
     entry = read_entry(client, number)
     return None if isinstance(entry, Fence) else entry
@@ -185,7 +186,7 @@ class PutOutcome:
     error: StoreError | None
     """The error of the last attempt; None if it succeeded."""
     may_have_arrived: bool
-    """Some attempt ended in a way that does not tell. A refusal says nothing of the attempts before it."""
+    """The outcome of some attempt is unknown. A refusal of a later attempt does not settle it."""
 
     @property
     def is_taken(self) -> bool:
@@ -212,7 +213,7 @@ def put_entry(client: StoreClient, number: int, document: bytes, *, conditional:
         except StoreError as error:
             may_have_arrived = may_have_arrived or not error.had_no_effect
             raise
-        except Exception:  # of a `wrap_store`, say: nobody knows what it has done before
+        except Exception:  # such as an error of a `wrap_store`, which may have written before
             may_have_arrived = True
             raise
 
@@ -258,9 +259,8 @@ def _unknown_error(client: StoreClient, number: int, error: StoreError) -> Commi
 
 
 class SummaryReader:
-    """For several threads, which read small manifests at once, and large ones one after the other.
-
-    With `check`, of manifests that say nothing that contradicts itself in any place.
+    """Reads the summaries of manifests, in several threads: small manifests at once, large ones one after the other.
+    With `check`, it also validates each whole manifest.
     """
 
     def __init__(self, *, check: bool = False) -> None:
@@ -310,12 +310,12 @@ class CommitTimes:
                 errors=(ObjectNotFoundError, _NoHeadError),
             )
         except _NoHeadError:
-            # An entry of a fence's size was opened already: if it counts, it cannot be read.
+            # An entry of a fence's size was opened already. If it is current, it cannot be read.
             if not entry.is_fence and _is_fence(client, key):
                 return None
             head = None
         except ObjectNotFoundError:
-            self._num_vanished[url] += 1  # a count that another thread loses costs one more look
+            self._num_vanished[url] += 1  # a count that is lost to another thread costs one more look
             if self._num_vanished[url] < _MAX_VANISHED:
                 return None
             head = None
@@ -354,7 +354,7 @@ def _is_fence(client: StoreClient, key: str) -> bool:
 
 
 class Fence(msgspec.Struct, frozen=True, kw_only=True):
-    """Says which manifest counts, without being one."""
+    """An entry that names the current manifest."""
 
     format: str
     version: tuple[int, int]

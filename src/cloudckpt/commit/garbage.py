@@ -1,4 +1,4 @@
-"""Decide what is garbage at a location. Pure functions of values: nothing here asks a store."""
+"""Decide what is garbage at a location. Pure functions of values, which make no requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RemovalPlan:
     entries: tuple[Entry, ...]
     """Lowest number first."""
     objects: tuple[FoundItem, ...]
-    """In the order of their keys."""
+    """Sorted by key."""
     lone_fence: Entry | None
     """The last trace of a checkpoint, which ends the log."""
     young: tuple[FoundItem, ...]
@@ -190,7 +190,7 @@ def _find_last_signs(
     for entry in entries:
         for attempt in _attempts_of(references.get(entry.number, ()), lives):
             see(attempt, entry.modified_at)
-    # What one resumable copy left may be what another one, which lives, takes up to commit under their number.
+    # A running copy may use the leftovers of an earlier one that would commit under the same number.
     newest: dict[int, datetime] = {}
     numbers = {attempt: number for attempt in lives if (number := parse_number(attempt)) is not None}
     for attempt, number in numbers.items():
@@ -210,6 +210,6 @@ def _place(pattern: re.Pattern[str], key: str) -> tuple[str, str] | None:
         return None
     try:
         attempt_time(match[2])
-    except ValueError:  # digits, and no time: nobody here has drawn it
+    except ValueError:  # digits that are no time: cloudckpt has not drawn this id
         return None
     return match[1], match[2]

@@ -132,9 +132,9 @@ class Hedger:
     `watching` calls `watch` twice a second. Safe to share between threads.
 
     - A request is repeated at most once, and only if its connection is known, so that it can be closed.
-    - The loser is the one of the two that does not count. Its connection is closed, and the caller continues only once
-      it has ended: it must not send from, or write into, memory that the caller has released. This wait takes at most
-      as long as a new connection.
+    - The loser is the request whose answer is not used. Its connection is closed, and the caller continues only once
+      the loser has ended: it must not use memory that the caller has released. This wait takes at most as long as a new
+      connection.
     - At most four second requests run at a time, and at most one in twenty requests is repeated (`max_hedges`).
     - After the store has asked to slow down, nothing is repeated for `_CALM_S`.
 
@@ -378,7 +378,7 @@ class _Watch(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         try:
-            # There may be no more threads: then nobody watches.
+            # If no more threads can be started, no request is repeated.
             with contextlib.suppress(RuntimeError):
                 self._thread.start()
         except BaseException:

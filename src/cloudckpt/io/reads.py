@@ -154,7 +154,7 @@ def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> It
     `runs` are by object, and rising and apart within each. The smallest gaps come first. One is only read where that
     leaves fewer reads of at most `step_bytes`.
     """
-    # Of a joined run, the index of the first is known at its last, and the other way round: no other is ever asked for.
+    # For a joined run, `last_of` is right at its first index, and `first_of` at its last. No other index is looked up.
     first_of, last_of = list(range(len(runs))), list(range(len(runs)))
 
     def num_reads(num_bytes: int) -> int:
@@ -197,7 +197,7 @@ class Read(Protocol):
 
     @property
     def continues(self) -> bool:
-        """It brings more of what the read before it in its object has begun, and for which memory is held."""
+        """It continues a want that the read before it in its object has begun, and for which memory is held."""
 
 
 _Read = TypeVar("_Read", bound=Read)

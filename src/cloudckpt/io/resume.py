@@ -119,7 +119,7 @@ class Resumption:
                 raise _DifferentBytesError
 
         try:
-            # The first piece alone: of a state that has changed, hardly anything is as it was.
+            # Read the first piece alone: if the state has changed, nearly every object differs there.
             for group in (begins[:1], begins[1:]):
                 self._run_all(group, check)
         except _DifferentBytesError:
@@ -145,8 +145,8 @@ class Resumption:
         if kind == "none":
             return None
         for leftover in leftovers:
-            # Of two uploads, nobody knows which the other process completes, if it lives. An upload without a part may
-            # be one that it never heard of, so that it makes another to the same key.
+            # If there are two uploads, another process that still runs may complete either. It may not know an upload
+            # without a part, and may have made another one to the same key.
             if leftover.size_bytes is None and len(leftover.upload_ids) == 1:
                 missing = [part for part in parts if best is None or part.number not in best.uploaded]
                 held = self._held(leftover.key, leftover.upload_ids[0], body, missing)

@@ -155,7 +155,7 @@ class UploadSession:
             self._started_keys.append(key)
             self._open[key] = target
         missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
-        # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
+        # Callers make each body as they submit it. Waiting here bounds the memory of bodies that are not sent yet.
         self._enqueue(target, missing or [None])
 
     def begin(self, key: str, body: Body) -> ObjectUpload:
@@ -243,7 +243,7 @@ class UploadSession:
                     target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
                 ) as (views, values, whole):
                     retries = Retries(client)
-                    while True:  # not `StoreClient.call`: a frame less in each traceback of a failed part
+                    while True:  # not `StoreClient.call`: one frame less in the traceback of a failed part
                         with retries:
                             if upload_id is None:
                                 store.put(target.target_key, views, crc32c=whole)
@@ -302,8 +302,9 @@ class UploadSession:
         try:
             self._hedger.complete_multipart(self._store, target.target_key, upload_id, parts)
         except ObjectNotFoundError:
-            # The upload is gone: an earlier try has completed it, and its answer was lost. Nobody else writes to a new
-            # key, so its object is ours. But another process may have completed an upload that this one continues.
+            # The upload is gone: an earlier try has completed it, and its answer was lost. No other process writes to a
+            # new key, so the object there is this one. But another process may have completed an upload that this one
+            # continues.
             if self._resumable and not self._resumption.is_at(target.target_key, target.body):
                 raise
             if self._store.head(target.target_key).size_bytes != target.body.size_bytes:

@@ -56,7 +56,7 @@ from cloudckpt.manager.policies import (
     SaveSchedule,
     choose_mode,
     explain_missing_metric,
-    is_trouble_of_store,
+    is_store_failure,
     keep_newest_of_each_step,
     sort_best_first,
 )
@@ -100,7 +100,7 @@ class _SavedStep:
     result: AsyncSave | SavedMetadata | None = None
     rank: int = 0
     is_noted: bool = False
-    """The manager has taken note of its outcome."""
+    """The manager has recorded its outcome."""
 
     @property
     def reaches_root(self) -> bool:
@@ -205,7 +205,7 @@ class CheckpointManager(OfThisProcess):
             raise InvalidOptionError(f"CheckpointManager: on_damaged must be one of {words}, not {on_damaged!r}")
         require_collectives(use_collectives=use_collectives)
         self._failures = Failures(on_failure, max_failures)
-        self._unmade: SaveFailure | None = None
+        self._unraised: SaveFailure | None = None
         """Failure of the last save, until one begins after it, or `close` raises it."""
         self._options = require_options(options)
         reserved = (*_RESERVED, *([] if fast is None else [FAST_KEY]))
@@ -243,10 +243,10 @@ class CheckpointManager(OfThisProcess):
         """Number and URI of the step that this manager committed last."""
         self._restored: Restored | None = None
         self._unknown_metrics: set[str] = set()
-        """Those of which a warning has said that no step has them."""
+        """Metrics for which a warning has said that no step has them."""
         self._is_context = False
-        tell = weakref.WeakMethod(self._tell_of_interrupt)
-        atexit.register(lambda: (found := tell()) and found())
+        hint = weakref.WeakMethod(self._print_resume_hint)
+        atexit.register(lambda: (found := hint()) and found())
 
     def __repr__(self) -> str:
         last = "no save by this process yet" if self._last is None else f"last save step {self._last.step}"
@@ -366,7 +366,7 @@ class CheckpointManager(OfThisProcess):
         extra: dict[str, Any] | None = None,
         random_state: bool = True,
     ) -> None:
-        """Do what the first background save does more than the second, so that it blocks training no longer.
+        """Prepare the first background save, so that it blocks training no longer than the next ones.
 
         It allocates the memory of the snapshot, plans the copies, connects the ranks and looks at the steps under the
         root. All ranks call it, after `restore` or after the optimizer's first step: a fresh optimizer has no state.
@@ -507,19 +507,19 @@ class CheckpointManager(OfThisProcess):
             writer = ObjectStoreWriter(saved.uri, options=options, overwrite=saved.may_overwrite, _via="manager")
             saved.result = call(state_dict, storage_writer=writer, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
-            if saved.is_fast and is_trouble_of_store(error):
+            if saved.is_fast and is_store_failure(error):
                 if saved.rank == 0:
                     _log.warning("saving to %s, because the save to %s failed: %s", self.root, saved.uri, error)
                 saved.is_fast = False
                 return self._save_to(saved, folder, state_dict, settings)
             with self._note_lock:
-                failure = self._unmade = self._failures.take(saved.step, saved.uri, error)
+                failure = self._unraised = self._failures.take(saved.step, saved.uri, error)
             if failure is None:
                 raise
-            self._tell(failure, saved.rank)
+            self._log_tolerated(failure, saved.rank)
             return failure
         self._last = self._current = saved
-        self._unmade = None
+        self._unraised = None
         if self._fast is not None and not saved.is_fast:
             self._fast.has_failed = False
         if isinstance(saved.result, AsyncSave):
@@ -602,7 +602,7 @@ class CheckpointManager(OfThisProcess):
             _log.info("restored step %d from %s", restored.step, restored.uri)
             self._restored = restored
         if self._fast is not None and rank_in(self._process_group, no_dist=self._no_dist) == 0:
-            self._fast.start()  # what an earlier process did not copy any more
+            self._fast.start()  # copies that an earlier process has left undone
         return restored
 
     def steps(self) -> list[StepInfo]:
@@ -715,7 +715,7 @@ class CheckpointManager(OfThisProcess):
             with contextlib.suppress(TimeoutError):  # the failure of the save is raised
                 self._wait_for_copies_and_removals(timeout, ends_at_s)
             raise
-        failure, self._unmade = self._unmade, None
+        failure, self._unraised = self._unraised, None
         if failure is not None:
             raise failure.error
         if self._fast is not None:
@@ -757,18 +757,19 @@ class CheckpointManager(OfThisProcess):
             words += f". The save to {handle.uri} is still running"
         return words
 
-    def _tell_of_interrupt(self) -> None:
+    def _print_resume_hint(self) -> None:
         """Say where the run can resume, at the end of a program that Ctrl-C has ended without the context."""
         is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
         if not is_interrupted or self._is_context or (last := self._last) is None or last.rank != 0 or is_forked():
             return
-        if self.in_flight is not None:  # the interpreter completes it in any case
+        if self.in_flight is not None:  # the interpreter completes it at its exit
             _log.warning("stopping: waiting for the save in flight to %s", last.uri)
         self._note_end(last)
         sys.stderr.write(f"cloudckpt: {self._describe_last_step()}\n")
 
     def _note_end(self, saved: _SavedStep) -> None:
-        """Take note of a save's outcome: once, and before any waiter continues, since callbacks run later than they.
+        """Record a save's outcome, once. Each waiter calls this first, because the callback may run later than a
+        waiter.
 
         After a commit, the damage that it replaced is forgotten, and retention starts on the coordinator.
         """
@@ -781,15 +782,15 @@ class CheckpointManager(OfThisProcess):
                 self._failures.in_a_row = 0
                 self._last_committed = saved.step, saved.uri
                 self._damaged -= {saved.uri}
-                if saved.rank == 0:  # before a waiter looks if anything runs
+                if saved.rank == 0:  # before a waiter checks if a copy or a removal runs
                     self._start_after(saved)
             elif isinstance(saved.result, AsyncSave):
                 failure = self._take_failure(saved, error)
                 if failure is not None:
                     saved.result.committed.exception(0)  # so that no other save raises it
-                    self._unmade = self._unmade or failure
+                    self._unraised = self._unraised or failure
         if failure is not None:
-            self._tell(failure, saved.rank)
+            self._log_tolerated(failure, saved.rank)
 
     def _start_after(self, saved: _SavedStep) -> None:
         if self._fast is not None and saved.is_fast:
@@ -798,14 +799,14 @@ class CheckpointManager(OfThisProcess):
             self._retention.start(saved.uri)
 
     def _take_failure(self, saved: _SavedStep, error: BaseException) -> SaveFailure | None:
-        """Take note of a failed background save. Returns None if its error is to be raised."""
-        if self._fast is not None and saved.is_fast and is_trouble_of_store(error):
+        """Record a failed background save. Returns None if its error is to be raised."""
+        if self._fast is not None and saved.is_fast and is_store_failure(error):
             self._fast.has_failed = True
             if not saved.is_owed:  # `close` raises it, if no save comes after it
                 return SaveFailure(step=saved.step, uri=saved.uri, error=copy.copy(error))
         return self._failures.take(saved.step, saved.uri, error)
 
-    def _tell(self, failure: SaveFailure, rank: int) -> None:
+    def _log_tolerated(self, failure: SaveFailure, rank: int) -> None:
         kind, limit = type(failure.error).__name__, self._failures.limit
         count = f"{self._failures.in_a_row} in a row; {limit} end it"
         if self._fast is not None and self._fast.has(failure.uri):
@@ -824,7 +825,7 @@ class CheckpointManager(OfThisProcess):
         if last is not None and last.step == step:
             self._note_end(last)
         last_tries = itertools.takewhile(lambda one: one.step == step, reversed(self._failures.all))
-        if self._unmade is not None and any(isinstance(one.error, CommitUnknownError) for one in last_tries):
+        if self._unraised is not None and any(isinstance(one.error, CommitUnknownError) for one in last_tries):
             return True
         return self._on_damaged == "replace" and not self._damaged.isdisjoint(self._uris_of(format_folder(step)))
 

@@ -53,7 +53,7 @@ class DrainReport:
 
 
 def make_record(root: Location, *, is_owed: bool, may_overwrite: bool) -> dict[str, Any]:
-    """Make the metadata by which a step in a fast place says whose it is, and if its root is owed a copy."""
+    """Make the metadata that names the root of a step in a fast place, and says if the root is owed a copy."""
     return {"root": root.uri, "is_owed": is_owed, "may_overwrite": may_overwrite}
 
 
@@ -105,7 +105,7 @@ class Debts:
         """Report of the last run."""
 
     def list_own(self) -> list[StepFolder]:
-        """Return the committed steps of this run. One whose manifest cannot be read counts: a restore names the damage.
+        """Return the committed steps of this run, and those whose manifest cannot be read: a restore names the damage.
 
         Raises `StoreError`, also if the access to one of them is denied.
         """
@@ -124,7 +124,7 @@ class Debts:
         return own
 
     def note(self, folders: Sequence[StepFolder]) -> None:
-        """Take note of those of `folders` that the root is owed."""
+        """Record those of `folders` that the root is owed."""
         self.promised |= {one.uri: one.info for one in folders if self.is_own(one) and self.is_unsettled(one)}
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class Debts:
                 drained += self._drain_one(folder, ends_at_s)
             except CloudckptError as error:
                 failed.append(KeptObject(uri=folder.uri, reason=str(error)))
-                if isinstance(error, StoreError) or time.monotonic() >= ends_at_s:  # so would the next one
+                if isinstance(error, StoreError) or time.monotonic() >= ends_at_s:  # the next one would fail, too
                     failed += [KeptObject(uri=other.uri, reason="not tried after the failure") for other in owed]
                     break
         return self._report(drained, failed)
@@ -167,7 +167,7 @@ class Debts:
         """Run `drain`, and report its failure instead of raising it."""
         try:
             self.drain()
-        except BaseException as error:  # noqa: BLE001  # nobody can get it from this thread, so the report has it
+        except BaseException as error:  # noqa: BLE001  # no caller waits for this thread, so the report has it
             reason = str(error) or repr(error)
             if not self.promised:
                 _log.warning("could not look for steps that %s is owed: %s", self._root.uri, reason)

@@ -63,7 +63,7 @@ class FastPlace:
     def open(self, coordinator: Coordinator) -> bool:
         """Return True if all ranks see an object that the coordinator puts into the place. All ranks call it together.
 
-        Without any I/O once that is known. True also if nothing can be put there: then `takes` refuses all saves, and
+        The result is kept. It is True, and not kept, if nothing can be put there: `takes` then refuses all saves, but
         the steps there may be readable.
         """
         if self._blind_ranks is None:
@@ -93,7 +93,7 @@ class FastPlace:
         """
         try:
             exists = (is_owed or may_overwrite) and self._is_in_root(name)
-        except CloudckptError as error:  # the copy to the root finds out
+        except CloudckptError as error:  # the copy to the root finds it out
             _log.warning("could not look if %s exists under %s: %s", name, self._root.uri, error)
             exists = may_overwrite
         if exists and not may_overwrite:
@@ -108,7 +108,7 @@ class FastPlace:
         return not problem, is_owed or exists or self.steps.root.child(name).uri in self.debts.promised
 
     def note_commit(self, uri: str, *, is_owed: bool) -> None:
-        """Take note, on the coordinator, of a commit here. Starts to copy what the root is owed, and retention."""
+        """Record a commit here, on the coordinator. Starts retention, and the copies that the root is owed."""
         if is_owed:
             self.debts.promised[uri] = None
         self.retention.start(uri)
@@ -153,7 +153,8 @@ class FastPlace:
     def start(self) -> None:
         """Start to copy what the root is owed. Does not wait and never raises.
 
-        If not all ranks see the place, what is there was not restored, so it must not get in the way of this run.
+        Does nothing if not all ranks see the place: its steps were not restored, so they must not replace those of this
+        run.
         """
         if self._blind_ranks:
             return

@@ -29,8 +29,8 @@ from cloudckpt.manager.steps import StepInfo, sort_newest_first
 _MODES = ("min", "max")
 _NUM_FIELDS_OF_KEEP_BEST = 3
 OnFailure: TypeAlias = Literal["raise", "warn"]
-_TROUBLE = (StoreError, CommitUnknownError)
-"""The classes of failures that are the store's. All others come from the program, or end the group of the ranks."""
+_STORE_FAILURES = (StoreError, CommitUnknownError)
+"""The failures that a store causes. All others come from the program, or end the process group."""
 _MAX_KEPT = 100
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -79,7 +79,8 @@ class SaveSchedule:
 
     With an interval of time, the clock of rank 0 decides. All ranks ask rank 0 at the same steps, which it chooses: at
     half of the steps that are left by the pace of the last ones, then at half of the rest. So an interval of `n` steps
-    costs about ``log2(n)`` broadcasts. If steps become slower, a save is late by fewer steps than it was away.
+    costs about ``log2(n)`` broadcasts. If steps become slower, a save is late by fewer steps than were left when rank 0
+    was asked last.
 
     Args:
         save_every: Number of steps, or time from the begin of one save to that of the next. None: each step is due.
@@ -126,7 +127,7 @@ class SaveSchedule:
         return self._answer[1]
 
     def note_save(self) -> None:
-        """Take note of a save that begins now."""
+        """Record that a save begins now."""
         self._began_s = self._monotonic_s()
 
     def _decide(self, interval_s: float, *, is_saving: bool) -> tuple[bool, int]:
@@ -134,7 +135,7 @@ class SaveSchedule:
         now_s = self._monotonic_s()
         step_s, self._asked_s = (now_s - self._asked_s) / self._num_steps, now_s
         elapsed_s = now_s - self._began_s
-        # Nobody knows when a save in flight ends.
+        # The end of a save in flight is unknown.
         left_s = max(interval_s - elapsed_s, elapsed_s / 8 if is_saving else 0.0)
         return left_s <= 0, max(1, int(left_s / 2 / step_s)) if step_s > 0 else 1
 
@@ -160,7 +161,7 @@ def _is_keep_best(value: object) -> bool:
 
 
 def choose_mode(metric: str, mode: Mode | None) -> Mode:
-    """Return `mode`, or without one what the metric's name tells. Raises `InvalidOptionError` if that is nothing."""
+    """Return `mode`, or the one that the metric's name implies. Raises `InvalidOptionError` if it implies none."""
     chosen = mode_of_name(metric) if mode is None else mode
     if chosen is None:
         raise InvalidOptionError(
@@ -205,8 +206,8 @@ def find_superseded(
     The newest checkpoint, the URIs in `damaged` and `own_step`, the caller's last commit, are never among them. A
     damaged checkpoint does not count as one of the last, because it cannot be loaded; it is not removed either, because
     only a user can say that it is lost. `own_step` stays even if another machine, whose clock is ahead, has committed a
-    newer step. The checkpoints of one step stay and go together. Ages are those at the newest commit, so no clock but
-    that of the commits counts, and a run that stood still loses nothing.
+    newer step. The checkpoints of one step are kept or removed together. Ages are measured from the newest commit. So
+    the time of the removal does not matter, and a run that paused for days loses nothing.
     """
     if policy.keeps_all:
         return []
@@ -216,7 +217,7 @@ def find_superseded(
     if policy.keep_for is not None:
         kept |= {info.step for info in latest if latest[0].committed_at - info.committed_at <= policy.keep_for}
     if policy.keep_one_per is not None:
-        # The first one of each period: a later one could not replace it without a removal for each save.
+        # Keep the first one of each period: to keep the last one, each save would remove the one before.
         first_of = {(info.committed_at - _EPOCH) // policy.keep_one_per: info.step for info in latest}
         kept |= set(first_of.values())
     if policy.keep_every is not None:
@@ -240,11 +241,11 @@ class SaveFailure:
     """The exception of `cloudckpt.save`, or a `SaveInFlightError`."""
 
 
-def is_trouble_of_store(error: BaseException) -> bool:
+def is_store_failure(error: BaseException) -> bool:
     """Return True if a save failed on all failing ranks because of the store."""
     # A cause that is a SaveOrLoadError is the failure of another save.
     is_trouble = [
-        isinstance(each, _TROUBLE) and not isinstance(each, (SaveOrLoadError, CheckpointExistsError))
+        isinstance(each, _STORE_FAILURES) and not isinstance(each, (SaveOrLoadError, CheckpointExistsError))
         for each in causes_of(error)
     ]
     return bool(is_trouble) and all(is_trouble)
@@ -253,8 +254,8 @@ def is_trouble_of_store(error: BaseException) -> bool:
 class Failures:
     """The failed saves of one manager.
 
-    The outcome of a save is the same on all ranks. A save that is refused beside another one changes nothing for that
-    one, whichever ends first. `take` depends on nothing else, so all ranks go on, or none does.
+    All ranks continue, or none does: `take` depends only on the outcomes of the saves, which are the same on all ranks.
+    A save that is refused because another one is in flight does not count as a failure of that one.
     """
 
     def __init__(self, on_failure: OnFailure, max_failures: int) -> None:
@@ -270,14 +271,14 @@ class Failures:
         self.all: tuple[SaveFailure, ...] = ()
 
     def take(self, step: int, uri: str, error: BaseException) -> SaveFailure | None:
-        """Take note of a failed save. Returns None if its error is to be raised."""
-        # Without a URI, threads of this rank alone were in each other's way.
+        """Record a failed save. Returns None if its error is to be raised."""
+        # An error without a URI: only threads of this rank were in conflict.
         is_refused = isinstance(error, SaveInFlightError) and error.uri != ""
-        if not is_refused and not is_trouble_of_store(error):
+        if not is_refused and not is_store_failure(error):
             return None
         # A copy has no traceback, whose frames hold the state dict.
         failure = SaveFailure(step=step, uri=uri, error=copy.copy(error))
         self.all = (*self.all, failure)[-_MAX_KEPT:]
-        # The save in flight has an outcome of its own, and when that comes differs between ranks.
+        # The save in flight has an outcome of its own, which reaches the ranks at different times.
         self.in_a_row += not is_refused
         return failure if self.limit != 1 and (is_refused or self.in_a_row < self.limit) else None

@@ -64,10 +64,10 @@ class Retention:
         steps: Steps of the manager.
         policy: Checkpoints to keep.
         get_damaged_uris: Returns the URIs that `restore` found damaged.
-        is_own: Returns True for a folder, given with its metadata, that is of this manager's run. Others neither count
-            nor are removed. None: all are.
-        is_spared: Returns True for a folder, given with its metadata, that stays whatever the policy says. It counts as
-            the others do. None: none is.
+        is_own: Returns True for a folder, given with its metadata, that is of this manager's run. Others are neither
+            counted nor removed. None: all belong to it.
+        is_spared: Returns True for a folder, given with its metadata, that must stay. The policy counts it as any
+            other. None: no folder must.
 
     """
 
@@ -149,7 +149,7 @@ class Retention:
             with self._lock:
                 self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
             self._remove_fences()
-        except BaseException as error:  # noqa: BLE001  # nobody can get it from this thread, so the report has it
+        except BaseException as error:  # noqa: BLE001  # no caller waits for this thread, so the report has it
             failed.append(KeptObject(uri=self._steps.root.uri, reason=str(error) or repr(error)))
         for one in failed:
             if one.reason == _NOT_TRIED:

@@ -181,7 +181,7 @@ class Steps:
         if newest is None:
             return None
         folder = self._look_at(name_of(newest), self._open_client(), SummaryReader())
-        return folder.info or newest  # None: it was just removed
+        return folder.info or newest  # None if it was just removed
 
     def find_half_deleted(self) -> list[int]:
         """Return the steps that a deletion has hidden and not removed, lowest first. Raises as `list_folders` does."""
@@ -203,8 +203,8 @@ class Steps:
     ) -> list[StepFolder]:
         """Look at the folders of all steps, or of one.
 
-        A missing commit counts only after two equal looks, one after the other: logs only grow, so between the two
-        nothing was committed anywhere. Raises `StoreError`, and `CheckpointChangedError` if no two looks agree.
+        A commit counts as missing only if two looks in a row agree. Logs only grow, so nothing was committed between
+        the two looks. Raises `StoreError`, and `CheckpointChangedError` if no two looks agree.
 
         With metadata, and so with metrics, each manifest is read once and remembered. The metadata of a damaged
         manifest stays unknown, and `StepFolder.problem` says why.

@@ -172,7 +172,7 @@ class Lifecycle:
             self._tell("save.staged", words, num_bytes=num_bytes, seconds=seconds)
 
     def end(self, outcome: BaseException | SaveReport | LoadReport | None = None) -> None:
-        """Emit how it ended, once; nothing if it has not begun."""
+        """Emit the end, once, and only if the begin was emitted."""
         if self._begun_s is None:
             return
         seconds, self._begun_s = time.monotonic() - self._begun_s, None

@@ -122,7 +122,7 @@ class Draft:
         log, *others = _call_together(
             # A conditional commit creates only what is absent, so one look is enough.
             functools.partial(read_log_once if context.options.commit == "conditional" else read_log, client),
-            # As many looks as `confirm` takes, but at the same time: a small save has few round trips.
+            # Make the looks of `confirm` at the same time, because round trips dominate a small save.
             *[functools.partial(lists_torch_checkpoint, client)] * NUM_LOOKS_AT_ABSENCE,
             num_threads=1 if context.store.capabilities.is_near else context.connections,
         )
@@ -142,7 +142,7 @@ class Draft:
 
         Args:
             bodies: The body of each object, and the size of its parts.
-            on_failure: Called before the parts on their way are waited for.
+            on_failure: Called before the wait for the parts in flight.
 
         """
         begun_s = time.monotonic()
@@ -237,7 +237,7 @@ class Draft:
             for entry in list_entries(client):
                 content = read_entry(client, entry.number)
                 if content is None:
-                    return True  # it was listed, and cannot be ruled out unread
+                    return True  # it was listed, and may name the keys
                 if isinstance(content, Manifest) and not {stored.key for stored in content.objects}.isdisjoint(keys):
                     return True
         except CloudckptError as error:
@@ -310,7 +310,7 @@ class Draft:
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects that no manifest names. A failure is logged."""
         doomed = sorted(keys)
-        # What can be resumed belongs to a later copy, whose manifest may name it already.
+        # A later copy may use what can be resumed, and its manifest may name it already.
         if doomed and not self.context.options.resume:
             try:
                 self.context.client.restarted().delete(doomed)
@@ -341,11 +341,11 @@ def bodies_of(
     capabilities = context.store.capabilities
     held_bytes = max(most_bytes, options.staging_bytes // context.connections)
     if not capabilities.multipart:
-        # An object is then one part: it is staged whole, and only several objects are sent side by side.
+        # Each object is one part here. It is staged whole, so only several objects are sent at the same time.
         object_bytes = min(object_bytes, held_bytes)
     elif not capabilities.parallel_parts:
         share_bytes = num_bytes // (_OBJECTS_PER_CONNECTION * context.connections)
-        if planned.are_transformed:  # each object on its way is held whole
+        if planned.are_transformed:  # each object in flight is held whole
             share_bytes = min(share_bytes, held_bytes)
         object_bytes = min(object_bytes, max(share_bytes, _MIN_OBJECT_BYTES))
     for body, make in lay_out_objects(planned, arena, pending, object_bytes=object_bytes):

@@ -208,7 +208,7 @@ class FilesJob:
             _log.info(
                 "saved %s: %d bytes in %d files of %d ranks", context.uri, num_bytes, len(receipts), self._num_ranks
             )
-        finally:  # whatever happened to the commit, no other one can use them
+        finally:  # no other commit can use them, whatever the outcome of this one
             try:
                 context.client.restarted().delete(sorted(known))
             except StoreError as error:
@@ -324,7 +324,7 @@ class FileWriter(io.RawIOBase):
         self._header_bytes = len(_lay_out(path, MAX_BYTES, offset=MAX_BYTES))
         held_bytes = choose_held_part_bytes(
             options.staging_bytes,
-            # Those that wait, those that are sent, the first one and the one that is filled.
+            # Count the parts that wait, those that are sent, the first one and the one that is filled.
             connections=2 * context.connections + 2,
             most_bytes=advanced.part_bytes,
             tile_bytes=advanced.tile_bytes,
@@ -443,9 +443,9 @@ class FileWriter(io.RawIOBase):
             self._abort(error)
         self.close()
 
-    # At the end of the process the module's names may be gone before the file is, so that it keeps this one.
+    # At the end of the process, the module's names may be deleted before the file. So the file keeps this one.
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Garbage is collected in any thread, also in one that `_abort` would wait for.
+        # Python may call this in any thread, also in one that `_abort` would wait for.
         if self._session is not None and not _is_finalizing():
             abort, error = self._session.__exit__, ResourceWarning("the file was not closed")
             thread = threading.Thread(target=abort, args=(type(error), error, None), name="cloudckpt-abort")

@@ -57,7 +57,7 @@ _UNSEEN_BYTES = 16 * MIB
 _REQUESTS_PER_CONNECTION = 4
 _SMALL_REQUEST_BYTES = 8 * MIB
 _MAX_KEPT_BYTES = 512 * MIB
-"""More than that is kept only of a single chunk."""
+"""The most bytes of chunks that are kept; a single chunk may be larger."""
 _LOAD_AN_OLDER_ONE = "Load an older checkpoint"
 _MAX_NAMED = 5
 
@@ -102,7 +102,7 @@ class Reader:
         self._tiles: dict[int, array[int]] = {}
         self._unpacking = threading.Lock()
         self._unpacked: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        """Whole chunks that `read_bytes` keeps, by tensor and offsets. The one that was used last is at the end."""
+        """Whole chunks that `read_bytes` keeps, by tensor and offsets, in the order of their last use."""
 
     def read(self, wants: Wants) -> LoadReport:
         """Fill the targets of all `wants`, and return the report.
@@ -130,7 +130,7 @@ class Reader:
                 name="cloudckpt-read",
                 on_failure=self._stop,
             )
-            # Left from right to left: the reads, which use the other two, end first.
+            # The contexts are left in reverse order: the reads, which use the other two, end first.
             with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
                 self._hand_over(wants, requests, done)
         return LoadReport(
@@ -262,7 +262,7 @@ class Reader:
             self._raise(copy.copy(failure), index, names())
 
     def _raise_known_failure(self, index: int) -> None:
-        """Raise the failure after which object `index` is not to be looked for here again."""
+        """Raise the failure that bars further reads of object `index` at this place."""
         failure = None if self._elsewhere is None else self._elsewhere.failure_of(index)
         if failure is not None:
             raise copy.copy(failure)
@@ -359,7 +359,7 @@ class Reader:
         )
 
     def _check_claims(self, requests: Sequence[RangeRead], wants: Wants) -> None:
-        """Check that objects are as large as the manifest says, before it alone makes this read take much memory."""
+        """Check that objects are as large as the manifest says, before this read takes much memory on its word."""
         held: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
         for want in wants.single:
             if isinstance(want.target, BytesTarget):
@@ -513,14 +513,14 @@ class CopyElsewhere:
         self._reader: Reader | None = None
         self._refusal: Exception | None = None
         self._whole_failure: Exception | None = None
-        """The failure after which no object is asked for at the nearer place any more: it answers none in time."""
+        """The timeout after which no object is read at the nearer place any more."""
         self._failures: dict[int, Exception] = {}
         """The failure of each object that could not be had at the nearer place."""
         self.read_indices: set[int] = set()
         """Objects that are read from the copy."""
 
     def failure_of(self, index: int) -> Exception | None:
-        """Return why object `index` is not to be looked for at the nearer place; None if it is."""
+        """Return the failure that bars reads of object `index` at the nearer place, or None."""
         return self._failures.get(index) or self._whole_failure
 
     def note(self, index: int, error: Exception) -> Exception:

@@ -164,7 +164,7 @@ def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, Cu
 
 def _copy_range(copy: _PieceCopy, *, non_blocking: bool) -> None:
     source = as_carrier(copy.source)
-    if source.is_contiguous():  # one copy, and not one for each box
+    if source.is_contiguous():  # one copy instead of one for each box
         source = source.view(-1)
     flat = copy.target.view(source.dtype)
     itemsize_bytes = source.element_size()

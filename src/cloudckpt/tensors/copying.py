@@ -213,7 +213,7 @@ class Staging:
             self._finish_task(number, task.num_bytes)
 
     def _copy_from_device(self, numbers: range, stream: CudaStream, plan: SnapshotPlan) -> None:
-        """Queue the copies of tasks. A task is done once the event after its copies has come."""
+        """Queue the copies of tasks. A task is done once the event behind its copies has occurred."""
         queued: deque[tuple[int, torch.cuda.Event]] = deque()
         with copies_queued_on(stream):
             for number in numbers:
@@ -242,7 +242,7 @@ class Staging:
 
     def _finish(self) -> None:
         """Set `completed`, and wake all waiting threads. No task runs any more."""
-        # Before anybody is woken, who may expect it: this object must not keep the state dict in memory.
+        # Drop the state dict before a waiting thread wakes, because it may expect the memory to be free.
         self._plan, self._tensors, self._urgent = None, (), ()
         try:
             if self._error is None:

@@ -73,7 +73,7 @@ class WriteTransforms:
                 f"{type(error).__name__}: {error}",
                 uri=uri,
             ) from error
-        # In the order to undo them. torch's own writer has the order of their application.
+        # List them in the order to undo them. torch's own writer lists them in the order of their application.
         return target.getbuffer(), descriptors
 
 
@@ -82,7 +82,7 @@ class ReadTransforms:
 
     def __init__(self, registry: ExtensionRegistry | None, extensions: Iterable[StreamTransformExtension] = ()) -> None:
         self._classes: dict[str, type[Extension]] = dict((registry or ExtensionRegistry()).extensions)
-        if self._classes.get(ZStandard.registry_name()) is ZStandard:  # the same format; ours says what is missing
+        if self._classes.get(ZStandard.registry_name()) is ZStandard:  # the same format; ours names the missing package
             self._classes[ZStandard.registry_name()] = Zstandard
         self._given = {extension.registry_name(): extension for extension in extensions}
 
@@ -174,7 +174,9 @@ class _OpenBytesIO(io.BytesIO):
 
 
 class _WholeWriter(io.BufferedIOBase):
-    """Makes a raw stream take all that it is given. It may take less, and the next extension may not check that."""
+    """Writes until a raw stream has taken all bytes. One write may take fewer, which the next extension may not
+    check.
+    """
 
     def __init__(self, raw: io.RawIOBase) -> None:
         self._raw = raw

@@ -405,7 +405,7 @@ class Arena:
             self.close()
 
     def _serve(self) -> None:
-        """Give memory to those who wait, in their order, as far as there is any."""
+        """Give free memory to the waiting threads, in the order in which they came."""
         while self._waiting and self._find_memory(self._waiting[0]):
             self._num_lent += 1
             self._waiting.popleft().is_granted.set()

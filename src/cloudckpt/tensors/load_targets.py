@@ -137,7 +137,7 @@ class TensorTarget(msgspec.Struct, gc=False):
         return [WantedRange(number, at.object_index, begin, end) for begin, end in runs]
 
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
-        """Return the memory that these wanted bytes belong in; no views if they have to be copied there."""
+        """Return the memory that these wanted bytes are read into; no views if they have to be copied."""
         return [] if self.is_copied else [self._memory(begin, end)]
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
@@ -187,7 +187,7 @@ def find_whole_address(tensor: torch.Tensor, stored: StoredTensor) -> int:
     """Return the address of contiguous CPU memory that gets all bytes of a stored tensor; 0 for any other tensor."""
     if len(stored.chunks) != 1 or stored.transforms or tensor.dtype is not dtype_of(stored.dtype):
         return 0
-    if tensor.size() != stored.shape:  # the caller's code may have given it other memory since the plan was made
+    if tensor.size() != stored.shape:  # the caller may have replaced its memory since the plan was made
         return 0
     return viewable_address(tensor)
 
@@ -243,8 +243,8 @@ class _Source(NamedTuple):
 def open_request(request: RangeRead, targets: Sequence[Target], arena: Arena) -> Iterator[list[memoryview]]:
     """Give views to fill with the request's bytes, in order. The targets have them when the context ends well.
 
-    Most views are the targets' own memory. Bytes that nobody wants, or that have to be converted, go through a buffer
-    of `arena`. Bytes that several targets want, such as names of tied tensors, are read into one and copied.
+    Most views are the targets' own memory. Bytes that no target wants, or that have to be converted, go through a
+    buffer of `arena`. Bytes that several targets want, such as names of tied tensors, are read into one and copied.
     """
     parts: list[memoryview | _Gap] = []
     copied: list[WantedRange] = []

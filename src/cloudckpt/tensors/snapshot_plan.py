@@ -23,7 +23,7 @@ _MAX_TASK_BYTES = 16 * MIB
 _MIN_TASK_BYTES = MIB
 _MAX_EARLY_BYTES = 64 * KIB
 _TASKS_PER_THREAD = 4
-_DEVICE_TASK_BYTES = 64 * MIB  # for one event: an upload of the first bytes waits for so many, and no more
+_DEVICE_TASK_BYTES = 64 * MIB  # Bytes for each event. An upload of the first bytes waits for this many alone.
 _MAX_SMALL_ELEMENTS = 32 * 1024  # torch copies more elements in threads of its own
 # torch copies the bits of these dtypes unchanged.
 _ORDINARY = frozenset(

@@ -1,4 +1,4 @@
-"""Tensors as bytes: where they lie, which of them can be read in place, and which have no bytes at all."""
+"""Find the bytes of tensors: their address, if they can be read in place, and which tensors have none."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Source(NamedTuple):
 
     value: Any
     tensor: torch.Tensor | None = None
-    """The plain tensor that the value is, or has as its local shard."""
+    """The value if it is a plain tensor, or its local shard."""
     address: int = 0
     """The address of the tensor's first element; 0 if it has none."""
     is_whole: bool = False
@@ -178,7 +178,7 @@ def training_mode() -> Iterator[None]:
 
 
 def layout_of(tensor: torch.Tensor) -> Hashable:
-    """Return what is equal for tensors whose values are equal if they are at the same address."""
+    """Return a key. Tensors at the same address with the same key have the same values."""
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device
 
 

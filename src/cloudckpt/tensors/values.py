@@ -125,7 +125,7 @@ class EncodedValue:
                 uri=self.uri,
                 hint=ALLOW_PICKLE_HINT,
             ) from None
-        except Exception as error:  # the code of a class can raise anything
+        except Exception as error:  # the code of a class can raise any error
             raise self._unloadable_error(error) from error
 
     def to_torch(self) -> io.BytesIO:
@@ -146,7 +146,7 @@ class EncodedValue:
         return copy
 
     def _unloadable_error(self, error: Exception) -> UnsupportedValueError:
-        # Its bytes are those that were saved: they were compared before, unless the caller gave that up.
+        # The bytes were compared with their checksums before, unless the caller has disabled that.
         doubt = "" if self.is_verified else ", or it is damaged, which Options(verify=False) does not tell"
         return UnsupportedValueError(
             f"{self.fqn!r} of {self.uri} cannot be made here of what was saved ({type(error).__name__}: {error}): its "

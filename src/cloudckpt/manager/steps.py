@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, SupportsFloat, TypeVar
 
 from cloudckpt._display import shown
+from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
 from cloudckpt.commit.times import commit_order
@@ -154,7 +155,6 @@ class Steps:
         self.root = root
         self._times = CommitTimes()
         self._have_times = False
-        self._has_warned_of_times = False
         self.options = options
         self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
         """The metadata and the size of each step whose manifest was read."""
@@ -237,14 +237,13 @@ class Steps:
         try:
             self.list_folders()
         except CloudckptError as error:
-            if not self._has_warned_of_times:  # once, and not with each save
+            if is_first_warning("commit times", self.root.uri):  # and not with each save
                 _log.warning(
                     "could not look at the steps under %s, so the time of the next commit comes from this machine's "
                     "clock alone: %s",
                     self.root.uri,
                     error,
                 )
-            self._has_warned_of_times = True
 
     def _find_foreign(self, is_foreign: Callable[[StoreClient], bool]) -> list[int]:
         """Return the steps whose folders are foreign, lowest first, once two looks at all folders agree."""

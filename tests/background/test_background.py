@@ -204,7 +204,7 @@ def fails(memory: Memory) -> cloudckpt.AsyncSave:
 
 
 @pytest.mark.parametrize("call", [cloudckpt.save, cloudckpt.async_save])
-def test_a_failure_that_nobody_has_seen_is_raised_by_the_next_save(memory: Memory, call: Callable[..., Any]) -> None:
+def test_the_next_save_raises_an_unnoticed_failure(memory: Memory, call: Callable[..., Any]) -> None:
     """If this fails, a job goes on for days without a checkpoint, and nothing says so."""
     fails(memory)
     with pytest.raises(cloudckpt.CheckpointExistsError, match="the background save to") as caught:
@@ -229,7 +229,7 @@ def test_a_failure_that_was_asked_for_is_not_raised_again(memory: Memory, ask: s
     cloudckpt.close()
 
 
-def test_close_raises_what_nobody_has_seen_once(memory: Memory) -> None:
+def test_close_raises_an_unnoticed_failure_once(memory: Memory) -> None:
     """If this fails, the failure of the last save of a job is lost."""
     fails(memory)
     with pytest.raises(cloudckpt.CheckpointExistsError, match="the background save to"):
@@ -521,7 +521,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["exits", "fork", "hook"])
 @pytest.mark.slow
-def test_a_failed_save_that_nobody_asks_for_is_the_exit_code(tmp_path: Path, how: str) -> None:
+def test_an_unnoticed_failed_save_sets_the_exit_code(tmp_path: Path, how: str) -> None:
     """If this fails, a job without its last checkpoint counts as a success, or its open files lose their last lines."""
     script = tmp_path / "script.py"
     script.write_text(ENDING)

@@ -292,7 +292,7 @@ def test_a_store_or_planner_that_raises_fails_the_load(memory: Memory, step: str
 
 @every_error
 @pytest.mark.parametrize("where", ["retention.removed", "retention.failed", "list", "put", "delete"])
-def test_retention_ends_and_goes_on_after_what_raises(memory: Memory, where: str, error: BaseException) -> None:
+def test_an_error_ends_one_retention_run_and_not_the_next(memory: Memory, where: str, error: BaseException) -> None:
     """If this fails, `close` waits for ever for a thread that is gone, or nothing is ever removed any more."""
     raises = Raises(error, where)
     manager = cloudckpt.CheckpointManager(memory.root, keep_last=1, options=options_of(on_event=raises))

@@ -380,7 +380,7 @@ def test_ties_that_come_and_go_are_known(private_stager: PinnedStager) -> None:
     ],
     ids=["unsqueeze", "resize", "t", "set", "data"],
 )
-def test_copies_that_somebody_made_others_are_not_used_again(
+def test_changed_copies_are_not_used_again(
     private_stager: PinnedStager, tamper: Callable[[torch.Tensor], None]
 ) -> None:
     """If this fails, a planner that changes a tensor in place changes it in all later checkpoints."""

@@ -76,7 +76,7 @@ def fleets(tmp_path):
         yield start
 
 
-def test_failure_of_a_worker_is_told(fleets, tmp_path):
+def test_failure_of_a_worker_is_reported(fleets, tmp_path):
     """A failed load would be counted, or its cause be lost; or the benchmark would hang on a worker that crashed."""
     fleet = fleets(spec())
     fleet.versions()

@@ -32,7 +32,7 @@ def test_a_name_that_nothing_has_is_not_the_same(tmp_path: Path, run: Run) -> No
     assert run("diff", f"{tmp_path}/a", f"{tmp_path}/a", "--name", "model").code == 0
 
 
-def test_every_kind_of_difference_is_told(local: LocalPlace, run: Run) -> None:
+def test_every_kind_of_difference_is_reported(local: LocalPlace, run: Run) -> None:
     """If this fails, a change between two checkpoints goes unseen, or is told as another one."""
     before: dict[str, Any] = {
         "same": torch.arange(10.0),

@@ -64,7 +64,7 @@ COMMANDS = [one.name for one in app.registered_commands if one.name not in ("tim
 
 @pytest.mark.every_store
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_works_there(place: Place, name: str, run: Run, tmp_path: Path) -> None:
+def test_every_command_works_on_this_store(place: Place, name: str, run: Run, tmp_path: Path) -> None:
     """If this fails, a command is unusable on this kind of store; or a new one is tried out on none (a KeyError)."""
     for number in (1, 2):
         save(place.uri(f"step-{number}"))

@@ -23,7 +23,7 @@ from cloudckpt.stores.open import open_store
 from cloudckpt.uri import parse_location
 
 
-def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
+def test_ls_names_each_state(local: LocalPlace, run: Run) -> None:
     """If this fails, a user takes for a checkpoint what is none, or misses one, or garbage."""
     save(local.uri("step-1"), options=cloudckpt.Options(metadata={"loss": 0.5}))
     save(local.uri("step-2"))
@@ -219,7 +219,7 @@ def test_uploads_that_may_not_be_listed_hide_nothing_else(memory: Memory) -> Non
     assert [one.state for one in cloudckpt.list_checkpoints(memory.root, all=True)] == ["committed"]
 
 
-def test_a_manifest_that_somebody_removed_by_hand_is_damage(tmp_path: Path) -> None:
+def test_a_manifest_removed_by_hand_is_damage(tmp_path: Path) -> None:
     """If this fails, the listing waits for what will not come back, or calls it a save that goes on."""
     save(f"{tmp_path}/step-1")
     (tmp_path / "step-1" / "manifest.1.json").write_bytes(encode_fence(new_fence(keeps=0)))

@@ -66,7 +66,7 @@ def test_each_place_gets_the_options_that_are_for_it(
         ("0.5d", 43200),
     ],
 )
-def test_durations_are_told_by_their_units(text: str, seconds: int) -> None:
+def test_durations_have_units(text: str, seconds: int) -> None:
     """If this fails, ``gc --older-than`` takes another time than was meant, and removes the data of running saves."""
     assert parse_duration(text) == timedelta(seconds=seconds)
 
@@ -83,7 +83,7 @@ def test_durations_are_told_by_their_units(text: str, seconds: int) -> None:
         ("7b", 7),
     ],
 )
-def test_sizes_are_told_by_their_units(text: str, num_bytes: int) -> None:
+def test_sizes_have_units(text: str, num_bytes: int) -> None:
     """If this fails, files of an export have another size than was asked for."""
     assert parse_size(text) == num_bytes
 

@@ -381,7 +381,7 @@ READERS: dict[str, Callable[[str, Options], object]] = {
 @pytest.mark.parametrize("kind", ["OSError", "UnportableError"])
 @pytest.mark.parametrize("operation", ["list", "list_directories", "read"])
 @pytest.mark.parametrize("name", READERS)
-def test_store_errors_keep_their_class(memory: Memory, name: str, operation: str, kind: str) -> None:
+def test_unexpected_errors_keep_their_class(memory: Memory, name: str, operation: str, kind: str) -> None:
     """If this fails, an error that nobody foresaw reads as "nothing lies there", and a job starts afresh."""
     cloudckpt.save(state_of(1.0), memory.uri("step-1"))
     num_raised = 0
@@ -421,7 +421,7 @@ def test_torchs_own_load_hears_why_there_is_none(memory: Memory) -> None:
 
 @pytest.mark.parametrize("operation", ["put", "list"])
 @pytest.mark.parametrize("kind", ["OSError", "MemoryError"])
-def test_a_commit_whose_answer_nobody_foresaw_keeps_its_data(memory: Memory, operation: str, kind: str) -> None:
+def test_a_commit_with_an_unexpected_error_keeps_its_data(memory: Memory, operation: str, kind: str) -> None:
     """If this fails, a save removes the data of its own commit, and leaves a checkpoint that is damaged."""
     has_committed = False
 

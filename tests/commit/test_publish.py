@@ -132,7 +132,7 @@ def test_write_without_effect_is_a_failure(store: FaultyStore, lost: object) -> 
     assert isinstance(caught.value, CommitUnknownError) is bool(lost)
 
 
-def test_somebody_else_was_first(store: FaultyStore) -> None:
+def test_the_second_of_two_commits_under_one_number_loses(store: FaultyStore) -> None:
     """If this fails, the second of two writers does not learn that it lost, or destroys the first one's commit."""
     put_commit(store, 0, "theirs")
     with pytest.raises(CheckpointExistsError, match=r"another one committed .* root of its own") as caught:

@@ -97,7 +97,7 @@ def test_a_copy_is_the_same_checkpoint(
     ]
 
 
-def test_a_copy_leaves_alone_what_is_there_unless_told(root_of: Root) -> None:
+def test_a_copy_keeps_the_target_without_overwrite(root_of: Root) -> None:
     """If this fails, a mistyped target costs a checkpoint; or one that was to be replaced is not, or not at once."""
     source, target = f"{root_of('path')}/a", f"{root_of('memory')}/b"
     save({"w": torch.arange(4)}, source)
@@ -130,7 +130,7 @@ def test_a_damaged_source_is_found_and_named(root_of: Root, one: str, other: str
 
 
 @pytest.mark.parametrize("how", ["overwritten", "deleted"])
-def test_a_source_that_goes_meanwhile_is_not_called_damaged(root_of: Root, how: str) -> None:
+def test_a_source_removed_during_a_copy_is_not_called_damaged(root_of: Root, how: str) -> None:
     """If this fails, an overwrite in the middle makes a copy of two saves, or an error that speaks of damage."""
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     save({"w": torch.zeros(3000)}, source)

@@ -159,7 +159,7 @@ def test_values_that_safetensors_cannot_hold_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "complex-export").exists()
 
 
-def test_an_earlier_export_is_left_alone_unless_told(tmp_path: Path) -> None:
+def test_an_earlier_export_is_kept_without_overwrite(tmp_path: Path) -> None:
     """If this fails, an export overwrites a model, or leaves files of an older one beside it."""
     target = tmp_path / "export.safetensors"
     target.mkdir()

@@ -108,7 +108,7 @@ def test_load_that_asks_for_too_little_is_refused(
         (["tracker.a"], [plan_of(["w"])], NOTHING),
     ],
 )
-def test_empty_place_that_nobody_fills_is_refused(
+def test_empty_object_that_no_rank_fills_is_refused(
     saved: Sequence[str], plans: Sequence[LoadPlan], left: Sequence[str]
 ) -> None:
     """If this fails, torch's load leaves a fresh object empty and reports success, or ranks cannot share an object."""

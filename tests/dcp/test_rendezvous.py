@@ -65,7 +65,7 @@ def assert_lost(errors: list[BaseException | None], lost: tuple[int, ...], text:
         assert text in str(error), error
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(three: list[Rendezvous]) -> None:
+def test_a_barrier_waits_for_all_ranks(three: list[Rendezvous]) -> None:
     """If this fails, a collective begins although a rank is missing, and waits in gloo."""
     left: list[int] = []
     threads = [

@@ -77,7 +77,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("one", "other", "message"), DIFFERENT)
-def test_ranks_that_have_different_things_under_a_name_are_told(one: Any, other: Any, message: str) -> None:
+def test_different_values_under_one_name_are_reported(one: Any, other: Any, message: str) -> None:
     """If this fails, one rank's entry is saved, and the others are lost and cannot load what was saved."""
     same = {"same": torch.ones(3), "n": 1}
     with pytest.raises(StateDictMismatchError, match=re.escape(f"'model.x' is {message}")) as caught:
@@ -90,7 +90,7 @@ def test_ranks_that_have_different_things_under_a_name_are_told(one: Any, other:
 
 
 @pytest.mark.parametrize("plain", [0, 1])
-def test_a_whole_tensor_beside_a_shard_of_that_name_is_told(plain: int) -> None:
+def test_a_whole_tensor_beside_a_shard_of_that_name_is_reported(plain: int) -> None:
     """If this fails, one rank's whole tensor is saved in the place of the shards of the others, or a part of it."""
     plans = []
     for rank in range(2):
@@ -110,7 +110,7 @@ def test_a_whole_tensor_beside_a_shard_of_that_name_is_told(plain: int) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [0, 1])
-def test_a_plain_tensor_beside_a_wrapper_of_that_name_is_told(wrapped: int) -> None:
+def test_a_plain_tensor_beside_a_wrapper_of_that_name_is_reported(wrapped: int) -> None:
     """If this fails, a checkpoint holds a quantized tensor and a plain one under one name, and no load takes both."""
     states = [{"model": {"w": make_scaled() if rank == wrapped else torch.ones(8, 6), "b": 1}} for rank in range(2)]
     with pytest.raises(
@@ -129,7 +129,7 @@ def test_a_plain_tensor_beside_a_wrapper_of_that_name_is_told(wrapped: int) -> N
         ({"a": {"b": 1}}, {"a": [torch.ones(1)]}, "is a dict on rank 0, a list on rank 1"),
     ],
 )
-def test_ranks_with_other_structures_under_a_name_are_told(one: Any, other: Any, message: str) -> None:
+def test_different_structures_under_one_name_are_reported(one: Any, other: Any, message: str) -> None:
     """If this fails, a save reports success, and what it has stored fits no state dict and cannot be read."""
     with pytest.raises(StateDictMismatchError, match=message):
         planned([{"same": 1, "k": {1: one}}, {"same": 1, "k": {1: other}}])

@@ -201,7 +201,7 @@ def test_overwrites_without_end_are_an_error(memory: Memory) -> None:
         loaded(memory.uri())
 
 
-def test_a_deletion_in_the_middle_of_a_load_is_told_from_damage(memory: Memory) -> None:
+def test_a_deletion_during_a_load_is_no_damage(memory: Memory) -> None:
     """If this fails, a checkpoint that retention removed is reported as damaged."""
     cloudckpt.save(state_of(1.0), memory.uri())
     memory.at().once_before(

@@ -250,7 +250,7 @@ def test_ci_and_the_workflow_run_the_same_targets() -> None:
     assert own - {"servers", "frameworks-installed", "pythons-installed"} == of_workflow - {"coverage"}
 
 
-def test_every_target_is_told_of() -> None:
+def test_contributing_names_every_make_target() -> None:
     """If this fails, `make help` leaves out a lane, or a contributor reads of one that is not there."""
     helped = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
     assert TARGETS - helped == {"format", "types", "imports", "frameworks-installed", "pythons-installed"} - helped

@@ -98,7 +98,7 @@ def _second_life(root: str) -> None:
 @pytest.mark.multirank
 @pytest.mark.slow
 @pytest.mark.every_store
-def test_a_job_goes_on_with_other_ranks(place: Place) -> None:
+def test_a_job_resumes_with_another_number_of_ranks(place: Place) -> None:
     """If this fails, an elastic restart loses its checkpoints, or ranks begin at different steps."""
     kept, *others = run_ranks(_first_life, place.root, world_size=2)
     assert others == [[]]

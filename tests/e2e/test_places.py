@@ -200,7 +200,7 @@ def check_kill(directory: Path, at: int, harm: Harm, world_size: int, *, async_:
 
 
 @pytest.mark.parametrize(("at", "harm"), KILLS)
-def test_a_job_that_dies_goes_on_from_the_newest_step_of_both_places(tmp_path: Path, at: int, harm: Harm) -> None:
+def test_a_killed_job_resumes_from_the_newest_step_of_both_places(tmp_path: Path, at: int, harm: Harm) -> None:
     """If this fails, a crash in a save, a copy to the bucket or a removal costs a step that the table of places.md
     promises, mixes two steps, or leaves the bucket without what was saved for it.
     """

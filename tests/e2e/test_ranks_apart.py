@@ -84,7 +84,7 @@ def test_rank_that_loads_while_the_other_saves_is_named_under_enable(saver: int,
 
 
 @on_ranks(2)
-def test_rank_that_restores_while_the_other_saves_is_told_apart(root: str) -> None:
+def test_rank_that_restores_while_the_other_saves_is_named(root: str) -> None:
     """If this fails, the error of a save that waits for a rank says that a checkpoint is being found."""
     manager = cloudckpt.CheckpointManager(root, save_every=timedelta(seconds=1))
     told = rf"rank 0: asking if a step is due under {root}; rank 1: finding a checkpoint under {root}"

@@ -78,7 +78,7 @@ class TestOnMiniStack(ContractOn):
     server_name = "ministack"
     num_paging_keys = 40  # thousands take half a minute; Ceph has pages that real clients get
 
-    def test_it_looks_at_checksums(self, store: Store) -> None:
+    def test_the_server_checks_checksums(self, store: Store) -> None:
         """It is the S3 server here that does: without it, no S3 server would have refused our wrong checksum, or taken
         our right one for what it is.
         """
@@ -120,7 +120,7 @@ class TestOnGCPStorageEmulator(ContractOn):
     server_name = "gcp-emulator"
     num_paging_keys = 40  # each call takes it longer than the one before
 
-    def test_it_looks_at_checksums_and_at_no_condition(self, store: Store) -> None:
+    def test_the_server_checks_checksums_and_no_condition(self, store: Store) -> None:
         """It is the GCS server here that does the first, so that a refusal is seen to be translated. When it has been
         mended and does the second, it can judge races too.
         """

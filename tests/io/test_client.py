@@ -86,7 +86,7 @@ def test_foreign_exception_becomes_a_store_error_that_names_it(clock: FakeClock)
 
 
 @pytest.mark.parametrize("retries", [0, 1, 5])
-def test_it_gives_up_after_so_many_repetitions(clock: FakeClock, retries: int) -> None:
+def test_a_call_fails_after_the_last_retry(clock: FakeClock, retries: int) -> None:
     """If this fails, a store that is down is asked for ever, or not often enough."""
     attempt = Failing([error_of(TransientStoreError) for _ in range(100)])
     client = client_with(retries=retries, timeout_s=1e9)
@@ -96,7 +96,7 @@ def test_it_gives_up_after_so_many_repetitions(clock: FakeClock, retries: int) -
     assert (client.num_requests, client.num_retries) == (retries + 1, retries)
 
 
-def test_it_gives_up_at_the_deadline(clock: FakeClock) -> None:
+def test_a_call_fails_at_the_deadline(clock: FakeClock) -> None:
     """If this fails, a save hangs for longer than timeout_s without progress."""
     attempt = Failing([error_of(TransientStoreError) for _ in range(1000)])
     begun_s = clock.now_s

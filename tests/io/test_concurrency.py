@@ -55,7 +55,7 @@ def transfer(
     takes_at_once=st.lists(st.integers(1, 50), min_size=1, max_size=100),
     seconds=st.lists(st.integers(1, 20), min_size=1, max_size=10),
 )
-def test_it_falls_under_throttling_and_comes_back(most: int, takes_at_once: list[int], seconds: list[int]) -> None:
+def test_the_limit_falls_under_throttling_and_recovers(most: int, takes_at_once: list[int], seconds: list[int]) -> None:
     """If this fails, some store stops a transfer, gets more connections than allowed, or too few for ever after."""
     limit = ConcurrencyLimit(most)
     throttled = transfer(limit, num_requests=200, takes_at_once=takes_at_once, seconds=seconds)

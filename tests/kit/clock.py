@@ -1,4 +1,4 @@
-"""Clocks that a `StoreClient` acts by in tests."""
+"""Clocks of a `StoreClient` in tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cloudckpt.stores import clock
 
 
 class InstantClock(Clock):
-    """Waits end at once; time goes on."""
+    """Waits end at once, and the time is the real one."""
 
     @override
     def wait(self, stopped: threading.Event, delay_s: float) -> bool:
@@ -21,7 +21,7 @@ class InstantClock(Clock):
 
 
 class FakeClock(Clock):
-    """Only waiting moves the time, and takes none."""
+    """The time moves only by waits, which end at once."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -41,7 +41,7 @@ class FakeClock(Clock):
 
 
 def skip_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clients that are made from here on wait for nothing."""
+    """Let all waits of later clients end at once."""
     monkeypatch.setattr("cloudckpt.io.client.SYSTEM_CLOCK", InstantClock())
 
 

@@ -24,7 +24,7 @@ class Memory:
         self.stores: dict[str, FaultyStore] = {}
 
     def open(self, name: str, prefix: str = "", **settings: Any) -> FaultyStore:
-        """In place of `MemoryStore`."""
+        """Open a store, in place of `MemoryStore`."""
         return self.stores.setdefault(f"memory://{name}/{prefix}", FaultyStore(MemoryStore(name, prefix, **settings)))
 
     def uri(self, name: str = "checkpoint") -> str:
@@ -53,14 +53,14 @@ def state_of(fill: float = 1.0) -> dict[str, Any]:
 
 
 def loaded(uri: str, **settings: Any) -> dict[str, Any]:
-    """What lies at `uri`."""
+    """Return the state dict at `uri`."""
     state = state_of(-1.0)
     cloudckpt.load(state, uri, **settings)
     return state
 
 
 def assert_holds(state: dict[str, Any], fill: float) -> None:
-    """All of one save, and nothing of another."""
+    """Fail unless the state dict has all values of one save, and none of another."""
     assert state["step"] == int(fill)
     for name in ("w", "t", "b", "one"):
         assert bool((state[name] == fill).all()), name
@@ -69,7 +69,7 @@ def assert_holds(state: dict[str, Any], fill: float) -> None:
 def written(
     writer: cloudckpt.ObjectStoreWriter, state: dict[str, Any], **settings: Any
 ) -> tuple[Metadata, list[WriteResult]]:
-    """A save on one rank up to, and without, its commit, as torch's `dcp.save` goes about it."""
+    """Run a save on one rank up to its commit, with the calls that torch's `dcp.save` makes."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True, **settings)
@@ -80,7 +80,7 @@ def written(
 
 
 class Gate:
-    """A point that a thread comes to, and is let through when the test wants it."""
+    """A point at which a thread waits until the test lets it pass."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()

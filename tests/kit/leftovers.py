@@ -1,4 +1,4 @@
-"""What a run of the tests leaves behind: no file in the system's temporary directory, and no process."""
+"""Check that a run of the tests leaves no file in the system's temporary directory, and no process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import pytest
 _END_S = 30.0
 _POLL_S = 0.05
 _FOR_A_PROCESS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
-"""What is started for the whole of a process, and ends with it."""
+"""Helpers that are started once for a process, and end with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survivor:
-    """A process that a test has started, and that nobody has ended."""
+    """A process that a test has started, and not ended."""
 
     pid: int
     command: str
@@ -51,7 +51,7 @@ class Leftovers:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """The workers of xdist and the servers of fixtures have ended; what has not fails the run, and is killed."""
+        """Kill all processes that are left after the workers and the servers have ended, and fail the run."""
         self._survivors = survivors(self.directory, end_s=_END_S)
         for survivor in self._survivors:
             with contextlib.suppress(ProcessLookupError):
@@ -66,8 +66,8 @@ class Leftovers:
 
 
 def survivors(directory: Path, *, end_s: float) -> list[Survivor]:
-    """The processes whose temporary directory this is, and this one's children; those that end within `end_s` do not
-    count. Looked up on Linux alone.
+    """Return the children of this process, and the processes with this temporary directory. Those that end within
+    `end_s` are left out. Works on Linux alone.
     """
     deadline = time.monotonic() + end_s
     while found := list(_found(directory)):

@@ -68,7 +68,7 @@ class Training:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return this rank's part of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -105,7 +105,7 @@ def _wrap(model: nn.Module, parallelism: Parallelism) -> nn.Module:
 
 
 class AppState:
-    """Model and optimizer as one `Stateful`, the way that PyTorch's tutorial does it."""
+    """Model and optimizer as one `Stateful`, as in PyTorch's tutorial."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -138,7 +138,7 @@ def set_state(training: Training, state_dict: dict[str, Any]) -> None:
 
 
 def assert_same(actual: Any, expected: Any, where: str = "") -> None:
-    """Equal to the last bit, types and shapes included, all the way down."""
+    """Fail unless both are equal to the last bit, with their types and shapes."""
     assert type(actual) is type(expected) or isinstance(expected, Tensor), where
     if isinstance(expected, Mapping):
         assert actual.keys() == expected.keys(), where

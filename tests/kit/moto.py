@@ -1,4 +1,4 @@
-"""moto's S3 as a real store is: with conditional puts one after the other."""
+"""moto's S3, with atomic conditional puts as on a real store."""
 
 from __future__ import annotations
 

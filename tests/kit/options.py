@@ -11,6 +11,6 @@ _ADVANCED = frozenset(field.name for field in dataclasses.fields(AdvancedOptions
 
 
 def make_options(**settings: Any) -> Options:
-    """Return options of which those that `AdvancedOptions` has are set there."""
+    """Return options. Keywords that `AdvancedOptions` has are set there."""
     advanced = {name: settings.pop(name) for name in _ADVANCED & settings.keys()}
     return Options(advanced=AdvancedOptions(**advanced), **settings)

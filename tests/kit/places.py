@@ -13,7 +13,7 @@ class Place(abc.ABC):
     root: str
 
     def uri(self, name: str = "checkpoint") -> str:
-        """Where a checkpoint of this name lies."""
+        """Return the URI of a checkpoint of this name."""
         return f"{self.root}/{name}"
 
     @abc.abstractmethod
@@ -34,7 +34,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def num_unfinished_uploads(self) -> int:
-        """How many uploads were begun and neither completed nor aborted."""
+        """Return the number of uploads that were neither completed nor aborted."""
 
     def data_keys(self) -> list[str]:
         """The data objects of all checkpoints here."""
@@ -45,7 +45,7 @@ class Place(abc.ABC):
         return [key for key in self.keys() if key.rpartition("/")[2].startswith("manifest")]
 
     def contents(self) -> dict[str, bytes]:
-        """Everything that lies here."""
+        """Return all objects here."""
         return {key: self.read(key) for key in self.keys()}
 
 
@@ -92,7 +92,7 @@ class BucketPlace(Place):
 
 
 class S3Place(BucketPlace):
-    """On S3, or on what speaks its protocol, by way of boto3."""
+    """A place on S3, or on a store with its protocol, through boto3."""
 
     scheme = "s3"
 
@@ -120,7 +120,7 @@ class S3Place(BucketPlace):
 
 
 class GCSPlace(BucketPlace):
-    """On GCS, by way of Google's client."""
+    """A place on GCS, through Google's client."""
 
     scheme = "gs"
 

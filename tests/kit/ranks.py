@@ -35,7 +35,7 @@ from tests.kit import secrets_watch
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 10.0
-"""How long the other ranks may still report after the first has failed, if nothing else is said."""
+"""Seconds for which the other ranks may still report after the first failure, by default."""
 
 # Imported once, in the server: what every test here needs. Of cloudckpt, coverage sees all but the modules' own lines
 # run in the ranks, and those run in the tests' process too.
@@ -74,7 +74,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one rank reports: a value, or the text of a traceback."""
+    """The report of one rank: a value, or the text of a traceback."""
 
     value: Any = None
     traceback: str | None = None
@@ -136,12 +136,12 @@ def run_ranks(
             outcomes = _collect(readers, timeout_s=timeout_s, grace_s=grace_s)
             _join([processes[rank] for rank in outcomes])
         finally:
-            # Nobody asks where those hang who are given no time; and to look, while they run, can crash them.
+            # Without a grace period no stacks are wanted, and to ask a running process for them can crash it.
             _end(processes, wait_s=min(1.0 + grace_s, GRACE_S), at_once=not grace_s)
             late = _last_words(readers)
             for reader in readers:
                 reader.close()
-        # Who had an end of his own while the others were being ended is not one of those that were.
+        # A rank that has ended by itself meanwhile keeps its own outcome.
         outcomes = late | outcomes
         failures = [
             _describe(rank, outcomes.get(rank), processes[rank], Path(scratch))
@@ -207,10 +207,10 @@ def _join(processes: list[BaseProcess], *, wait_s: float = GRACE_S) -> None:
 
 
 def _last_words(readers: list[multiprocessing.connection.Connection]) -> dict[int, Outcome]:
-    """What lies in the pipes of processes that are gone."""
+    """Return the reports in the pipes of processes that have ended."""
     outcomes: dict[int, Outcome] = {}
     for rank, reader in enumerate(readers):
-        with contextlib.suppress(EOFError, OSError):  # nothing, or not all of it: it was ended before its own end
+        with contextlib.suppress(EOFError, OSError):  # the process was killed before it had reported
             if reader.poll():
                 outcomes[rank] = pickle.loads(reader.recv_bytes())
     return outcomes
@@ -277,7 +277,7 @@ def _run(job: _Job) -> Outcome:
             try:
                 value = job.function(*job.args)
                 secrets_watch.check()
-                dist.barrier()  # nobody leaves while another still talks to it
+                dist.barrier()  # no rank ends while another one still uses its store
             finally:
                 dist.destroy_process_group()
             return Outcome(value=value)

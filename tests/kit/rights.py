@@ -11,7 +11,7 @@ NOBODY = 65534
 
 @contextlib.contextmanager
 def without_roots_rights() -> Iterator[None]:
-    """Meanwhile this process is somebody else, if it is root's, who may do anything."""
+    """Give up the rights of root, if this process has them, in the context."""
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(NOBODY)

@@ -1,4 +1,4 @@
-"""A server that answers as a test says, request by request, for what goes wrong on the way."""
+"""A server whose answers a test gives, request by request, for failures of the network."""
 
 from __future__ import annotations
 

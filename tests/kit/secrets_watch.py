@@ -31,7 +31,7 @@ class LeakedSecretError(AssertionError):
 
 
 def search(text: str, place: str) -> None:
-    """Note a hit where `text` holds a secret."""
+    """Record a hit if `text` holds a secret."""
     found = _SECRETS.search(text)
     if found is not None:
         around = text[max(0, found.start() - 60) : found.start() + 60]
@@ -51,7 +51,7 @@ def search_error(error: BaseException | None, place: str) -> None:
 
 
 def hits() -> list[str]:
-    """What has been found since this was asked last."""
+    """Return the hits since the last call."""
     with _lock:
         found = _hits.copy()
         _hits.clear()
@@ -59,7 +59,7 @@ def hits() -> list[str]:
 
 
 def check() -> None:
-    """Raise `LeakedSecretError` where something has been found."""
+    """Raise `LeakedSecretError` if there are hits."""
     found = hits()
     if found:
         raise LeakedSecretError("\n".join(found))

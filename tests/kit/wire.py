@@ -128,7 +128,7 @@ S3_SLOW_DOWN = _s3_error(503, "SlowDown", "Please reduce your request rate.")
 S3_ACCESS_DENIED = _s3_error(403, "AccessDenied", "Access Denied")
 # https://docs.cloud.google.com/storage/docs/json_api/v1/status-codes
 GCS_TOO_MANY_REQUESTS = _gcs_error(429, "rateLimitExceeded", "The rate of requests is too high.")
-# As others have met it; no document quotes it.
+# Seen in reports of users; no document quotes it.
 GCS_APPENDABLE_ONLY = _gcs_error(400, "invalid", "This bucket requires appendable objects.")
 GCS_FORBIDDEN = _gcs_error(403, "forbidden", "The caller does not have storage access to the object.")
 GCS_RETAINED = _gcs_error(

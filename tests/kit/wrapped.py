@@ -1,4 +1,4 @@
-"""A store that fails as a test tells it step by step, and remembers every call. What it passes on is done for real."""
+"""Stores that fail, lie or watch as a test asks. All other calls reach the real store."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class FaultyStore(WrappedStore):
         self._hooks.append((operation, key_part, hook))
 
     def count(self, operation: str) -> int:
-        """How often the operation was called."""
+        """Return the number of calls of the operation."""
         return sum(call.operation == operation for call in self.calls)
 
     def num_bytes(self, operation: str) -> int:
-        """How many bytes all calls of the operation were about."""
+        """Return the number of bytes of all calls of the operation."""
         return sum(call.num_bytes for call in self.calls if call.operation == operation)
 
     def around(self, call: Call, action: Callable[[], _T]) -> _T:

@@ -316,7 +316,7 @@ def test_settings_that_cannot_work_are_refused(memory: Memory, settings: dict[st
 
 
 @in_both_ways
-def test_a_job_that_is_told_to_stop_hears_of_it(memory: Memory, *, async_: bool) -> None:
+def test_a_preempted_job_learns_of_a_failed_last_save(memory: Memory, *, async_: bool) -> None:
     """If this fails, a preempted job reports that its last step is committed, and it is not."""
     manager = warning(memory, async_=async_)
     break_saves(memory, 1)

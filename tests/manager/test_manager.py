@@ -446,7 +446,7 @@ def test_best_metric_has_the_direction_of_its_name(memory: Memory) -> None:
     assert highest.step == 2
 
 
-def test_unknown_metric_is_told_by_name(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_metric_is_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a mistyped metric is not told, or a run that asks for one before its first evaluation ends."""
     manager = CheckpointManager(memory.root, keep_last=1, keep_best=("val_los", "min", 3))
     assert manager.best("val_los", "min") is None, "there is no step"
@@ -668,7 +668,7 @@ def test_a_damaged_step_is_saved_beside_and_never_touched(memory: Memory, caplog
     assert (restored.step, restored.skipped) == (300, ())
 
 
-def test_a_later_life_goes_on_from_what_was_saved_beside(memory: Memory) -> None:
+def test_a_restarted_job_resumes_from_a_step_saved_beside_a_damaged_one(memory: Memory) -> None:
     """If this fails, a job that is started again after a damage loses what it has saved since, or its step drifts."""
     save_all(CheckpointManager(memory.root), 100, 200)
     break_data(memory, "step-200")
@@ -758,7 +758,7 @@ def test_a_step_that_was_removed_and_comes_again_counts(memory: Memory) -> None:
     assert numbers(manager) == [3]
 
 
-def test_nothing_goes_for_a_save_that_failed(memory: Memory) -> None:
+def test_a_failed_save_removes_no_checkpoint(memory: Memory) -> None:
     """If this fails, a checkpoint is removed for a newer one that does not exist."""
     manager = CheckpointManager(memory.root, keep_last=1)
     save_all(manager, 1)
@@ -768,7 +768,7 @@ def test_nothing_goes_for_a_save_that_failed(memory: Memory) -> None:
     assert numbers(manager) == [1]
 
 
-def test_the_manifest_goes_first_and_only_after_the_commit(memory: Memory) -> None:
+def test_retention_removes_the_manifest_first_and_after_the_commit(memory: Memory) -> None:
     """If this fails, a death in between leaves a checkpoint without its data, or none at all."""
     manager = CheckpointManager(memory.root, keep_last=1)
     save_all(manager, 1)
@@ -835,7 +835,7 @@ def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.Log
         assert numbers(manager) == [4]
 
 
-def test_steps_that_may_not_go_keep_no_others_from_going(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_protected_steps_do_not_stop_the_removal_of_others(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a few protected steps keep retention from removing any other, and the bucket fills up."""
     save_all(CheckpointManager(memory.root), *range(1, 10))
     for step in range(1, 9):

@@ -37,7 +37,7 @@ def wheel() -> Path:
     return found
 
 
-def test_it_is_the_wheel_that_is_tested() -> None:
+def test_the_tests_import_the_wheel() -> None:
     """If this fails, all of these tests look at the checkout."""
     path = Path(cloudckpt.__file__)
     assert "site-packages" in path.parts
@@ -63,7 +63,7 @@ def test_the_wheel_holds_the_package_and_no_more(wheel: Path) -> None:
     assert modules <= names
 
 
-def test_it_imports_with_what_it_depends_upon_alone() -> None:
+def test_the_wheel_imports_with_its_dependencies_alone() -> None:
     """If this fails, an optional package is needed for the import."""
     extras = ("boto3", "google.cloud.storage", "typer", "rich", "opentelemetry", "pytest", "safetensors")
     code = f"""
@@ -84,7 +84,7 @@ assert state_dict == {{"step": 1}}
 
 
 @pytest.mark.parametrize("place", ["path", "cloudckpt_s3_uri", "cloudckpt_gcs_uri"])
-def test_it_saves_and_loads(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_wheel_saves_and_loads(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """If this fails, the wheel lacks something that the checkout has."""
     uri = str(tmp_path / "step-1") if place == "path" else f"{request.getfixturevalue(place)}/step-1"
     weight = torch.arange(1000.0)

@@ -23,7 +23,7 @@ def blocks(path: Path, kind: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(TERRAFORM is None, reason="needs terraform or tofu")
-def test_it_is_formatted(tmp_path: Path) -> None:
+def test_terraform_files_are_formatted(tmp_path: Path) -> None:
     """If this fails, run `terraform fmt -recursive terraform`."""
     done = run(tmp_path, "fmt", "-check", "-recursive", "-diff", str(TERRAFORM_DIR))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -103,7 +103,7 @@ _WAIT_S = 30.0
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_it_ends_with_a_process_that_was_killed(maker: str) -> None:
+def test_a_server_ends_with_its_killed_owner(maker: str) -> None:
     """A demo killed with SIGKILL would leave its server behind."""
     source = (
         f"from cloudckpt.testing.servers import {maker} as maker\n"

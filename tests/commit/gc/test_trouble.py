@@ -137,7 +137,7 @@ def test_a_save_whose_object_was_cut_is_not_committed(memory: Memory, uri: str) 
     assert [info.name for info in cloudckpt.list_checkpoints(memory.root)] == ["checkpoint"]
 
 
-def test_a_save_whose_data_goes_at_the_last_moment_cannot_be_committed(memory: Memory, uri: str) -> None:
+def test_a_save_whose_data_is_removed_last_cannot_be_committed(memory: Memory, uri: str) -> None:
     """If this fails, only luck lies between the last look at the data and the commit."""
     writer = cloudckpt.ObjectStoreWriter(uri, overwrite=True)
     metadata, results = written(writer, state_of(2.0))

@@ -152,7 +152,7 @@ def test_the_ways_to_credentials(
         ('{"type": "service_account", "private_key": "HUSH"}', "no usable service_account"),
     ],
 )
-def test_a_credentials_file_that_is_none_is_told(tmp_path: Path, content: str | None, words: str) -> None:
+def test_an_invalid_credentials_file_is_reported(tmp_path: Path, content: str | None, words: str) -> None:
     """The file's name is what the user can correct; its content must not be shown."""
     file = tmp_path / "key.json"
     if content is not None:
@@ -213,7 +213,7 @@ def test_a_token_that_was_renewed_meanwhile_is_not_repeated(scripted: Any) -> No
     assert "HUSH" not in str(caught.value)
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     """One problem at a time means one start of a large job for each."""
     with pytest.raises(InvalidOptionError) as caught:
         parse_storage_options(

@@ -33,6 +33,7 @@ def test_a_checkpoint_is_copied(local: LocalPlace, run: Run, tmp_path: Path) -> 
     assert run("cp", local.uri("run/step-1"), local.uri("run/step-1")).code == 2
 
 
+@pytest.mark.every_store
 def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path: Path) -> None:
     """If this fails, a copy into a folder makes that folder a checkpoint, with other checkpoints inside it."""
     source = str(tmp_path / "source/step-7")

@@ -233,23 +233,15 @@ def _collect(root: str, older_than: timedelta, options: Options, *, dry_run: boo
 
 
 def _print_report(console: Console, report: GarbageReport) -> None:
+    from cloudckpt.inspect.removal import lines_of
+
     if console.as_json:
         console.document({name: getattr(report, name) for name in _MEMBERS})
         return
-    for garbage in report.locations:
-        of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
-        console.line(f"{garbage.uri}: {', '.join(garbage.reasons)}{of_size}")
-    for kept in report.skipped:
-        console.line(f"{kept.uri}: left alone: {kept.reason}")
     for kept in report.failed:
         console.warn(f"{kept.uri}: failed: {kept.reason}")
-    done = "would be removed" if report.dry_run else "removed"
-    console.line(
-        f"{report.root}: {count(report.num_objects, 'object')} and {count(report.num_uploads, 'unfinished upload')} of "
-        f"{size(report.num_bytes)} {done}"
-    )
-    if report.is_nothing_there:
-        console.say(f"{report.root}: cloudckpt has written nothing there; is it the right place?")
+    for line in lines_of(report):
+        console.line(line)
 
 
 def verify(
@@ -280,15 +272,13 @@ def verify(
 
 
 def _find_all(root: str, common: CommonOptions) -> list[str]:
-    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError
+    from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.inspect.catalog import list_checkpoints
     from cloudckpt.uri import parse_location
 
     found = list_checkpoints(root, all=True, options=common.options())
-    for one in found:
-        if one.state == "denied":
-            raise AccessDeniedError(one.problem, key=one.uri, operation="list")
-    uri, uris = parse_location(root).uri, [one.uri for one in found if one.state in _CHECKPOINTS]
+    uri = parse_location(root).uri
+    uris = [one.uri for one in found if one.state in (*_CHECKPOINTS, "denied")]  # the latter are last, and raise
     if not uris:
         raise CheckpointNotFoundError(f"no checkpoint is committed at {uri} or directly under it", uri=uri)
     return uris

@@ -373,24 +373,24 @@ class GarbageReport:
         return sum(garbage.num_bytes for garbage in self.locations)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        for garbage in self.locations:
-            of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
-            yield f"{_as_one_line(garbage.uri)}: {', '.join(garbage.reasons)}{of_size}"
-        for spared in self.skipped:
-            yield f"{_as_one_line(spared.uri)}: left alone: {_as_one_line(spared.reason)}"
-        for spared in self.failed:
-            yield f"{_as_one_line(spared.uri)}: failed: {_as_one_line(spared.reason)}"
-        done = "would be removed" if self.dry_run else "removed"
         how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
-        yield (
-            f"{self.root}: {count(self.num_objects, 'object')} and {count(self.num_uploads, 'unfinished upload')} of "
-            f"{size(self.num_bytes)} {done}{how}"
-        )
-        if self.is_nothing_there:
-            yield f"{self.root}: no checkpoint of cloudckpt is there. Is it the right place?"
+        failed = (f"{one.uri}: failed: {one.reason}" for one in self.failed)
+        return "\n".join(map(_as_one_line, (*failed, *lines_of(self, how=how))))
+
+
+def lines_of(report: GarbageReport, *, how: str = "") -> Iterator[str]:
+    """Yield the text of a report, without its failures. `how` follows the sums."""
+    for garbage in report.locations:
+        of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
+        yield f"{garbage.uri}: {', '.join(garbage.reasons)}{of_size}"
+    for spared in report.skipped:
+        yield f"{spared.uri}: left alone: {spared.reason}"
+    yield (
+        f"{report.root}: {count(report.num_objects, 'object')} and {count(report.num_uploads, 'unfinished upload')} of "
+        f"{size(report.num_bytes)} {'would be removed' if report.dry_run else 'removed'}{how}"
+    )
+    if report.is_nothing_there:
+        yield f"{report.root}: cloudckpt has written nothing there. Is it the right place?"
 
 
 def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:

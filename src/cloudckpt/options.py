@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import numbers
@@ -10,7 +11,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -36,7 +37,7 @@ _MAX_OVER_READ = 1000.0
 def _naming_keywords(cls: type[_T]) -> type[_T]:
     """Let the error for unknown keywords name those that may be meant, which Python does since 3.13."""
     init = cls.__init__
-    known = {one.name for one in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+    known = [*inspect.signature(cls).parameters]
 
     @functools.wraps(init)
     def checked(self: _T, *args: Any, **given: Any) -> None:

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -122,14 +121,20 @@ def check_used(
     """
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
     if unused := {part: sorted(names) for part, names in given.items() if names and asked.isdisjoint(names)}:
-        prefixes = (os.path.commonprefix([name.split(".") for name in names]) for names in unused.values())  # noqa: RUF071  # of lists
-        near = [find_near_entry(".".join(prefix), [*lacking, *asked]) for prefix in prefixes]
+        near = [find_near_entry(_common_path(names), [*lacking, *asked]) for names in unused.values()]
         raise StateDictMismatchError(
             f"rename={', '.join(unused)} gives names of {uri} that nothing asks for, "
             f"{quote_names([name for names in unused.values() for name in names])}{did_you_mean(*near)}. The "
             f"load asks for {quote_names(sorted({*lacking, *asked}))}",
             uri=uri,
         )
+
+
+def _common_path(names: Iterable[str]) -> str:
+    """Return the parts of a dotted name that all `names` begin with."""
+    paths = sorted(name.split(".") for name in names)
+    same = itertools.takewhile(lambda parts: parts[0] == parts[1], zip(paths[0], paths[-1], strict=False))
+    return ".".join(part for part, _ in same)
 
 
 def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:

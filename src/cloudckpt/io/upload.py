@@ -188,10 +188,6 @@ class UploadSession:
             if self._failure is not None:
                 raise self._failure
 
-    def _send_parts(self, target: ObjectUpload, parts: Sequence[Part | None]) -> None:
-        for part in parts:
-            self._send_part(target, part)
-
     def _plan_parts(self, key: str, size_bytes: int, part_bytes: int) -> list[Part] | None:
         """Return the parts of an upload; None for an object that is put whole."""
         limits = self._store.limits
@@ -232,37 +228,38 @@ class UploadSession:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]
 
-    def _send_part(self, target: ObjectUpload, part: Part | None) -> None:
-        """Send a part, and complete the object after its last one. Without a part, complete the object."""
+    def _send_parts(self, target: ObjectUpload, parts: Sequence[Part | None]) -> None:
+        """Send parts in turn, and complete the object after its last one. None in place of a part: complete it."""
         store, client, upload_id = self._store, self._client, target.upload_id
-        if self._failure is not None or target.is_given_up:
-            return
-        try:
-            if part is not None:
-                with open_part(
-                    target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
-                ) as (views, values, whole):
-                    retries = Retries(client)
-                    while True:  # not `StoreClient.call`: one frame less in the traceback of a failed part
-                        with retries:
-                            if upload_id is None:
-                                store.put(target.target_key, views, crc32c=whole)
-                            else:
-                                target.uploaded[part.number] = self._hedger.upload_part(
-                                    store, target.target_key, upload_id, part, views, crc32c=whole
-                                )
-                            break
-                with self._lock:
-                    target.crc32cs[part.number] = values
-                    is_last = len(target.crc32cs) == len(target.parts)
-                self._on_part(target.target_key, part.size_bytes)
-            if part is None or is_last:
-                self._complete(target)
-        except BaseException as error:  # noqa: BLE001  # receipts() raises it
-            if target.num_held_bytes and isinstance(error, StoreError):
-                self._send_anew(target, error)
-            else:
-                self._fail(_explain(error))
+        for part in parts:
+            if self._failure is not None or target.is_given_up:
+                return
+            try:
+                if part is not None:
+                    with open_part(
+                        target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
+                    ) as (views, values, whole):
+                        retries = Retries(client)
+                        while True:  # not `StoreClient.call`: one frame less in the traceback of a failed part
+                            with retries:
+                                if upload_id is None:
+                                    store.put(target.target_key, views, crc32c=whole)
+                                else:
+                                    target.uploaded[part.number] = self._hedger.upload_part(
+                                        store, target.target_key, upload_id, part, views, crc32c=whole
+                                    )
+                                break
+                    with self._lock:
+                        target.crc32cs[part.number] = values
+                        is_last = len(target.crc32cs) == len(target.parts)
+                    self._on_part(target.target_key, part.size_bytes)
+                if part is None or is_last:
+                    self._complete(target)
+            except BaseException as error:  # noqa: BLE001  # receipts() raises it
+                if target.num_held_bytes and isinstance(error, StoreError):
+                    self._send_anew(target, error)
+                else:
+                    self._fail(_explain(error))
 
     def _send_anew(self, target: ObjectUpload, error: StoreError) -> None:
         """Send the whole object to its own key, in the thread of its first part that failed."""
@@ -278,8 +275,7 @@ class UploadSession:
             return
         with self._lock:
             self._open[target.key] = fresh
-        for part in fresh.parts:
-            self._send_part(fresh, part)
+        self._send_parts(fresh, fresh.parts)
 
     def _complete(self, target: ObjectUpload) -> None:
         size_bytes = target.body.size_bytes

@@ -227,9 +227,8 @@ class Debts:
 
     def _drain_one(self, folder: StepFolder, ends_at_s: float) -> list[str]:
         """Copy one step, unless the root is not owed it any more. Returns the URI of the copy, or raises the reason."""
-        key = _key_of(folder)
-        assert folder.info is not None  # noqa: S101  # `list_own` returns committed steps alone
-        if self._settle(folder.uri, folder.info):
+        info, key = _info_of(folder), _key_of(folder)
+        if self._settle(folder.uri, info):
             return []
         if (known := self._given_up.get(key)) is not None:
             raise known
@@ -240,7 +239,7 @@ class Debts:
             if time.monotonic() >= ends_at_s:
                 raise CheckpointError("the deadline has passed; another drain sends only what is missing", uri=target)
 
-        target = self._root.child(name_of(folder.info)).uri
+        target = self._root.child(name_of(info)).uri
         try:
             copy(
                 folder.uri,
@@ -251,11 +250,11 @@ class Debts:
                 on_progress=check_time,
             )
         except _FINAL as error:
-            if self._settle(folder.uri, folder.info):  # another process has copied it, or saved it again
+            if self._settle(folder.uri, info):  # another process has copied it, or saved it again
                 return []
             self._given_up[key] = error
             raise
-        self._forget(folder.uri, folder.info)
+        self._forget(folder.uri, info)
         words = f"copied {folder.uri} to {target}"
         log_and_deliver(Event(name="drain.committed", uri=target, rank=0), self.steps.options, words=words)
         self._on_drained(target)
@@ -331,6 +330,10 @@ def is_owed_elsewhere(folder: StepFolder, root: Location) -> bool:
     return is_debt(folder) and _record_of(folder).get("root") != root.uri
 
 
-def _key_of(folder: StepFolder) -> tuple[datetime, str]:
+def _info_of(folder: StepFolder) -> StepInfo:
     assert folder.info is not None  # noqa: S101  # only committed steps are owed
-    return folder.info.committed_at, folder.uri
+    return folder.info
+
+
+def _key_of(folder: StepFolder) -> tuple[datetime, str]:
+    return _info_of(folder).committed_at, folder.uri

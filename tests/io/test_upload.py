@@ -91,10 +91,10 @@ def session_of(
     )
 
 
-def upload(store: Store, bodies: dict[str, Bytes], **settings: int) -> list[ObjectRef]:
+def upload(store: Store, bodies: dict[str, Bytes], *, in_memory: bool = False, **settings: int) -> list[ObjectRef]:
     with session_of(store, **settings) as session:
         for key, body in bodies.items():
-            session.submit(key, body)
+            session.submit(key, body, in_memory=in_memory)
         session.tasks.join()
         return session.receipts()
 
@@ -152,9 +152,27 @@ def test_an_object_with_one_writer_has_one_thread(store: FaultyStore) -> None:
     """If this fails, all threads of a save to a path wait for the lock of one file."""
     one_writer = _OneWriter(store)
     bodies = {f"data/{number}": Bytes(data_of(5 * PART_BYTES)) for number in range(2)}
-    receipts = upload(one_writer, bodies)
+    receipts = upload(one_writer, bodies, in_memory=True)
     assert [receipt.key for receipt in receipts] == list(bodies)
     assert not one_writer.overlapping
+
+
+def test_parts_that_are_fetched_are_fetched_at_once(store: FaultyStore) -> None:
+    """If this fails, a copy to a path reads its source one request after the other."""
+    one_writer = _OneWriter(store)
+    one_writer.both_have_begun = threading.Barrier(1)
+    two_are_open = threading.Barrier(2)
+
+    class Fetched(Bytes):
+        @contextlib.contextmanager
+        def open(self, begin: int, end: int) -> Iterator[Views]:
+            two_are_open.wait(60)
+            with super().open(begin, end) as views:
+                yield views
+
+    body = Fetched(data_of(2 * PART_BYTES))
+    upload(one_writer, {"data/0": body})
+    assert sorted(body.opened) == [0, PART_BYTES]
 
 
 def test_checksums_stay_with_their_tiles_where_parts_overtake_each_other(store: FaultyStore) -> None:

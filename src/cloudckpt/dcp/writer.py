@@ -246,7 +246,7 @@ class ObjectStoreWriter(StorageWriter):
                     self._cancellation.enter("uploading", total_bytes=total_bytes)
                     context.emit("save.planned", num_bytes=total_bytes)
                     context.on_sent = self._cancellation.count_uploaded
-                    objects = draft.write(bodies_of(context, items, arena, pending, make_receipts))
+                    objects = draft.write(bodies_of(context, items, arena, pending, make_receipts), in_memory=True)
                 if pending is not None:
                     pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:

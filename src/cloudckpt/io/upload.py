@@ -124,7 +124,13 @@ class UploadSession:
         return self._num_reused_bytes
 
     def submit(
-        self, key: str, body: Body, leftovers: Sequence[Leftover] = (), *, part_bytes: int | None = None
+        self,
+        key: str,
+        body: Body,
+        leftovers: Sequence[Leftover] = (),
+        *,
+        part_bytes: int | None = None,
+        in_memory: bool = False,
     ) -> None:
         """Upload `body` to the new key `key`. Returns once its last part has a place in the queue.
 
@@ -135,6 +141,8 @@ class UploadSession:
             body: The bytes.
             leftovers: Objects and uploads of an earlier attempt, of which equal bytes are used and not sent again.
             part_bytes: Size of its parts; by default the session's.
+            in_memory: The body is in this host's memory, so one thread can send its parts in turn, if the store writes
+                them in turn.
 
         """
         parts = self._plan_parts(key, body.size_bytes, part_bytes or self._part_bytes)
@@ -156,7 +164,7 @@ class UploadSession:
             self._open[key] = target
         missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
         # Callers make each body as they submit it. Waiting here bounds the memory of bodies that are not sent yet.
-        self._enqueue(target, missing or [None])
+        self._enqueue(target, missing or [None], in_turn=in_memory and not self._store.capabilities.parallel_parts)
 
     def begin(self, key: str, body: Body) -> ObjectUpload:
         """Begin an object whose size is not known yet, at the fresh key `key`. Its parts follow, and `finish`."""
@@ -181,9 +189,9 @@ class UploadSession:
         target.parts = parts
         self._enqueue(target, missing)
 
-    def _enqueue(self, target: ObjectUpload, parts: Sequence[Part | None]) -> None:
-        # Parts that the store writes one after the other have one thread, and leave the other ones to other objects.
-        for group in [[part] for part in parts] if self._store.capabilities.parallel_parts else [parts]:
+    def _enqueue(self, target: ObjectUpload, parts: Sequence[Part | None], *, in_turn: bool = False) -> None:
+        # Parts in turn have one thread, and leave the other threads to other objects.
+        for group in [parts] if in_turn else [[part] for part in parts]:
             self.tasks.submit(functools.partial(self._send_parts, target, group))
             if self._failure is not None:
                 raise self._failure

@@ -136,12 +136,17 @@ class Draft:
         return entries
 
     def write(
-        self, bodies: Iterable[tuple[Body, int]], *, on_failure: Callable[[], None] = lambda: None
+        self,
+        bodies: Iterable[tuple[Body, int]],
+        *,
+        in_memory: bool = False,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> list[ObjectRef]:
         """Upload this rank's objects, all or none.
 
         Args:
             bodies: The body of each object, and the size of its parts.
+            in_memory: See `UploadSession.submit`.
             on_failure: Called before the wait for the parts in flight.
 
         """
@@ -151,7 +156,7 @@ class Draft:
         with context.new_uploads(part_bytes=advanced.part_bytes, tile_bytes=advanced.tile_bytes) as session:
             try:
                 for number, (body, part_bytes) in enumerate(bodies):
-                    session.submit(self.key(number), body, part_bytes=part_bytes)
+                    session.submit(self.key(number), body, part_bytes=part_bytes, in_memory=in_memory)
                 session.tasks.join()
                 objects = session.receipts()
             except BaseException:

@@ -110,6 +110,35 @@ def test_rm_keeps_steps_that_a_bucket_is_owed(tmp_path: Path, run: Run) -> None:
     assert (ended.code, ended.out, ended.err.count("cloudckpt drain may have to copy it first")) == (0, "", 1)
 
 
+def test_rm_counts_the_steps_of_each_run_apart(tmp_path: Path, run: Run) -> None:
+    """If this fails, a clean-up of a fast place that two runs use deletes all steps of one of them."""
+    fast = tmp_path / "fast"
+    for root, step in (("a", 7), ("a", 8), ("b", 3)):
+        with cloudckpt.CheckpointManager(tmp_path / root, save_every=100, fast=fast, fast_every=1) as manager:
+            manager.save(step, {"step": torch.tensor(step)})
+    ended = run("rm", str(fast), "--keep-last", "1", "--yes")
+    assert (ended.code, [one.name for one in cloudckpt.list_checkpoints(fast)]) == (0, ["step-8", "step-3"])
+
+
+def test_rm_spares_a_step_that_was_saved_while_it_asked(
+    local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a run that went back and saved step 1 again loses its newest step."""
+    with cloudckpt.CheckpointManager(local.root, async_=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"step": torch.tensor(step)})
+
+        def confirm(*_: object, **__: object) -> bool:
+            manager.save(1, {"step": torch.tensor(-1)}, overwrite=True)
+            return True
+
+        monkeypatch.setattr(Console, "is_interactive", True)
+        monkeypatch.setattr(typer, "confirm", confirm)
+        ended = run("rm", local.root, "--keep-last", "1")
+    assert (ended.code, "step-1: left alone: the run has changed meanwhile" in ended.err) == (1, True)
+    assert [one.name for one in cloudckpt.list_checkpoints(local.root)] == ["step-3", "step-1"]
+
+
 def test_gc_removes_only_with_yes(local: LocalPlace, run: Run) -> None:
     """If this fails, garbage is removed unasked, or stays although it was asked for."""
     _save_and_leave_garbage(local)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cloudckpt.events import Event
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.inspect.removal import GarbageReport
+    from cloudckpt.manager.steps import StepInfo
     from cloudckpt.options import Options
 
 _MAX_NAMED = 5
@@ -54,8 +55,9 @@ def rm(
         console.warn("Error: there is nobody to ask: pass --yes to delete, or --dry-run to see what would go.")
         raise typer.Exit(WRONG_USAGE)
     options = common.options()
+    roots = uris
     if keep_last is not None:
-        uris = [step for uri in uris for step in _find_superseded(uri, keep_last, common)]
+        uris = _find_all_superseded(roots, keep_last, common)
         if not uris:
             console.say("There is nothing to delete.")
     doomed = {uri: _find_checkpoint(uri, options) for uri in dict.fromkeys(uris)}
@@ -71,8 +73,8 @@ def rm(
         {"uri": uri, "deleted": False, "found": [document_of(one) for one in found]} for uri, found in doomed.items()
     ]
     try:
-        for document in [] if dry_run else documents:
-            _delete(document, common, is_superseded=keep_last is not None)
+        if not dry_run:
+            _delete_all(documents, roots, keep_last, common)
     finally:
         if common.as_json:  # a script learns what is gone, whatever ends this
             console.document(documents)
@@ -80,14 +82,26 @@ def rm(
         raise typer.Exit(NO)
 
 
-def _delete(document: dict[str, Any], common: CommonOptions, *, is_superseded: bool) -> None:
+def _delete_all(
+    documents: list[dict[str, Any]], roots: list[str], keep_last: int | None, common: CommonOptions
+) -> None:
+    """Delete checkpoints. A job may have saved while the question stood, also again to a step that was superseded."""
+    still = None if keep_last is None else _find_all_superseded(roots, keep_last, common, quiet=True)
+    for document in documents:
+        has_changed = still is not None and document["uri"] not in still
+        _delete(document, common, is_superseded=still is not None, has_changed=has_changed)
+
+
+def _delete(document: dict[str, Any], common: CommonOptions, *, is_superseded: bool, has_changed: bool) -> None:
     """Delete one checkpoint, and note it in its document. A superseded step stays if another save writes there."""
     from cloudckpt.inspect.removal import delete
     from cloudckpt.manager.retention import ALIVE, remove_step
     from cloudckpt.stores import clock
 
     uri, left = document["uri"], None
-    if is_superseded:
+    if has_changed:
+        left = "the run has changed meanwhile"
+    elif is_superseded:
         left = remove_step(uri, common.options(), alive_since=clock.now() - ALIVE)
     else:
         delete(uri, options=common.options())
@@ -98,10 +112,14 @@ def _delete(document: dict[str, Any], common: CommonOptions, *, is_superseded: b
         common.console.line(f"Deleted {uri}.")
 
 
-def _find_superseded(root: str, keep_last: int, common: CommonOptions) -> list[str]:
-    """Return the steps that a manager with this ``keep_last`` would remove, oldest first."""
+def _find_all_superseded(roots: list[str], keep_last: int, common: CommonOptions, *, quiet: bool = False) -> list[str]:
+    return [step for root in roots for step in _find_superseded(root, keep_last, common, quiet=quiet)]
+
+
+def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet: bool) -> list[str]:
+    """Return the steps that a manager with this ``keep_last`` would remove, oldest first. Warn of those that stay."""
     from cloudckpt.errors import CheckpointNotFoundError
-    from cloudckpt.manager.debts import is_owed_elsewhere
+    from cloudckpt.manager.debts import is_owed_elsewhere, root_of
     from cloudckpt.manager.policies import RetentionPolicy, find_superseded
     from cloudckpt.manager.steps import Steps
     from cloudckpt.uri import parse_location
@@ -111,8 +129,11 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions) -> list[s
     for one in folders:
         if one.denied is not None:  # it may be one of the last
             raise one.denied
-    infos = [one.info for one in folders if one.info is not None]
-    if not infos:
+    by_run: dict[str, list[StepInfo]] = {}  # a fast place may hold the steps of several
+    for one in folders:
+        if one.info is not None:
+            by_run.setdefault(root_of(one), []).append(one.info)
+    if not by_run:
         raise CheckpointNotFoundError(
             f"no step of a run is committed directly under {location.uri}: name the folder of step-0, step-1, …",
             uri=location.uri,
@@ -120,8 +141,8 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions) -> list[s
     damaged = {one.uri: one.problem for one in folders if one.problem}
     owed = {one.uri: "cloudckpt drain may have to copy it first" for one in folders if is_owed_elsewhere(one, location)}
     policy = RetentionPolicy(keep_last=keep_last, keep_every=None, keep_best=None)
-    superseded = [one.uri for one in find_superseded(infos, policy, damaged=damaged)]
-    for uri, reason in (damaged | {uri: owed[uri] for uri in superseded if uri in owed}).items():
+    superseded = [one.uri for infos in by_run.values() for one in find_superseded(infos, policy, damaged=damaged)]
+    for uri, reason in ({} if quiet else damaged | {uri: owed[uri] for uri in superseded if uri in owed}).items():
         common.console.warn(f"{uri}: left alone: {reason}")
     return [uri for uri in superseded if uri not in owed]
 

@@ -320,6 +320,11 @@ def _record_of(folder: StepFolder) -> Mapping[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def root_of(folder: StepFolder) -> str:
+    """Return the root that a step in a fast place was saved for; empty for a step elsewhere."""
+    return str(_record_of(folder).get("root", ""))
+
+
 def is_debt(folder: StepFolder) -> bool:
     """Return True if the manifest in a folder says that the root is owed a copy."""
     return _record_of(folder).get("is_owed") is True

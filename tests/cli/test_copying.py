@@ -44,6 +44,8 @@ def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path:
     assert f"cloudckpt cp {source} {place.uri('run')}/step-7\n" in refused.err
     assert f"{place.uri('run')}/step-7: " in run("cp", source, f"{place.uri('run')}/").out
     assert [one.name for one in cloudckpt.list_checkpoints(place.uri("run"), all=True)] == ["step-1", "step-7"]
+    refused = run("cp", source, f"{place.uri('run/step-1')}/", "--overwrite")
+    assert (refused.code, "is a checkpoint, so no other one can be copied into it" in refused.err) == (6, True)
 
 
 def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> None:

@@ -120,12 +120,17 @@ def _find_place(source: str, target: str, options: Options) -> str:
 
     Raises `CheckpointExistsError` for another folder with other things in it: the copy would make it a checkpoint.
     """
-    from cloudckpt.convert.copying import list_others
+    from cloudckpt.convert.copying import is_taken, list_others
     from cloudckpt.uri import parse_location
 
     folder, name = parse_location(target), parse_location(source).name
     inside = folder.child(name).uri if name else target
     if target.endswith("/"):
+        if is_taken(target, options=options):
+            raise CheckpointExistsError(
+                f"{folder.uri} is a checkpoint, so no other one can be copied into it. Name another folder",
+                uri=folder.uri,
+            )
         return inside
     if others := list_others(target, options=options):
         raise CheckpointExistsError(

@@ -18,7 +18,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes wi
 _SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
 _COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_VARIABLE = re.compile(r"\$[A-Za-z_{(]")
+_VARIABLE = re.compile(r"\$[{(]|(?:^|/)\$[A-Za-z_]\w*(?:/|$)")  # a name such as best$acc is one
 # Layers over another file system: a cache may serve stale manifests, an archive cannot take objects one by one.
 _LAYERS = frozenset(
     {
@@ -162,6 +162,11 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
     if _CONTROL.search(text):
         raise InvalidURIError(f"The location {redact(text)!r} contains a control character.")
     _refuse_blank(text, of=text)
+    if _VARIABLE.search(text):
+        raise InvalidURIError(
+            f"The location {redact(text)!r} has a '$' before a name, as a variable that no shell has replaced: "
+            "none does between single quotes. Pass its value, in Python by os.path.expandvars."
+        )
     match = _SCHEME.match(text)
     if match is None and "://" in text:
         raise InvalidURIError(
@@ -170,11 +175,6 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
         )
     parsed = _parse_uri(text, scheme=match[1].lower(), rest=text[match.end() :]) if match else _parse_path(text)
     _refuse_blank(parsed.path, of=text)
-    if _VARIABLE.search(parsed.path):
-        raise InvalidURIError(
-            f"The location {redact(text)!r} has a '$' before a name, as a variable that no shell has replaced: none "
-            "does between single quotes. Pass its value, in Python by os.path.expandvars."
-        )
     return parsed
 
 

@@ -62,6 +62,12 @@ def test_dots_mean_what_the_kernel_means(tmp_path):
     assert parse_location("/..").uri == "/"
 
 
+@pytest.mark.parametrize("name", ["best$acc", "$RECYCLE.BIN", "a$", "$1", "cost-$5"])
+def test_a_name_may_have_a_dollar(name):
+    """If this fails, a checkpoint that exists is hidden from `ls`, and nothing can open it."""
+    assert parse_location(f"s3://bucket/run/{name}").uri == f"s3://bucket/run/{name}"
+
+
 def test_the_home_directory_is_expanded(monkeypatch):
     """``~/checkpoints`` from a configuration file never means a directory whose name is a tilde."""
     monkeypatch.setenv("HOME", "/home/someone")
@@ -84,6 +90,7 @@ def test_the_home_directory_is_expanded(monkeypatch):
         ("$HOME/run", "a variable that no shell has replaced"),
         ("/data/run-${SLURM_JOB_ID}", "a variable that no shell has replaced"),
         ("gs://bucket/$USER/run", "a variable that no shell has replaced"),
+        ("s3://$BUCKET/run", "a variable that no shell has replaced"),
         ("s3://", "bucket's name is missing"),
         ("s3://ab/x", "no bucket can have"),
         ("s3://bucket//x", "empty segment"),

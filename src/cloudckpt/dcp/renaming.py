@@ -92,7 +92,8 @@ class Renaming:
         also = f"; and {', '.join(astray)} leads to nothing that is loaded" if astray else ""
         way = ", not the other way round" if is_reversed else ""
         given = [(old, new) for old, new in self._pairs if _part(old, new) not in unused]
-        advice = f". Did you mean rename={meant}?" if meant.items() - given else ""
+        is_clear = len({*meant.values()}) == len(meant)
+        advice = f". Did you mean rename={meant}?" if is_clear and meant.items() - given else ""
         return (
             f"rename={', '.join(unused)} changes no name of {self._uri}, which has {quote_names(tops)}{also}. "
             f"{_ADVICE}{way}{advice}"

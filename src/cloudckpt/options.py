@@ -120,8 +120,8 @@ class Options:
     """Number of retries after a transient failure, within `timeout_s` of the last progress. Raise it on an unreliable
     line."""
     connections: int | None = None
-    """Maximum number of requests of one rank in flight. None stands for 16; for less if a host has more than eight
-    ranks (``LOCAL_WORLD_SIZE``), which share 128; and for a path, for the number of cores of the rank, from 2 to 8. The
+    """Maximum number of requests of one rank in flight. None stands for 16. If a host has more than eight
+    ranks (``LOCAL_WORLD_SIZE``), they share 128. For a path, None stands for the cores of the rank, from 2 to 8. The
     number is halved when the store asks to slow down or requests time out, and grows again after that. Raise it if the
     network has room and the CPU is idle. Lower it if a background save slows training down."""
     staging_bytes: int = 512 * MIB

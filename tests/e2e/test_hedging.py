@@ -34,7 +34,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each of these would take seconds; and on a busy machine others may be slow, too."""
     monkeypatch.setattr(hedging, "MIN_DELAY_S", 0.2)
-    monkeypatch.setattr(hedging, "MIN_ALLOWED", 100)
+    monkeypatch.setattr(hedging, "MIN_HEDGES", 100)
 
 
 def options_at(server: Server, url: str) -> cloudckpt.Options:

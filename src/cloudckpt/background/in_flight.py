@@ -102,7 +102,7 @@ def take_turn(
     """Let no other thread begin a save in this context, in which `await_turn` waits for the save in flight.
 
     With ``"raise"``, raises `SaveInFlightError` instead of waiting, if `first_with` names a rank with a save in flight.
-    It is called with the URI of this rank's. All ranks raise then, or none.
+    It is called with the URI of this rank's save in flight, or None. Either all ranks raise, or none does.
     """
     refuse_in_fork()
     refusal = SaveInFlightError(
@@ -133,7 +133,7 @@ def _refuse_beside_another(first_with: Callable[[str | None], tuple[int, str] | 
 def in_flight_on(
     mine: str | None, process_group: dist.ProcessGroup | None, *, uri: str, timeout_s: float
 ) -> tuple[int, str] | None:
-    """Return the first rank with a save in flight, and its URI, or None. `mine` is the URI of this rank's.
+    """Return the first rank with a save in flight, and its URI, or None. `mine` is that of this rank.
 
     Collective, on a group of its own, because the save may be using the others: ranks that came to different answers
     would wait for each other. Raises `RankLostError` if not all ranks come.

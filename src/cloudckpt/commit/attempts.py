@@ -18,7 +18,7 @@ def new_attempt_id(mark: str = "") -> str:
 
 
 def copy_mark(number: int, source: str) -> str:
-    """Return the mark of a copy that would commit under `number`. Of `source`, 32 hexadecimal digits identify it.
+    """Return the mark of a copy that would commit under `number`. `source` is the digest of its source's manifest.
 
     A later copy of the same source that would commit under the same number may use what this one left
     (``docs/design/008-resumable-copies.md``).

@@ -82,7 +82,7 @@ class Entry:
 
 
 def manifest_key(number: int) -> str:
-    """Return the key of the commit of the `number`-th overwrite; 0 is the first save."""
+    """Return the key of the entry with this number. Entries are manifests and fences; 0 is the first one."""
     return f"manifest.{number}.json" if number else "manifest.json"
 
 

@@ -36,7 +36,7 @@ def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: 
 
     Args:
         written_at: The time that the store gives the newest object of this save.
-        longest_since_s: That was at most so many seconds ago.
+        longest_since_s: Upper bound of the seconds that have passed since `written_at`.
 
     """
     machine = clock.MACHINE

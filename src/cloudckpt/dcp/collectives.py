@@ -50,7 +50,7 @@ class _Connections:
             c10d.PrefixStore(f"cloudckpt/{purpose}", store),
             rank=dist.get_rank(source),
             num_ranks=dist.get_world_size(source),
-            store_keeper=_find_store_host(store, source),
+            store_keeper=_find_store_keeper(store, source),
         )
         self.num_calls = 0
         self.gloo: Any = None
@@ -342,7 +342,7 @@ def _guardable(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | N
     return source if backends <= _GUARDED_BACKENDS else None
 
 
-def _find_store_host(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]:
+def _find_store_keeper(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the rank whose process holds the store, if one does."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store

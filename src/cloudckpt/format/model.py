@@ -212,7 +212,7 @@ class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
     lengths: list[tuple[int, ...]]
     transforms: list[tuple[str, ...]]
     fqns: list[str]
-    """The last: pickle has short references to what came before 256 other things."""
+    """The last field, so that pickle refers to what is shared by one byte: it does so for the first 256 objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,7 @@ class CheckpointInfo:
     num_tensors: int | None = None
     """Number of tensors. None if unknown."""
     num_overwrites: int = 0
-    """Number of earlier saves that this checkpoint replaced."""
+    """Number of its manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """``Options.metadata`` of the save."""
     problem: str = ""
@@ -235,7 +235,7 @@ def look_at_folders(
     client: StoreClient,
     changing: Callable[[], CheckpointChangedError],
 ) -> dict[str, _T]:
-    """Return what `look` finds in each folder, by name, once two looks in a row miss the same.
+    """Return what `look` finds in each folder, by name, once two looks in a row agree on what is missing.
 
     `look` returns what it finds in a folder and what it misses there, which is falsy where that is nothing. A folder in
     which something is missing is looked at again. The names of all folders are part of what two looks must agree on,
@@ -303,7 +303,7 @@ class _Listing:
         return [CheckpointInfo(uri=self._root.child(name).uri, name=name, committed_at=time)], None
 
     def read_states(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
-        """Return the states of all that lies in a folder, and what misses where no checkpoint is whole."""
+        """Return the states of everything in a folder, and what is missing there if no checkpoint is whole."""
         location = self._root.child(name) if name else self._root
         try:
             client = self._client.at(open_store(location, self._options))

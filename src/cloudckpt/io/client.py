@@ -450,7 +450,7 @@ class TracedStore(ForwardingStore):
 
     def around(self, call: Call, action: Callable[[], _T]) -> _T:
         recorder, moved_bytes = self._recorder, 0
-        # A call is repeated in the same thread, with no other call in between.
+        # A call is repeated in the same thread, with no other call in between, but for a HEAD after a read of absence.
         failed, num_failures = getattr(self._last, "failed", (None, 0))
         num_tries = num_failures + 1 if failed == call else 1
         details: dict[str, object] = {"try": num_tries}

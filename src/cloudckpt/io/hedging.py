@@ -33,8 +33,8 @@ _MAX_AT_ONCE = 4
 _TIMES_SLOWER = 3.0
 _MIN_PEERS = 4
 _MAX_PEERS = 64
-MIN_ALLOWED = 2
-_ONE_IN = 20
+MIN_HEDGES = 2
+_REQUESTS_PER_HEDGE = 20
 _WATCH_EVERY_S = 0.5  # each look is a wait for the GIL, of a training loop too
 
 
@@ -46,8 +46,8 @@ def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
 
 
 def max_hedges(num_requests: int) -> int:
-    """Return how many of `num_requests` may be repeated: one in twenty, and always a few."""
-    return max(num_requests // _ONE_IN, MIN_ALLOWED)
+    """Return how many of `num_requests` may be repeated: one in twenty, and at least `MIN_HEDGES`."""
+    return max(num_requests // _REQUESTS_PER_HEDGE, MIN_HEDGES)
 
 
 class ConcurrencyLimit:
@@ -135,7 +135,8 @@ class Hedger:
     - The loser is the request whose answer is not used. Its connection is closed, and the caller continues only once
       the loser has ended: it must not use memory that the caller has released. This wait takes at most as long as a new
       connection.
-    - At most four second requests run at a time, and at most one in twenty requests is repeated (`max_hedges`).
+    - At most four second requests run at a time, and one in twenty requests is repeated, or two of fewer
+      than forty (`max_hedges`).
     - After the store has asked to slow down, nothing is repeated for `_CALM_S`.
 
     Args:

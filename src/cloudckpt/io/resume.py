@@ -40,7 +40,7 @@ class Body(Protocol):
 
 @runtime_checkable
 class KnownBody(Body, Protocol):
-    """One that was checked and recorded before: it is compared by checksums, and need not be opened for that.
+    """A body whose checksums an earlier save recorded. It is compared by these, without being opened.
 
     A CRC32C is proof only for what was written of the very same source.
     """

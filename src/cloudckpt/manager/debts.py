@@ -331,7 +331,7 @@ def is_debt(folder: StepFolder) -> bool:
 
 
 def is_owed_elsewhere(folder: StepFolder, root: Location) -> bool:
-    """Return True for a step below `root`, as a fast place, which another root may not have yet."""
+    """Return True if `root` is a fast place here, and the step in this folder is owed to another root."""
     return is_debt(folder) and _record_of(folder).get("root") != root.uri
 
 

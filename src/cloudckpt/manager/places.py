@@ -63,8 +63,8 @@ class FastPlace:
     def open(self, coordinator: Coordinator) -> bool:
         """Return True if all ranks see an object that the coordinator puts into the place. All ranks call it together.
 
-        The result is kept. It is True, and not kept, if nothing can be put there: `takes` then refuses all saves, but
-        the steps there may be readable.
+        The result is kept. If nothing can be put there, this returns True, and the next call looks again: the steps
+        there may still be readable, and `takes` refuses all saves.
         """
         if self._blind_ranks is None:
             scratch = Scratch(open_store(self.steps.root, self.steps.options))

@@ -203,8 +203,9 @@ class Steps:
     ) -> list[StepFolder]:
         """Look at the folders of all steps, or of one.
 
-        A commit counts as missing only if two looks in a row agree. Logs only grow, so nothing was committed between
-        the two looks. Raises `StoreError`, and `CheckpointChangedError` if no two looks agree.
+        A commit counts as missing only if two looks in a row agree. The highest number of a log only rises, until gc
+        removes the log of a checkpoint that was deleted long ago. So nothing was committed between the two. Raises
+        `StoreError`, and `CheckpointChangedError` if no two looks agree.
 
         With metadata, and so with metrics, each manifest is read once and remembered. The metadata of a damaged
         manifest stays unknown, and `StepFolder.problem` says why.

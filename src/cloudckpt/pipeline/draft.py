@@ -184,7 +184,7 @@ class Draft:
     def commit(self, content: Content, keys: Iterable[str] = ()) -> None:
         """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote.
 
-        `keys` are those of objects that were written besides those of `content`.
+        `keys` name written objects that `content` does not have. A failure removes them with the others.
         """
         begun_s = time.monotonic()
         context = self.context

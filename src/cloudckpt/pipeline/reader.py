@@ -115,7 +115,7 @@ class Reader:
             with rare_collections():
                 self._check_extensions(wants)
                 requests = self._plan(wants)
-            self._check_claims(requests, wants)
+            self._check_sizes(requests, wants)
             hedger, arena = context.client.hedger, new_arena(budget_bytes=_buffer_bytes(context))
             reads = each_done(
                 requests,
@@ -358,7 +358,7 @@ class Reader:
             max_over_read=options.advanced.max_over_read,
         )
 
-    def _check_claims(self, requests: Sequence[RangeRead], wants: Wants) -> None:
+    def _check_sizes(self, requests: Sequence[RangeRead], wants: Wants) -> None:
         """Check that objects are as large as the manifest says, before this read takes much memory on its word."""
         held: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
         for want in wants.single:
@@ -371,14 +371,12 @@ class Reader:
             names = ", ".join(repr(name) for name, _ in held[index])
             if not names:
                 names = wants.names_in(large[index], large[index].begin, large[index].end)
-            check = functools.partial(
-                Reader._check_claim, index=index, claimed_bytes=claimed.get(index, 0), names=names
-            )
+            check = functools.partial(Reader._check_size, index=index, claimed_bytes=claimed.get(index, 0), names=names)
             with self._or_copy(index, check, functools.partial(str, names)):
                 self._raise_known_failure(index)
                 check(self)
 
-    def _check_claim(self, *, index: int, claimed_bytes: int, names: str) -> None:
+    def _check_size(self, *, index: int, claimed_bytes: int, names: str) -> None:
         """Raise unless object `index` is here, with the bytes that were saved and those that are asked for."""
         stored, size_bytes = self.manifest.objects[index], self.measure_object(index)
         store = self.place(index)[0].store
@@ -512,23 +510,23 @@ class CopyElsewhere:
         self._lock = threading.Lock()
         self._reader: Reader | None = None
         self._refusal: Exception | None = None
-        self._whole_failure: Exception | None = None
+        self._place_failure: Exception | None = None
         """The timeout after which no object is read at the nearer place any more."""
         self._failures: dict[int, Exception] = {}
         """The failure of each object that could not be had at the nearer place."""
         self.read_indices: set[int] = set()
-        """Objects that are read from the copy."""
+        """Objects whose copy was asked for."""
 
     def failure_of(self, index: int) -> Exception | None:
         """Return the failure that bars reads of object `index` at the nearer place, or None."""
-        return self._failures.get(index) or self._whole_failure
+        return self._failures.get(index) or self._place_failure
 
     def note(self, index: int, error: Exception) -> Exception:
         """Note why object `index` could not be had. Returns the error without the frames that it came from."""
         failure = copy.copy(error)
         self._failures[index] = failure
         if isinstance(failure, TransientStoreError):
-            self._whole_failure = failure
+            self._place_failure = failure
         return failure
 
     def open(self) -> Reader:

@@ -58,13 +58,13 @@ class Capabilities:
     listed_parts: Literal["none", "same_upload", "any_upload"] = "none"
     """The uploads that can be completed with the parts that `list_parts` returns."""
     parallel_parts: bool = True
-    """Parts of one object are written at the same time. If False, only several objects are: a file has one writer."""
+    """Parts of one object can be written at the same time. If False, only those of different objects can."""
     is_near: bool = False
     """The store answers without a network, sooner than a thread starts."""
     is_private: bool = False
     """No other process sees the objects."""
     has_hidden_uploads: bool = False
-    """Unfinished uploads are hidden beside their keys: all are ours, and a folder can be closed to a listing."""
+    """Unfinished uploads are hidden files beside their keys. All are ours, and a folder can refuse its listing."""
     copies_within: str = ""
     """The service that copies between its stores (`Store.copy_from`); empty if none does."""
     observed: str = field(default="", compare=False)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
+from cloudckpt.dcp.renaming import count_same_ends
 from cloudckpt.errors import Hint, StateDictMismatchError, did_you_mean, find_near_entry, quote_names
 
 _GROUPS = "param_groups."
@@ -133,8 +134,7 @@ def check_used(
 def _common_path(names: Iterable[str]) -> str:
     """Return the parts of a dotted name that all `names` begin with."""
     paths = sorted(name.split(".") for name in names)
-    same = itertools.takewhile(lambda parts: parts[0] == parts[1], zip(paths[0], paths[-1], strict=False))
-    return ".".join(part for part, _ in same)
+    return ".".join(paths[0][: count_same_ends(paths[0][::-1], paths[-1][::-1])])
 
 
 def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:

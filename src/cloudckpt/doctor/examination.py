@@ -36,7 +36,8 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 _MARKS = {"passed": "✓", "failed": "✗", "skipped": "–"}  # noqa: RUF001  # a dash as wide as the other marks
 _NOT_ASKED = "not asked: "
-_MAX_WAIT_S = 10.0
+_MAX_TIMEOUT_S = 30.0
+"""A client waits a third of it for an answer, and a check has one try."""
 _MAX_SHOWN_NAMES = 5
 _LOST_WITHOUT = {
     "put": "Without it nothing can be saved.",
@@ -141,8 +142,8 @@ def examine(
     Args:
         uri: The folder of the checkpoints.
         read_only: Write nothing, and check only what loads need.
-        deadline_s: Skip the checks that would begin later. A single wait is at most 10 seconds, or
-            ``options.timeout_s`` if that is less.
+        deadline_s: Skip the checks that would begin later. A single wait is at most 10 seconds for an answer and 20
+            for a connection, or less if ``options.timeout_s`` is less.
         options: The options of the saves and loads.
 
     Raises:
@@ -155,13 +156,13 @@ def examine(
     if not 0 < deadline_s < float("inf"):
         raise InvalidOptionError(f"deadline_s must be positive and finite, not {deadline_s!r}")
     location = parse_location(uri)
-    bounded = dataclasses.replace(options, timeout_s=min(options.timeout_s, _MAX_WAIT_S))
+    bounded = dataclasses.replace(options, timeout_s=min(options.timeout_s, _MAX_TIMEOUT_S))
     store = open_store(location, bounded)
     # Sessions and settings are asked of the store itself, not of a user's wrapper.
     unwrapped = dataclasses.replace(bounded, advanced=dataclasses.replace(options.advanced, wrap_store=None))
     plain = store if options.advanced.wrap_store is None else open_store(location, unwrapped)
     checklist = _Checklist(deadline_s)
-    _check_contact(checklist, location, store, plain, timeout_s=bounded.timeout_s)
+    _check_contact(checklist, location, store, plain, timeout_s=bounded.timeout_s / 3)
     if read_only:
         checklist.run("get", functools.partial(_read_any_object, store), advice=_LOST_WITHOUT["get"])
     else:
@@ -180,7 +181,7 @@ def examine(
                 matters=False,
             )
     _check_settings(checklist, location, plain, read_only=read_only)
-    service = _find_service(checklist, location, plain, timeout_s=bounded.timeout_s / 2)
+    service = _find_service(checklist, location, plain, timeout_s=bounded.timeout_s / 6)
     return DoctorReport(uri=location.uri, read_only=read_only, checks=tuple(checklist.checks), service=service)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.dcp.renaming import Renaming, is_below, suggest_rename
+from cloudckpt.dcp.renaming import Renaming, is_below, quote_others, suggest_renames
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -68,23 +68,27 @@ class LoadSource:
         """
         old_names = {} if self.renaming is None else self.renaming.old_names
         saved = {old_names.get(name, name): entry for name, entry in self.entries.items()}
-        rename = suggest_rename(saved, wanted) if wanted else {}
+        maps = suggest_renames(saved, wanted) or [{}]
         of_groups = {name[: name.index(".param_groups.")] for name in saved if ".param_groups." in name}
-        if len(of_groups) == 1 == len(others):
-            rename |= dict.fromkeys(of_groups, *others)
+        optimizer = dict.fromkeys(of_groups, *others) if len(of_groups) == 1 == len(others) else {}
         given = {} if self.renaming is None else self.renaming.pairs_to(found)
         kept = [*found] if self.renaming is None else [*given]
-        rename = {old: new for old, new in rename.items() if not any(is_below(old, one) for one in kept)}
-        if not rename:
+        maps = [
+            {old: new for old, new in {**one, **optimizer}.items() if not any(is_below(old, other) for other in kept)}
+            for one in maps
+        ]
+        maps = [one for at, one in enumerate(maps) if one and one not in maps[:at]]
+        if not maps:
             return ""
-        (old, new), *others_too = rename.items()
+        (old, new), *others_too = maps[0].items()
         other_way = ""
         is_all = all(is_below(name, old) for name in saved if is_below(name, "model"))
         if not others_too and is_all and where == new == "model" == old.rpartition(".")[0]:
             other_way = f", or model={{{old.removeprefix('model.')!r}: …}}"
         elif where == "model." and old == "model" == new.rpartition(".")[0]:
             other_way = ", or the model alone, without a dict: model=…"
-        return f"If it was saved under another name, pass rename={ {**given, **rename} }{other_way}"
+        maps = [{**given, **one} for one in maps]
+        return f"If it was saved under another name, pass rename={maps[0]}{quote_others(maps)}{other_way}"
 
 
 class LiveEntry:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
 from cloudckpt.dcp.load_items import LoadItems, whole_item
-from cloudckpt.dcp.renaming import is_below, suggest_rename
+from cloudckpt.dcp.renaming import is_below, quote_others, suggest_renames
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
 from cloudckpt.errors import (
     CorruptCheckpointError,
@@ -168,17 +168,17 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             advice = ". Build the model as it was saved, or " + keep if reshaped else ""
             if missing:
                 advice += f". Ask only for what was saved, or pass {partial} to leave out what is missing"
-            rename = {}
-            if missing and not self._is_renamed:
-                rename = suggest_rename(
-                    {name: self._saved[name] for name in unasked}, {name: self.state_dict[name] for name in missing}
-                )
-            hint = Hint(advice="To load under other names, {option}.", option="rename", value=repr(rename))
+            hint = None
+            lacking = {} if self._is_renamed else {name: self.state_dict[name] for name in missing}
+            if renames := suggest_renames({name: self._saved[name] for name in unasked}, lacking):
+                others = quote_others(renames).replace("{", "{{").replace("}", "}}")
+                told = f"To load under other names, {{option}}{others}."
+                hint = Hint(advice=told, option="rename", value=repr(renames[0]))
             with raised_via(self._via):
                 raise StateDictMismatchError(
                     f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}{advice}",
                     uri=self._uri,
-                    hint=hint if rename else None,
+                    hint=hint,
                 ) from error
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -20,7 +20,8 @@ from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_js
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 _T = TypeVar("_T")
-_MAX_COMPARED, _MAX_SAMPLE = 5000, 50
+_Pair: TypeAlias = tuple[str, str]
+_MAX_COMPARED, _MAX_SAMPLE, _MAX_SHOWN = 5000, 50, 2
 _FUNCTION = "<function>"
 _log = logging.getLogger("cloudckpt")
 _ADVICE = "rename maps names in the checkpoint to those of what is loaded"
@@ -289,32 +290,63 @@ def count_same_ends(one: Sequence[str], other: Sequence[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def suggest_rename(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, str]:
+def suggest_renames(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the prefixes by which more than half of what is wanted, or whole parts of it, are found in a checkpoint.
 
     `saved` has torch's metadata by name, and `wanted` tensors and values. What is found has the shape that is wanted.
+    Several maps are returned if they fit equally well, such as those of two copies of a model; none if nothing fits.
     """
     alike: dict[tuple[str, Any], list[list[str]]] = defaultdict(list)
     for name in itertools.islice(saved, _MAX_COMPARED):
         alike[name.rpartition(".")[2], _size_of(saved[name])].append(name.split("."))
-    left = {name: _size_of(wanted[name]) for name in sorted(wanted)[:: len(wanted) // _MAX_SAMPLE + 1]}
-    found: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-    for name, size in left.items():
+    step = len(wanted) // _MAX_SAMPLE + 1
+    sample = {name: _size_of(wanted[name]) for name in sorted(wanted)[::step]}
+    found: dict[_Pair, dict[str, int]] = defaultdict(dict)
+    for name, size in sample.items():
         parts = name.split(".")
         for others in itertools.chain(*(alike[parts[-1], one] for one in {size, None})):
             num_same = count_same_ends(others, parts)
             pair = ".".join(others[: len(others) - num_same]), ".".join(parts[: len(parts) - num_same])
             if pair[0] != pair[1]:
                 found[pair][name] = num_same
+    ranks = {pair: (len(fits), max(fits.values())) for pair, fits in found.items()}
+    ranked = sorted(found, key=lambda pair: (ranks[pair], pair), reverse=True)
+    best, num_left = _choose(ranked, found, sample)
+    maps = [best]
+
+    def is_tied(pair: _Pair, other: _Pair) -> bool:
+        # A sample may have a name more of one of two equal parts.
+        return ranks[pair] == ranks[other] if step == 1 else abs(ranks[pair][0] - ranks[other][0]) <= 1
+
+    tied = (pair for pair in ranked if pair not in best.items() and any(is_tied(pair, one) for one in best.items()))
+    for pair in itertools.islice(tied, _MAX_SAMPLE):
+        other, num_left_too = _choose([pair, *ranked], found, sample)
+        if pair in other.items() and num_left_too <= num_left + (step > 1) and other not in maps:
+            maps.append(other)
+    return maps if best else []
+
+
+def _choose(
+    pairs: Iterable[_Pair], found: Mapping[_Pair, Collection[str]], names: Iterable[str]
+) -> tuple[dict[str, str], int]:
+    """Return the first of `pairs` that fit beside each other, and the number of names for which they find nothing."""
     renames: dict[str, str] = {}
-    for old, new in sorted(found, key=lambda pair: (len(found[pair]), max(found[pair].values()), pair), reverse=True):
-        fits = found[old, new].keys() & left
+    left = set(names)
+    for old, new in pairs:
+        fits = left.intersection(found[old, new])
         is_part = 1 < len(fits) == sum(is_below(name, new) for name in left)
         is_taken = any(is_below(old, one) or is_below(one, old) for one in renames)
         if not is_taken and (is_part or 2 * len(fits) > len(left)):
             renames[old] = new
-            left = {name: size for name, size in left.items() if name not in fits}
-    return renames
+            left -= fits
+    return renames, len(left)
+
+
+def quote_others(maps: Sequence[Mapping[str, str]]) -> str:
+    """Return the words that follow the first of these values of `rename`, if others fit as well."""
+    shown = "".join(f" or rename={one}" for one in maps[1 : _MAX_SHOWN + 1])
+    more = " or another map" if len(maps) > _MAX_SHOWN + 1 else ""
+    return f"{shown}{more}, which fit equally well" if shown else ""
 
 
 def _size_of(held: Any) -> tuple[int, ...] | None:

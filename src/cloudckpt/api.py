@@ -17,9 +17,9 @@ from cloudckpt.background.in_flight import await_turn, earlier_failure, in_fligh
 from cloudckpt.background.process import require_process_support
 from cloudckpt.background.runner import (
     BackgroundSave,
-    ExternalStaging,
+    ExternalSnapshot,
     background_ranks,
-    begin_staging,
+    begin_snapshot,
 )
 from cloudckpt.dcp import AsyncCheckpointerType, AsyncStager, LoadPlanner, SavePlanner
 from cloudckpt.dcp.collectives import CollectiveCall, guarded_collectives
@@ -299,13 +299,13 @@ def async_save(
     chosen = require_options(
         options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else None)
     )
-    first_with = functools.partial(
+    find_rank_in_flight = functools.partial(
         _in_flight_here if no_dist else in_flight_on,
         process_group=process_group,
         uri=_shown_location(uri, checkpoint_id, storage_writer),
         timeout_s=chosen.timeout_s,
     )
-    with take_turn(chosen.async_in_flight, first_with=first_with):
+    with take_turn(chosen.async_in_flight, find_rank_in_flight=find_rank_in_flight):
         call: CollectiveCall | None = None
         save: BackgroundSave | None = None
         try:
@@ -328,20 +328,20 @@ def async_save(
                     no_dist=no_dist,
                 )
                 if earlier is not None:
-                    save = save_of(staging=ExternalStaging.from_error(earlier), planner=None)
+                    save = save_of(snapshot=ExternalSnapshot.from_error(earlier), planner=None)
                     save.begin(is_overlapped=False)
             if planner is None:
                 planner = BalancedSavePlanner(
                     compare=chosen.compare_replicas, synchronized=find_synchronized(state_dict)
                 )
-            staging = begin_staging(
+            snapshot = begin_snapshot(
                 async_stager,
                 states_of(state_dict),
                 by_process=by_process,
                 parameters=find_parameters(state_dict) if chosen.async_overlap else None,
             )
-            is_overlapped = staging.is_overlapped if isinstance(staging, ExternalStaging) else chosen.async_overlap
-            save = save_of(staging=staging, planner=planner)
+            is_overlapped = snapshot.is_overlapped if isinstance(snapshot, ExternalSnapshot) else chosen.async_overlap
+            save = save_of(snapshot=snapshot, planner=planner)
             with _show_progress("save", writer, in_background=True) as bar:
                 handle = save.begin(is_overlapped=is_overlapped)
                 end_bar = bar.pop_all().close
@@ -362,7 +362,7 @@ def prepare_async_save(
 
     Collective. Raises as `async_save` does, on a rank whose state cannot be copied on that rank alone.
     """
-    with take_turn("wait", first_with=_in_flight_here):
+    with take_turn("wait", find_rank_in_flight=_in_flight_here):
         await_turn()
         writer = ObjectStoreWriter(uri, options=options)
         ranks = background_ranks(writer, process_group, no_dist=no_dist)

@@ -24,11 +24,11 @@ import cloudckpt
 from cloudckpt import Options
 from cloudckpt.background import in_flight
 from cloudckpt.background.process import _Staged
-from cloudckpt.background.runner import ExternalStaging
+from cloudckpt.background.runner import ExternalSnapshot
 from cloudckpt.dcp.live_objects import find_parameters
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors import snapshot_plan
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 
 WAIT_S = 60.0
 SIZE_BYTES = 4 * MIB
@@ -385,7 +385,7 @@ def test_an_overlapped_save_returns_when_all_but_parameters_is_copied(
     cloudckpt.close(WAIT_S)
     before = {name: buffer.clone() for name, buffer in trained.model.named_buffers()}
     gate, is_waited_for = Gate(), threading.Event()
-    run, wait = snapshot_plan.CopyTask.run, Staging.wait_for_urgent
+    run, wait = snapshot_plan.CopyTask.run, Snapshot.wait_for_urgent
 
     def run_in_turn(task: Any, tensors: Any) -> None:
         if task.small_targets:
@@ -394,12 +394,12 @@ def test_an_overlapped_save_returns_when_all_but_parameters_is_copied(
             gate()  # of the weight alone
         run(task, tensors)
 
-    def wait_for_urgent(staging: Staging) -> None:
+    def wait_for_urgent(snapshot: Snapshot) -> None:
         is_waited_for.set()
-        wait(staging)
+        wait(snapshot)
 
     monkeypatch.setattr(snapshot_plan.CopyTask, "run", run_in_turn)
-    monkeypatch.setattr(Staging, "wait_for_urgent", wait_for_urgent)
+    monkeypatch.setattr(Snapshot, "wait_for_urgent", wait_for_urgent)
     handle = cloudckpt.async_save(**given, options=options_of(async_overlap=True))
     assert not handle.staged.done()
     trained.model(torch.randn(4, 1500))
@@ -453,7 +453,7 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
 
 def test_a_copy_that_failed_is_not_handed_to_a_process() -> None:
     """If this fails, a stager that fails in the background leaves a checkpoint without entries, as a success."""
-    handed = _Staged(ExternalStaging.from_error(ValueError("no memory"))).stage({})
+    handed = _Staged(ExternalSnapshot.from_error(ValueError("no memory"))).stage({})
     assert isinstance(handed, Future)
     assert isinstance(handed.exception(WAIT_S), ValueError)
 

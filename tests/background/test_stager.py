@@ -25,7 +25,7 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from cloudckpt.background.stager import PinnedStager
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.host_memory import SnapshotPool
 from cloudckpt.tensors.snapshot_plan import CopyTask, SnapshotPlan, add_tasks, lay_out_copies
 from cloudckpt.tensors.tensor_bytes import as_carrier, bytes_view, is_short, plain_tensor
@@ -43,10 +43,10 @@ def stager(request: pytest.FixtureRequest) -> Iterator[PinnedStager]:
 
 def copied(stager: PinnedStager, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A complete snapshot."""
-    staging = stager.begin(state_dict)
-    staging.completed.result(WAIT_S)
-    assert staging.copied_bytes == staging.num_bytes
-    return staging.state_dict
+    snapshot = stager.begin(state_dict)
+    snapshot.completed.result(WAIT_S)
+    assert snapshot.copied_bytes == snapshot.num_bytes
+    return snapshot.state_dict
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -106,10 +106,10 @@ def test_tied_tensors_stay_tied_and_are_copied_once(stager: PinnedStager) -> Non
         "head": flat[:600],
         "tail": flat[400:],
     }
-    staging = stager.begin(state)
-    staging.completed.result(WAIT_S)
-    assert staging.num_bytes == weight.nbytes + flat.nbytes
-    staged = staging.state_dict
+    snapshot = stager.begin(state)
+    snapshot.completed.result(WAIT_S)
+    assert snapshot.num_bytes == weight.nbytes + flat.nbytes
+    staged = snapshot.state_dict
     staged["in"][3, 5] = 77
     for name, value in (("out", staged["out"][3, 5]), ("transposed", staged["transposed"][5, 3])):
         assert float(value.detach()) == 77, name
@@ -363,10 +363,10 @@ def test_ties_that_come_and_go_are_known(private_stager: PinnedStager) -> None:
     for _ in range(2):
         for state in ({"a": one, "b": two}, {"a": one, "b": one}, {"a": two, "b": two}, {"a": two, "b": one[:50]}):
             for _ in range(2):
-                staging = private_stager.begin(state)
-                staging.completed.result(WAIT_S)
-                assert staging.num_bytes == (400 if state["a"] is state["b"] else 400 + state["b"].nbytes)
-                assert as_values(staging.state_dict) == as_values(state)
+                snapshot = private_stager.begin(state)
+                snapshot.completed.result(WAIT_S)
+                assert snapshot.num_bytes == (400 if state["a"] is state["b"] else 400 + state["b"].nbytes)
+                assert as_values(snapshot.state_dict) == as_values(state)
 
 
 @pytest.mark.parametrize(
@@ -431,13 +431,13 @@ class Gate:
         self._run(task, views)
 
 
-def waiting_for(staging: Staging, tensor: torch.Tensor) -> tuple[threading.Thread, threading.Event]:
+def waiting_for(snapshot: Snapshot, tensor: torch.Tensor) -> tuple[threading.Thread, threading.Event]:
     """A thread that waits for a tensor's bytes, and whether they were there."""
     is_there = threading.Event()
 
     def wait() -> None:
         with contextlib.suppress(ValueError):
-            staging.wait(tensor.data_ptr(), tensor.nbytes)
+            snapshot.wait(tensor.data_ptr(), tensor.nbytes)
             is_there.set()
 
     thread = threading.Thread(target=wait)
@@ -450,27 +450,27 @@ def test_copied_part_is_readable_while_the_rest_is_copied(monkeypatch: pytest.Mo
     gate = Gate(monkeypatch)
     stager = PinnedStager(num_threads=1)
     first, second = torch.full((5 * MIB,), 1, dtype=torch.uint8), torch.full((5 * MIB,), 2, dtype=torch.uint8)
-    staging = stager.begin({"first": first, "second": second})
+    snapshot = stager.begin({"first": first, "second": second})
     elsewhere = torch.ones(3)
-    staging.wait(elsewhere.data_ptr(), 12)  # which is none of its memory
-    staging.wait(0, 0)
-    early, early_there = waiting_for(staging, staging.state_dict["first"])
-    late, late_there = waiting_for(staging, staging.state_dict["second"])
+    snapshot.wait(elsewhere.data_ptr(), 12)  # which is none of its memory
+    snapshot.wait(0, 0)
+    early, early_there = waiting_for(snapshot, snapshot.state_dict["first"])
+    late, late_there = waiting_for(snapshot, snapshot.state_dict["second"])
     tasks = -(-10 * MIB // (10 * MIB // 4))
     for _ in range(2):
         gate.permits.release()
     early.join(WAIT_S)
     assert early_there.is_set()
-    assert bool((staging.state_dict["first"] == 1).all())
+    assert bool((snapshot.state_dict["first"] == 1).all())
     assert not late_there.is_set()
-    assert not staging.completed.done()
-    assert staging.copied_bytes == 5 * MIB
+    assert not snapshot.completed.done()
+    assert snapshot.copied_bytes == 5 * MIB
     for _ in range(tasks):
         gate.permits.release()
     late.join(WAIT_S)
     assert late_there.is_set()
-    staging.completed.result(WAIT_S)
-    assert bool((staging.state_dict["second"] == 2).all())
+    snapshot.completed.result(WAIT_S)
+    assert bool((snapshot.state_dict["second"] == 2).all())
     assert gate.threads == {"cloudckpt-stage-0"}
     stager.close()
 
@@ -480,15 +480,15 @@ def test_a_copy_that_fails_ends_all_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patched:
         gate = Gate(patched, error=ValueError("the memory is broken"))
         stager = PinnedStager(num_threads=2)
-        staging = stager.begin({"w": torch.arange(4 * MIB)})
-        thread, is_there = waiting_for(staging, staging.state_dict["w"])
+        snapshot = stager.begin({"w": torch.arange(4 * MIB)})
+        thread, is_there = waiting_for(snapshot, snapshot.state_dict["w"])
         gate.permits.release(100)
         thread.join(WAIT_S)
         assert not is_there.is_set()
         with pytest.raises(ValueError, match="the memory is broken"):
-            staging.completed.result(WAIT_S)
+            snapshot.completed.result(WAIT_S)
         with pytest.raises(ValueError, match="the memory is broken"):
-            staging.wait(staging.state_dict["w"].data_ptr(), 8)
+            snapshot.wait(snapshot.state_dict["w"].data_ptr(), 8)
     again = stager.begin({"w": torch.arange(4 * MIB)})
     again.completed.result(WAIT_S)
     assert torch.equal(again.state_dict["w"], torch.arange(4 * MIB))
@@ -553,24 +553,24 @@ def device_plan(tensors: list[torch.Tensor], *, task_bytes: int) -> SnapshotPlan
     )
 
 
-def copied_by(stream: FakeStream, tensors: list[torch.Tensor]) -> tuple[Staging, list[torch.Tensor]]:
+def copied_by(stream: FakeStream, tensors: list[torch.Tensor]) -> tuple[Snapshot, list[torch.Tensor]]:
     """A snapshot that is copied on `stream`, when it has ended, and the copies."""
     plan = device_plan(tensors, task_bytes=1000)
-    staging = Staging(plan, tensors, {}, num_threads=1, new_stream=lambda _: stream)
-    staging.start()
-    staging.completed.exception(WAIT_S)
-    return staging, plan.copies
+    snapshot = Snapshot(plan, tensors, {}, num_threads=1, new_stream=lambda _: stream)
+    snapshot.start()
+    snapshot.completed.exception(WAIT_S)
+    return snapshot, plan.copies
 
 
 def test_a_gpus_copies_are_there_once_their_events_are() -> None:
     """If this fails, bytes are uploaded that the GPU has not sent yet."""
     whole, stream = torch.randn(30, 50), FakeStream()
     tensors = [torch.arange(10_000), torch.ones(3), whole.t(), whole[:, ::9], torch.randn(70, 90)[:, 3::9]]
-    staging, copies = copied_by(stream, tensors)
-    assert staging.copied_bytes == staging.num_bytes
+    snapshot, copies = copied_by(stream, tensors)
+    assert snapshot.copied_bytes == snapshot.num_bytes
     for copied, tensor in zip(copies, tensors, strict=True):
         assert torch.equal(copied, tensor)
-        staging.wait(copied.data_ptr(), tensor.nbytes)
+        snapshot.wait(copied.data_ptr(), tensor.nbytes)
     events = [line for line in stream.log if line.startswith("event")]
     waits = [line for line in stream.log if line.startswith("waited")]
     assert len(events) == len(waits) > 50
@@ -586,8 +586,8 @@ def test_a_gpus_copies_are_there_once_their_events_are() -> None:
 def test_an_error_of_the_gpu_ends_the_snapshot_after_its_last_copy() -> None:
     """If this fails, a GPU error is lost, or memory is freed that copies in flight still write to."""
     stream = FakeStream(failing=7)
-    staging, _ = copied_by(stream, [torch.arange(10_000)])
+    snapshot, _ = copied_by(stream, [torch.arange(10_000)])
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        staging.completed.result(WAIT_S)
+        snapshot.completed.result(WAIT_S)
     assert stream.log[-1] == "drain"
-    assert staging.copied_bytes < staging.num_bytes
+    assert snapshot.copied_bytes < snapshot.num_bytes

@@ -69,7 +69,7 @@ def saver(attempt: str, *, overwrite: bool = False, writes: bool = False) -> Act
 
     def act(store: Replayed, client: StoreClient) -> str:
         log = read_log(client)
-        if log.current is not None and not overwrite:
+        if log.current_number is not None and not overwrite:
             if not writes:
                 store.delete([data_key_of(attempt)])
             return f"{attempt} refused"

@@ -131,7 +131,7 @@ def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
     def find(at: frozenset[int]) -> None:
         looks: list[Callable[[], object]] = [
             lambda: resolve(client_of(store)).manifest,
-            lambda: read_log(client_of(store)).current is not None,
+            lambda: read_log(client_of(store)).current_number is not None,
             lambda: list_entries(client_of(store)),
             lambda: cloudckpt.latest(tmp_path),
             lambda: steps.find_committed(with_metadata=True),
@@ -239,7 +239,7 @@ def test_a_wrong_size_in_a_listing_changes_nothing(name: str, size_bytes: int) -
 
     assert found(Lying(store, size_bytes)) == found(store)
     if size_bytes <= 128:
-        assert read_log(client_of(Lying(store, size_bytes))).current == read_log(client_of(store)).current
+        assert read_log(client_of(Lying(store, size_bytes))).current_number == read_log(client_of(store)).current_number
 
 
 def flip(body: bytes, at: int) -> bytes:
@@ -277,7 +277,7 @@ def test_a_step_whose_fence_cannot_be_found_hides_no_other(memory: Memory) -> No
     put(memory.at("step-2").inner, manifest_key(1), fence(keeps=0))
     lost = FaultyStore(memory.at("step-2").inner)
     lost.fail("read", error=lambda: ObjectNotFoundError("no", key="manifest.1.json", operation="read"), times=99)
-    assert read_log(client_of(lost), is_lenient=True).current == 0
+    assert read_log(client_of(lost), is_lenient=True).current_number == 0
 
 
 # Manifests that no reader takes memory for.

@@ -294,7 +294,7 @@ def test_a_snapshot_in_progress_is_waited_for_where_it_is_compared() -> None:
         "value": 3,
     }
     planner, waits = BalancedSavePlanner(), Waits()
-    planner.pending = waits  # type: ignore[assignment]  # all that is asked of a snapshot here
+    planner.snapshot = waits  # type: ignore[assignment]  # all that is asked of a snapshot here
     planner.set_up_planner(state, is_coordinator=True)
     planner.create_local_plan()
     large = state["large"].data_ptr()

@@ -124,7 +124,7 @@ def test_tensors_in_values_are_waited_for() -> None:
     items = planned(planner, {"pair": pair, "step": 3, "betas": (0.9, 0.99), "w": third})
     assert {item.index.fqn for item in items if item.tensor_data is None} == {"pair", "step", "betas"}
     with pytest.warns(UserWarning, match="unpickling it could run any code"):
-        prepare_items(items, planner, WriteTransforms(None), uri=URI, pending=waits)
+        prepare_items(items, planner, WriteTransforms(None), uri=URI, snapshot=waits)
     assert waits.waits == [(first.data_ptr(), 12), (second.data_ptr(), 16)]
 
 

@@ -33,7 +33,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each of these would take seconds; and on a busy machine others may be slow, too."""
-    monkeypatch.setattr(hedging, "MIN_DELAY_S", 0.2)
+    monkeypatch.setattr(hedging, "MIN_PATIENCE_S", 0.2)
     monkeypatch.setattr(hedging, "MIN_HEDGES", 100)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.kit.oracles import slow_crc32c
 
 from cloudckpt.errors import InterruptedReadError, StoreError, ThrottledError, TransientStoreError
-from cloudckpt.io.hedging import MIN_DELAY_S, ConcurrencyLimit, Hedger, PeerTimes, max_hedges
+from cloudckpt.io.hedging import MIN_PATIENCE_S, ConcurrencyLimit, Hedger, PeerTimes, max_hedges
 from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
 from cloudckpt.stores.http_clients import follow
 from cloudckpt.stores.memory import MemoryStore
@@ -19,7 +19,7 @@ from cloudckpt.testing.faults import WrappedStore
 
 SIZE_BYTES = 1000
 _TIMEOUT_S = 60
-LATE_S = MIN_DELAY_S + 1
+LATE_S = MIN_PATIENCE_S + 1
 
 
 class Clock:
@@ -134,7 +134,7 @@ class InThread:
         ([(49, 10.0), (100, 10.0), (100, 10.0), (100, 10.0)], None),
         ([(201, 10.0), (100, 10.0), (100, 10.0), (100, 10.0)], None),
         ([(100, 1.0), (100, 2.0), (100, 4.0), (100, 90.0)], 9.0),
-        ([(100, 0.1)] * 4, MIN_DELAY_S),
+        ([(100, 0.1)] * 4, MIN_PATIENCE_S),
         ([(100, 50.0)] * 64 + [(100, 10.0)] * 64, 30.0),
     ],
 )

@@ -106,7 +106,7 @@ class AsyncSave(OfThisProcess):
         *,
         cancellation: Cancellation,
         can_be_cancelled: bool,
-        staging: SnapshotProgress,
+        snapshot: SnapshotProgress,
         tell_others: Callable[[], None] | None = None,
     ) -> None:
         self.staged: Future[None] = _HandleFuture()
@@ -119,11 +119,11 @@ class AsyncSave(OfThisProcess):
             future.set_running_or_notify_cancel()  # its own `cancel` would end nothing: ours does
         self._can_be_cancelled = can_be_cancelled
         self._cancellation = cancellation
-        self._staging: SnapshotProgress | None = staging
+        self._snapshot: SnapshotProgress | None = snapshot
         self._staged_bytes = 0
         self._tell_others = tell_others
         self._continuing = f"the save to {uri} continues in the background, and result() waits for it"
-        staging.completed.add_done_callback(self._end_staging)
+        snapshot.completed.add_done_callback(self._end_staging)
 
     def __repr__(self) -> str:
         return f"<AsyncSave to {self.uri}: {self.progress.phase}>"
@@ -217,8 +217,8 @@ class AsyncSave(OfThisProcess):
     @property
     def progress(self) -> SaveProgress:
         """Progress of the save on this rank."""
-        staging = self._staging
-        staged_bytes = self._staged_bytes if staging is None else staging.copied_bytes
+        snapshot = self._snapshot
+        staged_bytes = self._staged_bytes if snapshot is None else snapshot.copied_bytes
         return self._cancellation.progress(staged_bytes=staged_bytes)
 
     @property
@@ -228,8 +228,8 @@ class AsyncSave(OfThisProcess):
             return None
         return self.committed.result().report
 
-    def _end_staging(self, staging: concurrent.futures.Future[None]) -> None:
-        error = staging.exception()
+    def _end_staging(self, completed: concurrent.futures.Future[None]) -> None:
+        error = completed.exception()
         if error is None:
             self.staged.set_result(None)
         else:
@@ -237,8 +237,8 @@ class AsyncSave(OfThisProcess):
 
     def end(self, outcome: SavedMetadata | BaseException) -> None:
         """Set the outcome. Called once, by the thread that runs the save."""
-        staging, self._staging = self._staging, None  # the handle must not keep the copy alive
-        self._staged_bytes = 0 if staging is None else staging.copied_bytes
+        snapshot, self._snapshot = self._snapshot, None  # the handle must not keep the copy alive
+        self._staged_bytes = 0 if snapshot is None else snapshot.copied_bytes
         self._tell_others = None
         if not isinstance(outcome, BaseException):
             self._cancellation.end("committed")

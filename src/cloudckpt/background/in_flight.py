@@ -97,12 +97,12 @@ def find_unsettled() -> AsyncSave | None:
 
 @contextlib.contextmanager
 def take_turn(
-    in_flight: Literal["wait", "raise"], *, first_with: Callable[[str | None], tuple[int, str] | None]
+    in_flight: Literal["wait", "raise"], *, find_rank_in_flight: Callable[[str | None], tuple[int, str] | None]
 ) -> Iterator[None]:
     """Let no other thread begin a save in this context, in which `await_turn` waits for the save in flight.
 
-    With ``"raise"``, raises `SaveInFlightError` instead of waiting, if `first_with` names a rank with a save in flight.
-    It is called with the URI of this rank's save in flight, or None. Either all ranks raise, or none does.
+    With ``"raise"``, raises `SaveInFlightError` instead of waiting, if `find_rank_in_flight` names a rank. It is called
+    with the URI of this rank's save in flight, or None. Either all ranks raise, or none does.
     """
     refuse_in_fork()
     refusal = SaveInFlightError(
@@ -112,14 +112,14 @@ def take_turn(
     )
     with _slot.hold(0 if in_flight == "raise" else None, refusal):
         if in_flight == "raise":
-            _refuse_beside_another(first_with)
+            _refuse_beside_another(find_rank_in_flight)
         yield
 
 
-def _refuse_beside_another(first_with: Callable[[str | None], tuple[int, str] | None]) -> None:
+def _refuse_beside_another(find_rank_in_flight: Callable[[str | None], tuple[int, str] | None]) -> None:
     mine = _slot.handle
     is_mine = mine is not None and not mine.done()
-    found = first_with(mine.uri if mine is not None and is_mine else None)
+    found = find_rank_in_flight(mine.uri if mine is not None and is_mine else None)
     if found is not None:
         rank, uri = found
         where = "" if is_mine else f" on rank {rank}"

@@ -96,12 +96,12 @@ class ProcessSave:
         self._is_stopped = False
         self._upload: Future[Any] = Future()
 
-    def start(self, staging: StagedState) -> None:
+    def start(self, snapshot: StagedState) -> None:
         """Hand the staged state dict to the processes of all ranks, or to none of them.
 
         Raises ``CheckpointException`` on all ranks if the copy failed on one of them.
         """
-        error = staging.completed.exception() if staging.completed.done() else None
+        error = snapshot.completed.exception() if snapshot.completed.done() else None
         try:
             answers = self._ranks.all_gather_object((None if error is None else _sendable(error), _is_running()))
         except RankLostError as lost:
@@ -119,7 +119,7 @@ class ProcessSave:
             planner=self._planner,
             process_group=self._make_group(),  # all ranks are there
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=_Staged(staging),
+            async_stager=_Staged(snapshot),
             no_dist=self._no_dist,
         )
         self._upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
@@ -224,27 +224,27 @@ class _Staged(AsyncStager):
 
     _should_synchronize_after_execute = False
 
-    def __init__(self, staging: StagedState) -> None:
-        self._staging = staging
+    def __init__(self, snapshot: StagedState) -> None:
+        self._snapshot = snapshot
 
     @property
     def should_synchronize_after_execute(self) -> bool:
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:  # noqa: ARG002  # torch's signature
-        staging = self._staging
-        if staging.completed.done() and staging.completed.exception() is None:
-            return staging.state_dict
+        snapshot = self._snapshot
+        if snapshot.completed.done() and snapshot.completed.exception() is None:
+            return snapshot.state_dict
         staged: Future[dict[str, Any]] = Future()
 
         def pass_on(completed: Future[None]) -> None:
             error = completed.exception()
             if error is None:
-                staged.set_result(staging.state_dict)
+                staged.set_result(snapshot.state_dict)
             else:
                 staged.set_exception(error)
 
-        staging.completed.add_done_callback(pass_on)
+        snapshot.completed.add_done_callback(pass_on)
         return staged
 
     def synchronize_staging(self) -> None:

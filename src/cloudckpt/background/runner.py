@@ -38,7 +38,7 @@ from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import RankLostError, make_picklable
 from cloudckpt.pipeline.context import Lifecycle
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 
 
 class GlooGroupCache:
@@ -104,7 +104,7 @@ def background_ranks(
     return DistWrapper(background_group(process_group), use_dist=True, coordinator_rank=0) if ranks.use_dist else ranks
 
 
-class ExternalStaging:
+class ExternalSnapshot:
     """A copy that a stager of torch's protocol makes. It does not tell how many bytes it has copied."""
 
     num_bytes = copied_bytes = 0
@@ -120,27 +120,27 @@ class ExternalStaging:
         """The copy, once it is completed."""
 
     @classmethod
-    def from_error(cls, error: BaseException) -> ExternalStaging:
+    def from_error(cls, error: BaseException) -> ExternalSnapshot:
         """Return a copy that failed with `error`."""
-        staging = cls()
-        staging.completed.set_exception(error)
-        return staging
+        snapshot = cls()
+        snapshot.completed.set_exception(error)
+        return snapshot
 
     @classmethod
-    def begin(cls, stager: AsyncStager, entries: dict[str, Any], *, is_sent: bool) -> ExternalStaging:
+    def begin(cls, stager: AsyncStager, entries: dict[str, Any], *, is_sent: bool) -> ExternalSnapshot:
         """Let `stager` copy `entries`. Raises what it raises."""
-        staging = cls(is_sent=is_sent and not isinstance(stager, PinnedStager))
+        snapshot = cls(is_sent=is_sent and not isinstance(stager, PinnedStager))
         result = stager.stage(entries)
         if isinstance(result, Future):
-            staging.is_overlapped = True
-            result.add_done_callback(staging._take)
-            return staging
+            snapshot.is_overlapped = True
+            result.add_done_callback(snapshot._take)
+            return snapshot
         if stager.should_synchronize_after_execute:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch calls it, too
                 stager.synchronize_staging()
-        staging._end(result)
-        return staging
+        snapshot._end(result)
+        return snapshot
 
     def _take(self, future: Future[dict[str, Any]]) -> None:
         try:
@@ -161,31 +161,31 @@ class ExternalStaging:
         self.completed.set_result(None)
 
 
-def begin_staging(
+def begin_snapshot(
     stager: AsyncStager | None,
     entries: dict[str, Any],
     *,
     by_process: bool,
     parameters: Iterable[torch.Tensor] | None = None,
-) -> Staging | ExternalStaging:
+) -> Snapshot | ExternalSnapshot:
     """Begin to copy `entries` with `stager`, or into this process's own memory. A failure is the copy's outcome.
 
-    If there are `parameters`, nothing but them may be copied later than `Staging.wait_for_urgent` returns.
+    If there are `parameters`, nothing but them may be copied later than `Snapshot.wait_for_urgent` returns.
     """
     try:
         if stager is None and not by_process:
             return own_stager(is_shared=False).begin(entries, parameters=parameters)
         stager = own_stager(is_shared=True) if stager is None else stager
-        return ExternalStaging.begin(stager, entries, is_sent=by_process)
+        return ExternalSnapshot.begin(stager, entries, is_sent=by_process)
     except Exception as error:  # it is the save's failure, which all ranks have to learn of
-        return ExternalStaging.from_error(error)
+        return ExternalSnapshot.from_error(error)
 
 
 @dataclass(slots=True, kw_only=True)
 class BackgroundSave:
     """One save, from the copy of its state dict to its outcome."""
 
-    staging: Staging | ExternalStaging | None
+    snapshot: Snapshot | ExternalSnapshot | None
     """None once the save has ended."""
     writer: ObjectStoreWriter
     by_process: bool
@@ -209,15 +209,15 @@ class BackgroundSave:
 
         Raises the failure of the save if the copy failed. After any exception, the caller calls `abandon`.
         """
-        staging = self.staging
-        assert staging is not None  # noqa: S101  # it has not run yet
+        snapshot = self.snapshot
+        assert snapshot is not None  # noqa: S101  # it has not run yet
         uri = self.writer.checkpoint_id
         cancellation = Cancellation(uri, rank=self.ranks.rank)
         self.writer.begin(self.ranks.rank)
-        staging.completed.add_done_callback(functools.partial(_announce_copy, staging, self.writer.lifecycle))
+        snapshot.completed.add_done_callback(functools.partial(_announce_copy, snapshot, self.writer.lifecycle))
         tell_others = None
         if self.by_process:
-            self._start_process(staging)
+            self._start_process(snapshot)
             cancellation.enter("uploading")
         elif self.call is not None:
             self.call.set_on_cancel(cancellation.cancel)
@@ -226,27 +226,27 @@ class BackgroundSave:
             uri,
             cancellation=cancellation,
             can_be_cancelled=not self.by_process,
-            staging=staging,
+            snapshot=snapshot,
             tell_others=tell_others,
         )
-        run = functools.partial(self._run, staging, handle, cancellation, is_overlapped=is_overlapped)
+        run = functools.partial(self._run, snapshot, handle, cancellation, is_overlapped=is_overlapped)
         context = contextvars.copy_context()
         context.run(note_users_line)
         self.thread = threading.Thread(target=context.run, args=(run,), name="cloudckpt-async", daemon=False)
         set_in_flight(handle, self.thread)
         self.thread.start()
         if is_overlapped:
-            if isinstance(staging, Staging):
-                staging.wait_for_urgent()
-            if not staging.completed.done():
+            if isinstance(snapshot, Snapshot):
+                snapshot.wait_for_urgent()
+            if not snapshot.completed.done():
                 return handle
-        concurrent.futures.wait([staging.completed])
-        if staging.completed.exception() is not None and (error := handle.exception()) is not None:
+        concurrent.futures.wait([snapshot.completed])
+        if snapshot.completed.exception() is not None and (error := handle.exception()) is not None:
             raise error
         return handle
 
-    def _start_process(self, staging: Staging | ExternalStaging) -> None:
-        assert isinstance(staging, ExternalStaging)  # noqa: S101  # `begin_staging` has made it
+    def _start_process(self, snapshot: Snapshot | ExternalSnapshot) -> None:
+        assert isinstance(snapshot, ExternalSnapshot)  # noqa: S101  # `begin_snapshot` has made it
         self.process = ProcessSave(
             self.writer,
             planner=self.planner,
@@ -255,7 +255,7 @@ class BackgroundSave:
             no_dist=self.no_dist,
         )
         try:
-            self.process.start(staging)
+            self.process.start(snapshot)
         except CheckpointException as error:
             if self.call is not None and not isinstance(error, RankLostError):
                 self.call.end(None)  # the others raise it, too
@@ -275,7 +275,7 @@ class BackgroundSave:
 
     def _run(
         self,
-        staging: Staging | ExternalStaging,
+        snapshot: Snapshot | ExternalSnapshot,
         handle: AsyncSave,
         cancellation: Cancellation,
         *,
@@ -286,7 +286,7 @@ class BackgroundSave:
             if self.process is not None:
                 outcome = self.process.result()
             else:
-                outcome = self._save(staging, cancellation, is_overlapped=is_overlapped)
+                outcome = self._save(snapshot, cancellation, is_overlapped=is_overlapped)
         except BaseException as error:  # the handle holds it
             traceback.clear_frames(error.__traceback__)  # the frames hold the copy
             outcome = error
@@ -296,41 +296,41 @@ class BackgroundSave:
             if isinstance(outcome, BaseException):
                 self.writer.lifecycle.end(outcome)
         finally:  # a waiter for the handle waits for this thread
-            concurrent.futures.wait([staging.completed])  # the memory is written to until then
-            staging.state_dict = {}  # or its tensors would live until the next save
-            self.staging = self.planner = self.process = self.handle = None
+            concurrent.futures.wait([snapshot.completed])  # the memory is written to until then
+            snapshot.state_dict = {}  # or its tensors would live until the next save
+            self.snapshot = self.planner = self.process = self.handle = None
             handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
             drop(handle)
         del outcome  # whose traceback holds this frame
 
     def _save(
-        self, staging: Staging | ExternalStaging, cancellation: Cancellation, *, is_overlapped: bool
+        self, snapshot: Snapshot | ExternalSnapshot, cancellation: Cancellation, *, is_overlapped: bool
     ) -> SavedMetadata:
         writer, planner = self.writer, self.planner
-        snapshot: Staging | None = None
+        unfinished: Snapshot | None = None
         refusal: BaseException | None = None
         try:
-            if isinstance(staging, Staging) and type(planner) is BalancedSavePlanner and not writer.has_transforms:
+            if isinstance(snapshot, Snapshot) and type(planner) is BalancedSavePlanner and not writer.has_transforms:
                 # The save reads nothing but bytes, each once it is copied. If the copy keeps every core busy and the
                 # caller waits for it, an upload beside it costs more time than it saves.
-                snapshot = staging
-                snapshot.is_awaited_whole = not (is_overlapped or staging.leaves_cores)
+                unfinished = snapshot
+                unfinished.is_awaited_whole = not (is_overlapped or snapshot.leaves_cores)
             else:
-                cancellation.wait_for(staging.completed)
+                cancellation.wait_for(snapshot.completed)
             cancellation.check()
-            if staging.completed.done():
-                staging.completed.result()
+            if snapshot.completed.done():
+                snapshot.completed.result()
         except (Exception, CheckpointException) as error:  # all ranks have to learn of it
             refusal = make_picklable(error) if isinstance(error, Exception) else error
         except BaseException as error:  # the copy was interrupted
             if self.call is not None:
                 self.call.end(error)  # or the others would wait for this rank
             raise
-        writer.follow(cancellation, snapshot)
+        writer.follow(cancellation, unfinished)
         try:
             return run_save(
-                {} if refusal is not None else staging.state_dict,
+                {} if refusal is not None else snapshot.state_dict,
                 writer,
                 planner=planner,
                 ranks_context=contextlib.nullcontext(self.ranks) if self.call is None else self.call.ending(),
@@ -342,9 +342,9 @@ class BackgroundSave:
             writer.follow(None)
 
 
-def _announce_copy(staging: Staging | ExternalStaging, lifecycle: Lifecycle, completed: Future[None]) -> None:
+def _announce_copy(snapshot: Snapshot | ExternalSnapshot, lifecycle: Lifecycle, completed: Future[None]) -> None:
     if completed.exception() is None:
-        lifecycle.end_staging(staging.copied_bytes)
+        lifecycle.end_staging(snapshot.copied_bytes)
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

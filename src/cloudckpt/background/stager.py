@@ -24,7 +24,7 @@ from cloudckpt.background.hook_answers import HookAnswers, has_hooks
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS
 from cloudckpt.format.wrappers import is_wrapper, put_together
-from cloudckpt.tensors.copying import Staging, num_copy_threads
+from cloudckpt.tensors.copying import Snapshot, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
 from cloudckpt.tensors.snapshot_plan import (
     AnsweringParameter,
@@ -121,7 +121,7 @@ class PinnedStager(OfThisProcess, AsyncStager):
         self._pool = SnapshotPool(shared=shared)
         self._overlapped = overlapped
         self._num_threads = num_threads
-        self._last: Staging | None = None
+        self._last: Snapshot | None = None
         self._cache: CopyPlanCache | None = None
 
     @property
@@ -129,11 +129,11 @@ class PinnedStager(OfThisProcess, AsyncStager):
         """Bytes of host memory that it holds."""
         return self._pool.num_bytes
 
-    def begin(self, state_dict: dict[str, Any], *, parameters: Iterable[torch.Tensor] | None = None) -> Staging:
+    def begin(self, state_dict: dict[str, Any], *, parameters: Iterable[torch.Tensor] | None = None) -> Snapshot:
         """Start to copy `state_dict`, which must not change until the result is complete.
 
         With `parameters`, all but what lies in their memory, is a ``torch.nn.Parameter`` or a leaf that requires a
-        gradient may change after `Staging.wait_for_urgent`. It uses the memory of the previous snapshot again, even if
+        gradient may change after `Snapshot.wait_for_urgent`. It uses the memory of the previous snapshot again, even if
         somebody still refers to it. Raises `UnsupportedValueError`, naming the key, for what cannot be copied, and
         `MemoryError`.
         """
@@ -144,11 +144,11 @@ class PinnedStager(OfThisProcess, AsyncStager):
 
         It leaves the memory alone in which tensors of an earlier copy are still in use, because that is being saved.
         """
-        staging = self._begin(state_dict, for_torch=True)
+        snapshot = self._begin(state_dict, for_torch=True)
         if self._overlapped:
-            return _future_state_dict(staging)
-        staging.completed.result()
-        return staging.state_dict
+            return _future_state_dict(snapshot)
+        snapshot.completed.result()
+        return snapshot.state_dict
 
     def synchronize_staging(self) -> None:
         """Wait until the last copy is complete (torch's protocol)."""
@@ -172,7 +172,7 @@ class PinnedStager(OfThisProcess, AsyncStager):
     @rare_collections()
     def _begin(
         self, state_dict: dict[str, Any], *, for_torch: bool, parameters: Iterable[torch.Tensor] | None = None
-    ) -> Staging:
+    ) -> Snapshot:
         self._await_last()
         cache, self._cache = self._cache, None
         tree = StateDictTree(state_dict)
@@ -181,11 +181,11 @@ class PinnedStager(OfThisProcess, AsyncStager):
             later = ParameterMemory([*parameters, *tree.parameters, *filter(_is_parameter, tree.tensors)])
             urgent = [number for number, tensor in enumerate(tree.tensors) if not later.holds(tensor)]
         if not for_torch and cache is not None and cache.can_begin(tree.tensors, tree.addresses):
-            staging = self._start(cache.plan, tree, urgent)
+            snapshot = self._start(cache.plan, tree, urgent)
             if cache.is_valid(tree.tensors):
                 self._cache = cache
-                return staging
-            staging.completed.exception()  # this copy is not used
+                return snapshot
+            snapshot.completed.exception()  # this copy is not used
         del cache  # the memory that it holds may be needed
         # torch serialises tuples with all of their storages, so those must not be the whole of the shared memory.
         whole = [not is_within for is_within in tree.is_in_tuple] if for_torch and self._pool.is_shared else None
@@ -200,38 +200,38 @@ class PinnedStager(OfThisProcess, AsyncStager):
         has_gpus = any(tensor.is_cuda for tensor in tree.tensors)
         if has_gpus:
             self._pool.pin()
-        staging = self._start(plan, tree, urgent)
+        snapshot = self._start(plan, tree, urgent)
         if not for_torch and not has_gpus:
             self._cache = CopyPlanCache(tree.tensors, tree.addresses, plan)
-        return staging
+        return snapshot
 
-    def _start(self, plan: SnapshotPlan, tree: StateDictTree, urgent: Sequence[int]) -> Staging:
-        self._last = staging = Staging(
+    def _start(self, plan: SnapshotPlan, tree: StateDictTree, urgent: Sequence[int]) -> Snapshot:
+        self._last = snapshot = Snapshot(
             plan,
             tree.tensors,
             tree.rebuild(plan.copies),
             num_threads=self._get_num_threads(),
             urgent=[plan.copies[number] for number in urgent],
         )
-        staging.start()
-        return staging
+        snapshot.start()
+        return snapshot
 
     def _get_num_threads(self) -> int:
         return self._num_threads or num_copy_threads()
 
 
-def _future_state_dict(staging: Staging) -> Future[dict[str, Any]]:
+def _future_state_dict(snapshot: Snapshot) -> Future[dict[str, Any]]:
     result: Future[dict[str, Any]] = Future()
     result.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def pass_on(completed: Future[None]) -> None:
         error = completed.exception()
         if error is None:
-            result.set_result(staging.state_dict)
+            result.set_result(snapshot.state_dict)
         else:
             result.set_exception(error)
 
-    staging.completed.add_done_callback(pass_on)
+    snapshot.completed.add_done_callback(pass_on)
     return result
 
 

@@ -115,20 +115,20 @@ def plan_collection(
     claims = {item.key.removeprefix(walked.prefix) for item in walked.found if item.kind == "claim"}.difference(spent)
     log = read_log(walked.client)
     # Manifests can be large: none is read if nothing could be removed even without them.
-    sketch = plan_with(log.entries, current=log.current, references={}, claimed=claims)
+    sketch = plan_with(log.entries, current=log.current_number, references={}, claimed=claims)
     if sketch.is_empty:
         return log, sketch
     log, manifest = read_current(walked.client)
     if manifest is None:  # perhaps another program removed it; a fence still names it
-        log = replace(log, current=None)
+        log = replace(log, current_number=None)
     references = {
         entry.number: _references(walked.client, entry)
         for entry in log.entries
-        if entry.number != log.current and not entry.is_fence
+        if entry.number != log.current_number and not entry.has_fence_size
     }
-    if log.current is not None and manifest is not None:
-        references[log.current] = manifest.own_keys
-    plan = plan_with(log.entries, current=log.current, references=references, claimed=claims)
+    if log.current_number is not None and manifest is not None:
+        references[log.current_number] = manifest.own_keys
+    plan = plan_with(log.entries, current=log.current_number, references=references, claimed=claims)
     if not any(item.kind == "data" for item in plan.objects):
         return log, plan
     # Read the claims after the log: a save that claims later finds that its source is not current.
@@ -139,7 +139,7 @@ def plan_collection(
             "use there. Nothing was removed",
             uri=walked.client.uri,
         )
-    return log, plan_with(log.entries, current=log.current, references=references, claimed=claims | claimed)
+    return log, plan_with(log.entries, current=log.current_number, references=references, claimed=claims | claimed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
                 # Each run would leave one more fence.
                 return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
             # The number is taken from here on, also if it was not free.
-            put_fence(walked.client, top + 1, keeps=log.current, conditional=True)
+            put_fence(walked.client, top + 1, keeps=log.current_number, conditional=True)
         log, second = plan_collection(walked, before=before, is_fenced=is_fenced, spent=spent)
         if is_fenced and log.highest_number <= top:
             raise CheckpointChangedError(
@@ -239,7 +239,7 @@ def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
     removals below the top of the log, which decide nothing any more.
     """
     walked.root.delete([walked.prefix + _NO_OBJECT])
-    spent = [entry.number for entry in log.entries[:-1] if entry.is_fence and entry.number != log.current]
+    spent = [entry.number for entry in log.entries[:-1] if entry.has_fence_size and entry.number != log.current_number]
     for batch in split_into_batches([walked.prefix + manifest_key(number) for number in spent]):
         walked.root.delete(batch)
 
@@ -318,10 +318,10 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
 
     """
     log = read_log(walked.client, is_lenient=True)
-    if log.current is None and all(entry.is_fence for entry in log.entries):
+    if log.current_number is None and all(entry.has_fence_size for entry in log.entries):
         return False
     unchanged = "Nothing was deleted, and the checkpoint " + (
-        "is as it was before" if log.current is None else "can be loaded as before"
+        "is as it was before" if log.current_number is None else "can be loaded as before"
     )
     if not any(item.kind == "data" for item in walked.found):  # beside data of cloudckpt, the manifest is damaged
         check_ours(walked.client, log.entries)
@@ -404,7 +404,7 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
     It does not rely on the fence of another deletion, which that one may take back. Unless `conditional`, the fence can
     replace the manifest of a save that commits at the same moment, and that manifest can replace the fence.
     """
-    counted = log.current
+    counted = log.current_number
     document: bytes | None = None
     if counted is not None:
         with contextlib.suppress(StoreError):
@@ -413,9 +413,10 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
         below = log
         has_laid = put_fence(client, log.highest_number + 1, keeps=None, conditional=conditional)
         log = read_log(client)
-        if has_laid and log.current is None:
-            return _DeletionFence(log=log, number=below.highest_number + 1, hidden=below.current, document=document)
-        if log.current is not None and (has_laid or log.current != counted):
+        if has_laid and log.current_number is None:
+            number, hidden = below.highest_number + 1, below.current_number
+            return _DeletionFence(log=log, number=number, hidden=hidden, document=document)
+        if log.current_number is not None and (has_laid or log.current_number != counted):
             raise CheckpointChangedError(
                 f"{client.uri} was overwritten while it was being deleted. What another save has committed there is "
                 "untouched: delete it, too, if it is to go",
@@ -444,7 +445,7 @@ def _put_back(walked: WalkedLocation, fenced: _DeletionFence, *, conditional: bo
             put_fence(client, number, keeps=fenced.hidden, conditional=conditional)
         elif fenced.document is not None:
             put_entry(client, number, fenced.document, conditional=conditional)
-        return read_log(client).current is not None
+        return read_log(client).current_number is not None
     except (StoreError, CheckpointError):
         return False
 

@@ -76,8 +76,8 @@ class Entry:
     modified_at: datetime
 
     @property
-    def is_fence(self) -> bool:
-        """True if the entry is as small as a fence. Only its content says it for certain."""
+    def has_fence_size(self) -> bool:
+        """True if the entry is as small as a fence. Only its content says for certain if it is one."""
         return self.size_bytes <= MAX_FENCE_BYTES
 
 
@@ -311,7 +311,7 @@ class CommitTimes:
             )
         except _NoHeadError:
             # An entry of a fence's size was opened already. If it is current, it cannot be read.
-            if not entry.is_fence and _is_fence(client, key):
+            if not entry.has_fence_size and _is_fence(client, key):
                 return None
             head = None
         except ObjectNotFoundError:

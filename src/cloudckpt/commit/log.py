@@ -32,7 +32,7 @@ class Log:
     """The entries that exist, lowest number first, and the manifest that they make the current one."""
 
     entries: tuple[Entry, ...]
-    current: int | None
+    current_number: int | None
     """The number of the current manifest; None if there is no checkpoint. It may have vanished."""
 
     @property
@@ -43,7 +43,7 @@ class Log:
     @property
     def current_entry(self) -> Entry | None:
         """The entry of the current manifest; None if there is none, or it was not listed."""
-        return next((entry for entry in self.entries if entry.number == self.current), None)
+        return next((entry for entry in self.entries if entry.number == self.current_number), None)
 
 
 def list_folders(client: StoreClient) -> list[str]:
@@ -85,7 +85,7 @@ def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
         CheckpointChangedError: Fences vanish again and again between the listing and the read.
 
     """
-    return _read_log(client, "", is_lenient=is_lenient, needs_confirming=lambda log: log.current is None)
+    return _read_log(client, "", is_lenient=is_lenient, needs_confirming=lambda log: log.current_number is None)
 
 
 def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
@@ -145,10 +145,10 @@ def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) ->
     """
     entries = _list_once(client, prefix)
     if not entries:
-        return _Look(log=Log(entries=(), current=None))
+        return _Look(log=Log(entries=(), current_number=None))
     highest = entries[-1]
-    log = Log(entries=entries, current=highest.number)
-    if not opens and not highest.is_fence:
+    log = Log(entries=entries, current_number=highest.number)
+    if not opens and not highest.has_fence_size:
         return _Look(log=log)
     try:
         entry = read_entry(client, highest.number, prefix=prefix)
@@ -158,7 +158,7 @@ def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) ->
         return _Look(log=_without_fence(log))
     if not isinstance(entry, Fence):
         return _Look(log=log, manifest=entry, has_vanished=entry is None)
-    log = Log(entries=entries, current=entry.keeps)
+    log = Log(entries=entries, current_number=entry.keeps)
     if entry.keeps is None or not opens:
         return _Look(log=log)
     kept = read_entry(client, entry.keeps, prefix=prefix)
@@ -168,8 +168,8 @@ def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) ->
 
 def _without_fence(log: Log) -> Log:
     """Return the log for the case that its highest entry, which has the size of a fence, cannot be read."""
-    below = [entry.number for entry in log.entries if not entry.is_fence]
-    return Log(entries=log.entries, current=max(below, default=log.highest_number))
+    below = [entry.number for entry in log.entries if not entry.has_fence_size]
+    return Log(entries=log.entries, current_number=max(below, default=log.highest_number))
 
 
 def _changing_error(client: StoreClient, prefix: str = "") -> CheckpointChangedError:
@@ -195,15 +195,15 @@ def resolve(client: StoreClient) -> Resolved:
     Raises `CheckpointNotFoundError` if there is none, and what `read_current` raises.
     """
     log, manifest = read_current(client)
-    if log.current is None:
+    if log.current_number is None:
         raise _not_found_error(client, was_fenced=bool(log.entries))
     if manifest is None:
         raise CheckpointNotFoundError(
-            f"the checkpoint at {client.uri} is gone: another program removed {manifest_key(log.current)}. "
+            f"the checkpoint at {client.uri} is gone: another program removed {manifest_key(log.current_number)}. "
             f"{_LOAD_AN_OLDER_ONE}",
             uri=client.uri,
         )
-    return Resolved(number=log.current, manifest=manifest)
+    return Resolved(number=log.current_number, manifest=manifest)
 
 
 def has_torch_checkpoint(client: StoreClient) -> bool:
@@ -218,7 +218,7 @@ def lists_torch_checkpoint(client: StoreClient) -> bool:
 
 def lists_rank_checkpoints(client: StoreClient) -> bool:
     """Return True if rank 0 has a checkpoint of its own below the location, as ``use_collectives=False`` saved it."""
-    return read_log_once(client, prefix="rank-0/", is_lenient=True).current is not None
+    return read_log_once(client, prefix="rank-0/", is_lenient=True).current_number is not None
 
 
 def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotFoundError:
@@ -263,7 +263,7 @@ def list_kept_folders(client: StoreClient) -> list[str]:
     names = sorted(client.list_directories(), key=_split_numbers, reverse=True)
     for name in names[:_MAX_LOOKED_AT]:
         log = read_log_once(client, prefix=f"{name}/", is_lenient=True)
-        if log.current is not None or not log.entries:
+        if log.current_number is not None or not log.entries:
             kept.append(name)
         if len(kept) > _MAX_NAMED:
             break

@@ -92,7 +92,7 @@ def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> No
     that keeps this commit current.
     """
     log = read_log(client)
-    if log.current == number:
+    if log.current_number == number:
         return
     if log.highest_number > number:
         raise _overtaken_error(client, log, number)
@@ -137,10 +137,11 @@ def remove_superseded(
     num_removed = 0
     try:
         log = read_log(client)
-        if log.current != number:
+        if log.current_number != number:
             return 0  # overwritten or deleted since: another save's data is there now
         stale = [entry for entry in log.entries if entry.number < number]
-        replaced = [found for entry in stale if not entry.is_fence and (found := _read_manifest(client, entry.number))]
+        manifests = (_read_manifest(client, entry.number) for entry in stale if not entry.has_fence_size)
+        replaced = [one for one in manifests if one is not None]
         keys = sorted(frozenset[str]().union(*(one.own_keys for one in replaced)) - manifest.own_keys)
         # After the commit: a save whose claim comes later finds that its source was replaced.
         claimed = find_claimed(client) if any(one.is_referable for one in replaced) else frozenset()
@@ -209,7 +210,7 @@ def _fenced_error(client: StoreClient, key: str) -> CheckpointExistsError:
 
 def _overtaken_error(client: StoreClient, log: Log, number: int) -> OvertakenError:
     key, above = manifest_key(number), client.url(manifest_key(log.highest_number))
-    if log.entries[-1].is_fence:
+    if log.entries[-1].has_fence_size:
         return OvertakenError(
             f"this save can no longer be committed: gc or a deletion came between, and had put {above} when this save "
             f"put {key}. What this save wrote is invisible, and left to gc. Save again",

@@ -132,7 +132,7 @@ def find_spent(siblings: Siblings, claims: Iterable[str], *, conditional: bool, 
             if lost and conditional and not is_dry:
                 log = read_log(client)
                 # If the number is taken, the log has grown as well.
-                put_fence(client, log.highest_number + 1, keeps=log.current, conditional=True)
+                put_fence(client, log.highest_number + 1, keeps=log.current_number, conditional=True)
                 lost -= _attempts_in(client, above=log.highest_number)
         except CheckpointError as error:
             _log.warning("kept what the checkpoint at %s may use, because it cannot be judged: %s", client.uri, error)

@@ -122,13 +122,13 @@ def copy(
 def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
     """Return True if a checkpoint is committed at `target`. Lists it, and reads no manifest."""
     there = Context(parse_location(target), options, rank=0)
-    return read_log(there.client).current is not None
+    return read_log(there.client).current_number is not None
 
 
 def list_others(target: str | os.PathLike[str], *, options: Options) -> list[str]:
     """Return names in the folder `target` that are not those of a checkpoint there; none if one is committed there."""
     there = Context(parse_location(target), options, rank=0)
-    if read_log(there.client).current is not None:
+    if read_log(there.client).current_number is not None:
         return []
     names = (info.key.partition("/")[0] for info in there.client.list(most=_MAX_LOOKED_AT))
     return [name for name in dict.fromkeys(names) if name != "data" and not name.startswith(_OWN_NAMES)]
@@ -151,7 +151,7 @@ def _read_manifest(source: Context) -> Manifest:
 def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
     """Return the manifest at the target if it is an earlier copy of exactly this one."""
     try:
-        number = read_log(target.client).current
+        number = read_log(target.client).current_number
         there = None if number is None else read_manifest(target.client, number)
     except CheckpointError:
         return None  # an unreadable manifest is no such copy
@@ -299,7 +299,7 @@ class CopyJob:
         copied: dict[int, str] = {}
 
         def ask(number: int) -> None:
-            stored, (client, key) = objects[number], self._reader.place(number)
+            stored, (client, key) = objects[number], self._reader.locate(number)
             try:
                 crc32c = target.store.copy_from(client.url(key), keys[number], run=target.client.call)
             # Copies need a permission of their own. A missing object is the source, or an aborted upload: reading the
@@ -376,7 +376,7 @@ class CopyJob:
             stop_reading=source.stop,
         )
         for number, receipt in zip(bodies, receipts, strict=True):
-            stored, (client, key) = self._manifest.objects[number], self._reader.place(number)
+            stored, (client, key) = self._manifest.objects[number], self._reader.locate(number)
             if receipt.size_bytes != stored.size or pack_tiles(receipt.tile_crc32cs) != stored.crc32c:
                 raise IncompleteSaveError(
                     f"what was sent to {target.store.url(receipt.key)} is not what was read from "

@@ -176,7 +176,7 @@ class _Save:
         entries = states_of(self.state_dict)
         storage_meta, is_coordinator = self.writer.storage_meta(), self.ranks.is_coordinator
         if isinstance(self.planner, BalancedSavePlanner):
-            self.planner.pending = self.writer.snapshot
+            self.planner.snapshot = self.writer.snapshot
             self.planner.compare = self.writer.options.compare_replicas
             self.planner.is_alone = self.ranks.get_world_size() == 1
             if any(isinstance(value, LiveEntry) for value in self.state_dict.values()):
@@ -365,10 +365,10 @@ def _load(
     return any(ranks.all_gather("read", read))
 
 
-class Coordinator:
-    """Runs functions on rank 0, and gives all ranks the result or raises the failure on all of them.
+class RankCalls:
+    """Runs functions on rank 0 or on all ranks, and gives all of them the result, or raises the failure on all.
 
-    `doing` is a participle with its preposition, which `root` follows in errors. It has to be the same on all ranks.
+    `doing` is a participle with its preposition. Errors put `root` behind it. It has to be the same on all ranks.
     """
 
     def __init__(

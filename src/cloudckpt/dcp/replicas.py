@@ -31,7 +31,7 @@ from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, answers_pla
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.tensors.tensor_bytes import ALIGNMENT_BYTES, plain_tensor, view_memory, viewable_address
 
@@ -128,11 +128,11 @@ def take_fingerprints(
     synchronized: SynchronizedNames,
     common: Sequence[str],
     uri: str,
-    pending: Staging | None,
+    snapshot: Snapshot | None,
 ) -> Fingerprints:
     """Return the fingerprints of the items of a plan. A tensor that this rank alone holds has none.
 
-    `common` are names of tensors that are always compared whole. Memory that is still `pending` is waited for, as far
+    `common` are names of tensors that are always compared whole. Memory that is still `snapshot` is waited for, as far
     as it is compared. Values that consist of Python's own types are compared as `synchronized` says.
     """
     found = Fingerprints(
@@ -156,10 +156,10 @@ def take_fingerprints(
         if address and not is_whole and is_gathered(num_bytes) and not address % _WORD_BYTES:
             on_host.append((position, address, num_bytes))
         elif address or is_whole or not num_bytes or not tensor.is_contiguous():
-            of_items[position] = _read_alone(tensor, address, pending, is_whole=is_whole)
+            of_items[position] = _read_alone(tensor, address, snapshot, is_whole=is_whole)
         else:
             on_devices.append((position, tensor))
-    for position, fingerprint in itertools.chain(_gather(on_host, pending), _sample_devices(on_devices, pending)):
+    for position, fingerprint in itertools.chain(_gather(on_host, snapshot), _sample_devices(on_devices, snapshot)):
         of_items[position] = fingerprint
     return found
 
@@ -237,16 +237,16 @@ def is_gathered(num_bytes: int) -> bool:
     return _WHOLE_BYTES < num_bytes < (_MIN_WINDOWS + 1) * _BYTES_PER_WINDOW and not num_bytes % ALIGNMENT_BYTES
 
 
-def _gather(tensors: Sequence[tuple[int, int, int]], pending: Staging | None) -> Iterator[tuple[int, int]]:
+def _gather(tensors: Sequence[tuple[int, int, int]], snapshot: Snapshot | None) -> Iterator[tuple[int, int]]:
     """Give each position with the fingerprint of the tensor at this address of this size. See `is_gathered`.
 
     Calls for each tensor take three times as long.
     """
     for first in range(0, len(tensors), _MAX_GATHERED):
         group = tensors[first : first + _MAX_GATHERED]
-        if pending is not None:
+        if snapshot is not None:
             for _, address, num_bytes in group:
-                _wait(pending, address, windows_of(num_bytes))
+                _wait(snapshot, address, windows_of(num_bytes))
         positions, addresses, sizes = np.array(group, dtype=np.int64).T
         base = int(addresses.min())
         memory = view_memory(base, int((addresses + sizes).max()) - base, tensors)
@@ -257,9 +257,9 @@ def _gather(tensors: Sequence[tuple[int, int, int]], pending: Staging | None) ->
         yield from zip(positions.tolist(), _hash_rows(rows).tolist(), strict=True)
 
 
-def _wait(pending: Staging, address: int, windows: Sequence[tuple[int, int]]) -> None:
+def _wait(snapshot: Snapshot, address: int, windows: Sequence[tuple[int, int]]) -> None:
     for begin, end in windows:
-        pending.wait(address + begin, end - begin)
+        snapshot.wait(address + begin, end - begin)
 
 
 def _hash_rows(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -283,22 +283,22 @@ def _fingerprint_of(views: Iterable[memoryview], num_bytes: int, *, is_whole: bo
 
 
 @contextlib.contextmanager
-def _body_of(contents: Sequence[torch.Tensor], pending: Staging | None) -> Iterator[PieceBody]:
+def _body_of(contents: Sequence[torch.Tensor], snapshot: Snapshot | None) -> Iterator[PieceBody]:
     """Give the bytes of tensors that cannot be read in place, back to back. No memory of a GPU is used for it."""
     ends = list(itertools.accumulate(content.nbytes for content in contents))
     pieces = [new_piece(content, begin=end - content.nbytes) for content, end in zip(contents, ends, strict=True)]
     with contextlib.closing(new_arena(budget_bytes=_PART_BYTES)) as arena:
-        yield PieceBody(pieces, arena, pending, new_side_streams(contents))
+        yield PieceBody(pieces, arena, snapshot, new_side_streams(contents))
 
 
-def _read_alone(tensor: torch.Tensor, address: int, pending: Staging | None, *, is_whole: bool) -> int:
+def _read_alone(tensor: torch.Tensor, address: int, snapshot: Snapshot | None, *, is_whole: bool) -> int:
     """Return the fingerprint of a tensor; `address` is 0 if it must be copied to be read."""
     windows = windows_of(tensor.nbytes, is_whole=is_whole)
     if not address:
-        with _body_of([tensor], pending) as body:
+        with _body_of([tensor], snapshot) as body:
             return _fingerprint_of(_copy_each(body, windows), tensor.nbytes, is_whole=is_whole)
-    if pending is not None:
-        _wait(pending, address, windows)
+    if snapshot is not None:
+        _wait(snapshot, address, windows)
     memory = view_memory(address, tensor.nbytes, tensor)
     return _fingerprint_of([memory[begin:end] for begin, end in windows], tensor.nbytes, is_whole=is_whole)
 
@@ -309,7 +309,9 @@ def _copy_each(body: PieceBody, windows: Sequence[tuple[int, int]]) -> Iterator[
             yield from views
 
 
-def _sample_devices(tensors: Sequence[tuple[int, torch.Tensor]], pending: Staging | None) -> Iterator[tuple[int, int]]:
+def _sample_devices(
+    tensors: Sequence[tuple[int, torch.Tensor]], snapshot: Snapshot | None
+) -> Iterator[tuple[int, int]]:
     """Give each position with the fingerprint of its tensor.
 
     The copies from a device are queued together and waited for once, which takes a tenth of the time.
@@ -324,7 +326,7 @@ def _sample_devices(tensors: Sequence[tuple[int, torch.Tensor]], pending: Stagin
         if num_bytes < _PART_BYTES and number < len(tensors):
             continue
         with (
-            _body_of([sample for *_, samples in group for sample in samples], pending) as body,
+            _body_of([sample for *_, samples in group for sample in samples], snapshot) as body,
             body.open(0, body.size_bytes) as views,
         ):
             left = iter(views)

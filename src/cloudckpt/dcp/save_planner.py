@@ -43,7 +43,7 @@ from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path
 from cloudckpt.format.wrappers import describe_difference
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.tensor_bytes import Source, classify, plain_tensor
 
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
@@ -89,8 +89,8 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
         self._common: Sequence[str] = ()
         self.compare = compare
         self.synchronized = synchronized
-        self.pending: Staging | None = None
-        """The snapshot that is still being made of what is saved."""
+        self.snapshot: Snapshot | None = None
+        """The copy of the state dict that is saved, while it is still being filled."""
         self.is_alone = False
         """True if no other rank saves."""
 
@@ -122,7 +122,7 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
                 synchronized=self.synchronized,
                 common=self._common,
                 uri=self._uri,
-                pending=self.pending,
+                snapshot=self.snapshot,
             )
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan

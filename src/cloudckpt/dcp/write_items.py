@@ -25,7 +25,7 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.io.boxes import Box, intersect
 from cloudckpt.tensors.body import SaveItems, StagedItem, wait_for_content
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.tensor_bytes import (
     Source,
@@ -108,12 +108,12 @@ def prepare_items(
     transforms: WriteTransforms,
     *,
     uri: str,
-    pending: Staging | None = None,
+    snapshot: Snapshot | None = None,
 ) -> SaveItems:
     """Return torch's items with their data, as the planner resolves them.
 
-    If memory is still `pending`, only tensors that are read here are waited for, such as those in a tuple, which the
-    planner serialises. A planner that resolves tensors in a way of its own reads what it likes, so all has to be there.
+    With a `snapshot` that is still being filled, this waits only for the tensors that it reads, such as those in a
+    tuple, which the planner serialises. A planner of the user may read any tensor, so it needs a complete snapshot.
 
     Raises `UnsupportedValueError`, naming the FQN: for a value before anything is sent, for a tensor when it is staged.
     """
@@ -122,8 +122,8 @@ def prepare_items(
     encoded: dict[str, bytes | None] = {}
     for item in items:
         if item.type is WriteItemType.BYTE_IO and (source := sources.get(item.index.fqn)) is not None:
-            if pending is not None:
-                _wait_for_tensors_in(source.value, pending)
+            if snapshot is not None:
+                _wait_for_tensors_in(source.value, snapshot)
             encoded[item.index.fqn] = check_value(source.value, item.index.fqn, uri=uri)
 
     def stage(positions: Sequence[int]) -> Iterator[StagedItem]:
@@ -134,7 +134,7 @@ def prepare_items(
                 # Encoded by the plan, which refuses what cannot be saved, and held until it is sent.
                 yield _stage_value(item, encoded.pop(item.index.fqn, None), planner, transforms, uri)
             elif transforms or source is None or (quick := _stage_in_place(item, source, layouts)) is None:
-                yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, pending)
+                yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, snapshot)
             else:
                 yield quick
 
@@ -174,18 +174,18 @@ def _serialize(item: WriteItem, planner: SavePlanner, uri: str) -> io.BytesIO:
     return data
 
 
-def _wait_for_tensors_in(value: object, pending: Staging) -> None:
+def _wait_for_tensors_in(value: object, snapshot: Snapshot) -> None:
     """Wait for the tensors in a Python object that is about to be serialised."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
-            wait_for_content(pending, shard.tensor)
+            wait_for_content(snapshot, shard.tensor)
     elif isinstance(value, DTensor):
-        wait_for_content(pending, local_tensor_of(value))
+        wait_for_content(snapshot, local_tensor_of(value))
     elif isinstance(value, torch.Tensor):
-        wait_for_content(pending, value)
+        wait_for_content(snapshot, value)
     elif isinstance(value, (tuple, list, Mapping)):
         for entry in value.values() if isinstance(value, Mapping) else value:
-            _wait_for_tensors_in(entry, pending)
+            _wait_for_tensors_in(entry, snapshot)
 
 
 class _WholeLayout(msgspec.Struct, frozen=True):
@@ -239,15 +239,15 @@ def _whole_layout_of(data: TensorWriteData) -> _WholeLayout | None:
 
 
 def _stage_tensor(
-    item: WriteItem, data: object, transforms: WriteTransforms, uri: str, pending: Staging | None
+    item: WriteItem, data: object, transforms: WriteTransforms, uri: str, snapshot: Snapshot | None
 ) -> StagedItem:
     fqn, planned = item.index.fqn, item.tensor_data
     if not isinstance(data, torch.Tensor) or planned is None:
         raise UnsupportedValueError(
             f"the planner gave a {type(data).__name__} for the tensor {fqn!r} of {uri}", uri=uri
         )
-    if pending is not None and (transforms or not holds_its_values(data)):
-        wait_for_content(pending, data)
+    if snapshot is not None and (transforms or not holds_its_values(data)):
+        wait_for_content(snapshot, data)
     tensor = plain_tensor(data, fqn, uri=uri)
     if tensor.shape != planned.chunk.sizes:
         raise UnsupportedValueError(

@@ -37,7 +37,7 @@ from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.draft import Draft, bodies_of, require_no_resume
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.uri import is_valid_location, parse_location
@@ -120,7 +120,7 @@ class ObjectStoreWriter(StorageWriter):
         self._draft: Draft | None = None
         self._begun_ns = 0
         self._cancellation = Cancellation()
-        self._snapshot: Staging | None = None
+        self._snapshot: Snapshot | None = None
         self._commits = True
 
     @property
@@ -144,11 +144,11 @@ class ObjectStoreWriter(StorageWriter):
         return self._draft.report if self._draft is not None else None
 
     @property
-    def snapshot(self) -> Staging | None:
+    def snapshot(self) -> Snapshot | None:
         """Snapshot that the next save reads, and that may still be in progress."""
         return self._snapshot
 
-    def follow(self, cancellation: Cancellation | None, snapshot: Staging | None = None) -> None:
+    def follow(self, cancellation: Cancellation | None, snapshot: Snapshot | None = None) -> None:
         """Give the next save the `cancellation` that watches and cancels it, and the `snapshot` that it reads from.
 
         The snapshot may still be in progress. None means that there is none.
@@ -227,10 +227,10 @@ class ObjectStoreWriter(StorageWriter):
                 draft = self._require_draft()
                 context, make_receipts = draft.context, list[Callable[..., ItemReceipts]]()
                 context.recorder.span("plan", self._begun_ns)
-                pending = self._snapshot
-                if pending is not None and pending.completed.done():
-                    pending.completed.result()
-                    pending = None  # complete: no tensor has to be waited for
+                snapshot = self._snapshot
+                if snapshot is not None and snapshot.completed.done():
+                    snapshot.completed.result()
+                    snapshot = None  # complete: no tensor has to be waited for
                 with (
                     context.recorder.step("write"),
                     self._cancellation.stopping(context.stop),
@@ -241,14 +241,14 @@ class ObjectStoreWriter(StorageWriter):
                     # takes its place: the manifest names every object by its whole key.
                     if isinstance(message, AttemptMessage) and message.nonce == draft.attempt and message.attempt:
                         draft.attempt = message.attempt
-                    items = prepare_items(plan.items, planner, self._transforms, uri=uri, pending=pending)
+                    items = prepare_items(plan.items, planner, self._transforms, uri=uri, snapshot=snapshot)
                     total_bytes = sum(items.sizes_bytes)
                     self._cancellation.enter("uploading", total_bytes=total_bytes)
                     context.emit("save.planned", num_bytes=total_bytes)
                     context.on_sent = self._cancellation.count_uploaded
-                    objects = draft.write(bodies_of(context, items, arena, pending, make_receipts), in_memory=True)
-                if pending is not None:
-                    pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
+                    objects = draft.write(bodies_of(context, items, arena, snapshot, make_receipts), in_memory=True)
+                if snapshot is not None:
+                    snapshot.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:
                     self._cancellation.seal(commits=False)
                 future.set_result(

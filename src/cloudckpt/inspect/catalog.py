@@ -343,8 +343,9 @@ class _Listing:
             log = read_log_once(client)
             entry = log.current_entry
             summary = self._summaries.read(client, entry) if entry is not None else None
-            if log.current is not None and summary is None:
-                vanished, problem = log, f"{manifest_key(log.current)} was removed by other means than cloudckpt's"
+            if log.current_number is not None and summary is None:
+                vanished = log
+                problem = f"{manifest_key(log.current_number)} was removed by other means than cloudckpt's"
         except CheckpointChangedError:
             raise
         except UnsupportedFormatError as error:

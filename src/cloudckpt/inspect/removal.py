@@ -396,7 +396,7 @@ def lines_of(report: GarbageReport, *, how: str = "") -> Iterator[str]:
 def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
     """Describe the garbage of one location, whose keys begin with `prefix`."""
     entries = [*plan.entries, *([plan.lone_fence] if plan.lone_fence else [])]
-    fences = [entry for entry in entries if entry.is_fence]
+    fences = [entry for entry in entries if entry.has_fence_size]
     data = [item for item in plan.objects if item.kind == "data"]
     claims = [item for item in plan.objects if item.kind == "claim"]
     attempts = {item.attempt for item in data}

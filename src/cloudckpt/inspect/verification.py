@@ -258,12 +258,12 @@ class Verification:
         return bytes(content)
 
     def _fetch(self, index: int, begin: int, view: memoryview) -> None:
-        client, key = self._reader.place(index)
+        client, key = self._reader.locate(index)
         download_range(client, key=key, begin=begin, views=[view])
 
     def _problems_of(self, index: int) -> Iterator[str]:
         stored, contents = self._manifest.objects[index], self._contents[index]
-        client, key = self._reader.place(index)
+        client, key = self._reader.locate(index)
         where = client.url(key)
         if index in self._missing:
             yield f"{where} is missing, and with it {contents.names(0, stored.size)}"

@@ -11,7 +11,7 @@ import torch
 import cloudckpt.manager.checkpoint_manager
 from cloudckpt.api import load
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.dcp.protocol import Coordinator
+from cloudckpt.dcp.protocol import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.integrations._requirements import require
 from cloudckpt.manager.steps import find_steps_on_all_ranks, refuse_existing_steps
@@ -159,7 +159,7 @@ class CloudCheckpointManager(CheckpointManager):
             newest = self._manager.latest()
             return -1 if newest is None else newest.step
 
-        ranks = Coordinator(None, no_dist=False, root=self._manager.root, timeout_s=self.options.timeout_s)
+        ranks = RankCalls(None, no_dist=False, root=self._manager.root, timeout_s=self.options.timeout_s)
         return ranks.broadcast("find", find)
 
     def _maybe_wait_for_staging(self) -> None:

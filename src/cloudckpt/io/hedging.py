@@ -24,7 +24,7 @@ from cloudckpt.stores.http_clients import CallScope
 _T = TypeVar("_T")
 Kind: TypeAlias = Literal["upload", "download"]
 
-MIN_DELAY_S = 2.0
+MIN_PATIENCE_S = 2.0
 """A request that takes less is not worth a second one."""
 _MAX_PER_HOST = 128
 _CALM_S = 30.0
@@ -102,7 +102,7 @@ class PeerTimes:
         ]
         if len(took) < _MIN_PEERS:
             return None
-        return max(_TIMES_SLOWER * statistics.median(took), MIN_DELAY_S)
+        return max(_TIMES_SLOWER * statistics.median(took), MIN_PATIENCE_S)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

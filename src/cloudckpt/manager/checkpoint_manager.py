@@ -32,7 +32,7 @@ from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp import LoadPlanner, SavePlanner
 from cloudckpt.dcp.live_loaders import warn_of_shared_generator
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.protocol import Coordinator, SavedMetadata, SaveOrLoadError, causes_of, rank_in
+from cloudckpt.dcp.protocol import RankCalls, SavedMetadata, SaveOrLoadError, causes_of, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
@@ -86,7 +86,7 @@ _FAST_KEEP = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class _SavedStep:
+class _StepState:
     """A step that this manager has saved, with its result, or restored, without one."""
 
     step: int
@@ -236,8 +236,8 @@ class CheckpointManager(OfThisProcess):
             )
             self._fast = FastPlace(debts, every=fast_every, keep=fast_keep)
         self._has_checked_loaders = False
-        self._last: _SavedStep | None = None
-        self._current: _SavedStep | None = None
+        self._last: _StepState | None = None
+        self._current: _StepState | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
         self._last_committed: tuple[int, str] | None = None
         """Number and URI of the step that this manager committed last."""
@@ -270,7 +270,7 @@ class CheckpointManager(OfThisProcess):
     @property
     def root(self) -> str:
         """URI of the folder of all steps."""
-        return self._steps.root.uri
+        return self._steps.location.uri
 
     @property
     def in_flight(self) -> AsyncSave | None:
@@ -306,7 +306,7 @@ class CheckpointManager(OfThisProcess):
             ``<root>/step-<n>``, or ``<root>/step-<n>-again-<k>`` beside a damaged one.
 
         """
-        return self._steps.root.child(self._choose_folder(_check_step(step))).uri
+        return self._steps.location.child(self._choose_folder(_check_step(step))).uri
 
     def _choose_folder(self, step: int) -> str:
         """Return the name of the folder for a step: one that is damaged in no place, unless that is to be replaced."""
@@ -327,7 +327,7 @@ class CheckpointManager(OfThisProcess):
 
     def _uris_of(self, folder: str) -> list[str]:
         """Return the URIs of a folder in all places."""
-        return [steps.root.child(folder).uri for steps in self._places]
+        return [steps.location.child(folder).uri for steps in self._places]
 
     def is_due(self, step: int) -> bool:
         """Return True if `save` saves a step without ``force``.
@@ -352,7 +352,7 @@ class CheckpointManager(OfThisProcess):
         return schedule.is_due(
             step,
             is_saving=lambda: self.in_flight is not None,
-            ask=lambda decide: self._make_coordinator("asking if a step is due under").broadcast("find", decide),
+            ask=lambda decide: self._make_rank_calls("asking if a step is due under").broadcast("find", decide),
         )
 
     def prepare(
@@ -456,8 +456,8 @@ class CheckpointManager(OfThisProcess):
         is_coordinator = rank == 0
         # The metrics play no part: they may differ between ranks, and all ranks must take the same branch.
         current = self._current
-        is_again = force and not overwrite and current is not None and current.step == step and current.failure is None
-        if is_again and current is not None and current.reaches_root:
+        is_saved = force and not overwrite and current is not None and current.step == step and current.failure is None
+        if is_saved and current is not None and current.reaches_root:
             if is_coordinator and metrics is not None and numbers != current.numbers:
                 _log.warning("%s exists already and keeps its metrics", self.uri_of(step))
             return current.result
@@ -481,25 +481,27 @@ class CheckpointManager(OfThisProcess):
             self._read_times()
         if is_owed:
             self._schedule.note_save()
-        if self._fast is not None and self._fast.schedule is not None and not is_again:
+        if self._fast is not None and self._fast.schedule is not None and not is_saved:
             self._fast.schedule.note_save()
-        saved = _SavedStep(step=step, is_owed=is_owed, may_overwrite=overwrite, numbers=numbers, rank=rank)
-        if fast is not None and not is_again:  # a step that is only there is sent to the root
+        saved = _StepState(step=step, is_owed=is_owed, may_overwrite=overwrite, numbers=numbers, rank=rank)
+        if fast is not None and not is_saved:  # a step that is only there is sent to the root
             decide = functools.partial(fast.takes, folder, is_owed=is_owed, may_overwrite=overwrite)
-            ranks = self._make_coordinator("choosing the place of a step under")
+            ranks = self._make_rank_calls("choosing the place of a step under")
             saved.is_fast, saved.is_owed = ranks.broadcast("find", decide)
         return self._save_to(saved, folder, state_dict, settings)
 
     def _save_to(
-        self, saved: _SavedStep, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
+        self, saved: _StepState, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save to the place that was chosen, and if the fast one fails at once, to the root."""
         steps, metadata = self._steps, build_metadata(saved.step, saved.numbers or {})
         if self._fast is not None and saved.is_fast:
             steps = self._fast.steps
-            metadata[FAST_KEY] = make_record(self._steps.root, is_owed=saved.is_owed, may_overwrite=saved.may_overwrite)
+            metadata[FAST_KEY] = make_record(
+                self._steps.location, is_owed=saved.is_owed, may_overwrite=saved.may_overwrite
+            )
         options = dataclasses.replace(steps.options, metadata={**steps.options.metadata, **metadata})
-        saved.uri = steps.root.child(folder).uri
+        saved.uri = steps.location.child(folder).uri
         if saved.rank == 0 and folder != format_folder(saved.step):
             _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
         call = async_save if self._is_async else save
@@ -591,8 +593,8 @@ class CheckpointManager(OfThisProcess):
             running.committed.wait()  # it may be the newest step, and its copy may still read the tensors
         self._open_fast()
         with contextlib.ExitStack() as stack:
-            for place in self._places:
-                stack.enter_context(lock_root(place.root.uri))
+            for steps in self._places:
+                stack.enter_context(lock_root(steps.location.uri))
             stack.enter_context(raised_via("manager"))
             if wanted is not None:
                 restored: Restored | None = self._restore_step(state_dict, wanted, planner, reader_of)
@@ -767,7 +769,7 @@ class CheckpointManager(OfThisProcess):
         self._note_end(last)
         sys.stderr.write(f"cloudckpt: {self._describe_last_step()}\n")
 
-    def _note_end(self, saved: _SavedStep) -> None:
+    def _note_end(self, saved: _StepState) -> None:
         """Record a save's outcome, once. Each waiter calls this first, because the callback may run later than a
         waiter.
 
@@ -792,13 +794,13 @@ class CheckpointManager(OfThisProcess):
         if failure is not None:
             self._log_tolerated(failure, saved.rank)
 
-    def _start_after(self, saved: _SavedStep) -> None:
+    def _start_after(self, saved: _StepState) -> None:
         if self._fast is not None and saved.is_fast:
             self._fast.note_commit(saved.uri, is_owed=saved.is_owed)
         else:
             self._retention.start(saved.uri)
 
-    def _take_failure(self, saved: _SavedStep, error: BaseException) -> SaveFailure | None:
+    def _take_failure(self, saved: _StepState, error: BaseException) -> SaveFailure | None:
         """Record a failed background save. Returns None if its error is to be raised."""
         if self._fast is not None and saved.is_fast and is_store_failure(error):
             self._fast.has_failed = True
@@ -890,8 +892,8 @@ class CheckpointManager(OfThisProcess):
         planner: LoadPlanner | None,
         reader_of: Callable[[Candidate], ObjectStoreReader],
     ) -> Restored:
-        coordinator = self._make_coordinator()
-        found = coordinator.broadcast("find", lambda: self._find_candidates(step)[:1])
+        ranks = self._make_rank_calls()
+        found = ranks.broadcast("find", lambda: self._find_candidates(step)[:1])
         candidate = found[0] if found else Candidate(uri=self._steps.uri_of(step))
         try:
             report = load(
@@ -906,7 +908,7 @@ class CheckpointManager(OfThisProcess):
             # All ranks get the same failures, so all of them take the same branch.
             causes = causes_of(error)
             if causes and all(isinstance(cause, CheckpointNotFoundError) for cause in causes):
-                coordinator.broadcast(
+                ranks.broadcast(
                     "find",
                     lambda: raise_missing(self._steps.uri_of(step), step, self._find_committed(with_metadata=False)),
                 )
@@ -917,7 +919,7 @@ class CheckpointManager(OfThisProcess):
 
     def _take_restored(self, candidate: Candidate, report: LoadReport) -> Restored:
         step = parse_step_uri(candidate.uri)
-        self._current = _SavedStep(step=step, is_fast=not candidate.reaches_root)
+        self._current = _StepState(step=step, is_fast=not candidate.reaches_root)
         return Restored(step=step, uri=candidate.uri, report=report)
 
     def _handle_skipped(self, one: SkippedCheckpoint) -> None:
@@ -925,7 +927,7 @@ class CheckpointManager(OfThisProcess):
             return
         self._note_damage(one.uri)
         if self._on_damaged == "raise":
-            raise self._make_coordinator().make_failure(
+            raise self._make_rank_calls().make_failure(
                 CorruptCheckpointError(
                     f"the newest step under {self.root} is damaged, and on_damaged='raise' does not skip it: "
                     f"{one.why}. Restore an older step with restore(state_dict, step=…), or skip damaged steps with "
@@ -938,10 +940,10 @@ class CheckpointManager(OfThisProcess):
         """Return the fast place if all ranks see it."""
         if self._fast is None:
             return None
-        return self._fast if self._fast.open(self._make_coordinator("looking at the fast place of")) else None
+        return self._fast if self._fast.open(self._make_rank_calls("looking at the fast place of")) else None
 
-    def _make_coordinator(self, doing: str = "finding a checkpoint under") -> Coordinator:
-        return Coordinator(
+    def _make_rank_calls(self, doing: str = "finding a checkpoint under") -> RankCalls:
+        return RankCalls(
             self._process_group,
             no_dist=self._no_dist,
             root=self.root,

@@ -85,11 +85,11 @@ class Debts:
     ) -> None:
         self.steps = Steps(location, dataclasses.replace(root_steps.options, storage_options={}))
         try:
-            check_apart(*(Context(steps.root, steps.options, rank=0) for steps in (self.steps, root_steps)))
+            check_apart(*(Context(steps.location, steps.options, rank=0) for steps in (self.steps, root_steps)))
         except InvalidURIError:
             raise InvalidURIError(
-                f"the fast place {location.uri} and the root {root_steps.root.uri} are the same, or one is inside the "
-                "other. Choose a fast place beside the root, on a drive that answers sooner"
+                f"the fast place {location.uri} and the root {root_steps.location.uri} are the same, or one is inside "
+                "the other. Choose a fast place beside the root, on a drive that answers sooner"
             ) from None
         self.root_steps, self._root_policy = root_steps, root_policy
         self.get_damaged_uris, self._on_drained = get_damaged_uris, on_drained
@@ -117,7 +117,7 @@ class Debts:
             self._has_warned_of_others = True
             _log.warning(
                 "ignoring %d steps in the fast place %s, because they are of another run than %s: %s",
-                len(others), self.steps.root.uri, self._root.uri, ", ".join(others),
+                len(others), self.steps.location.uri, self._root.uri, ", ".join(others),
             )  # fmt: skip
         own = [one for one in committed if one.uri not in others]
         self.note(own)
@@ -134,7 +134,7 @@ class Debts:
             reasons = "; ".join(f"{one.uri}: {one.reason}" for one in failed)
             raise CheckpointError(
                 f"{self._root.uri} does not have all steps that were saved for it. Start the run again, or run "
-                f"'cloudckpt drain {self.steps.root.uri} {self._root.uri}'. {reasons}",
+                f"'cloudckpt drain {self.steps.location.uri} {self._root.uri}'. {reasons}",
                 uri=self._root.uri,
             )
 
@@ -161,7 +161,7 @@ class Debts:
                 if isinstance(error, StoreError) or time.monotonic() >= ends_at_s:  # the next one would fail, too
                     failed += [KeptObject(uri=other.uri, reason="not tried after the failure") for other in owed]
                     break
-        return self._report(drained, failed)
+        return self._set_report(drained, failed)
 
     def try_to_drain(self) -> None:
         """Run `drain`, and report its failure instead of raising it."""
@@ -171,9 +171,9 @@ class Debts:
             reason = str(error) or repr(error)
             if not self.promised:
                 _log.warning("could not look for steps that %s is owed: %s", self._root.uri, reason)
-            self._report((), [KeptObject(uri=uri, reason=reason) for uri in sorted(self.promised)])
+            self._set_report((), [KeptObject(uri=uri, reason=reason) for uri in sorted(self.promised)])
 
-    def _report(self, drained: Sequence[str], failed: Sequence[KeptObject]) -> DrainReport:
+    def _set_report(self, drained: Sequence[str], failed: Sequence[KeptObject]) -> DrainReport:
         for one in failed:
             words = f"{self._root.uri} does not have the step that was saved to {one.uri} for it: {one.reason}"
             log_and_deliver(Event(name="drain.failed", uri=one.uri, rank=0), self.steps.options, words=words)
@@ -182,7 +182,7 @@ class Debts:
 
     @property
     def _root(self) -> Location:
-        return self.root_steps.root
+        return self.root_steps.location
 
     def is_own(self, folder: StepFolder) -> bool:
         """Return True if the step in a folder belongs to the root."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from cloudckpt._display import size
 from cloudckpt._workers import RepeatedTask
-from cloudckpt.dcp.protocol import Coordinator
+from cloudckpt.dcp.protocol import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError, name_ranks
 from cloudckpt.io.client import open_client
 from cloudckpt.manager.debts import Debts, is_debt
@@ -40,8 +40,8 @@ class FastPlace:
     """
 
     def __init__(self, debts: Debts, *, every: int | timedelta | None, keep: int) -> None:
-        self.debts, self.steps, self.uri = debts, debts.steps, debts.steps.root.uri
-        self._root_steps, self._root = debts.root_steps, debts.root_steps.root
+        self.debts, self.steps, self.uri = debts, debts.steps, debts.steps.location.uri
+        self._root_steps, self._root = debts.root_steps, debts.root_steps.location
         self.schedule = None if every is None else SaveSchedule(every, name="fast_every")
         if not is_positive(keep):
             raise InvalidOptionError(f"CheckpointManager: fast_keep must be a positive whole number, not {keep!r}")
@@ -60,23 +60,23 @@ class FastPlace:
         self._problem = ""
         """Why the last save was not made here."""
 
-    def open(self, coordinator: Coordinator) -> bool:
+    def open(self, ranks: RankCalls) -> bool:
         """Return True if all ranks see an object that the coordinator puts into the place. All ranks call it together.
 
         The result is kept. If nothing can be put there, this returns True, and the next call looks again: the steps
         there may still be readable, and `takes` refuses all saves.
         """
         if self._blind_ranks is None:
-            scratch = Scratch(open_store(self.steps.root, self.steps.options))
+            scratch = Scratch(open_store(self.steps.location, self.steps.options))
             try:
-                key = coordinator.broadcast("find", lambda: _put_token(scratch))
+                key = ranks.broadcast("find", lambda: _put_token(scratch))
                 if key is None:
                     return True
-                sees = coordinator.all_gather("find", lambda: self._sees(key))
+                sees = ranks.all_gather("find", lambda: self._sees(key))
             finally:
                 scratch.clean_up()
             self._blind_ranks = [rank for rank, is_seen in enumerate(sees) if not is_seen]
-            if self._blind_ranks and coordinator.rank == 0:
+            if self._blind_ranks and ranks.rank == 0:
                 _log.warning(
                     "not using the fast place %s, because %s cannot see what rank 0 writes there. It has to be one "
                     "directory for all ranks. All saves are sent to %s",
@@ -105,7 +105,7 @@ class FastPlace:
         elif self._problem and not problem:
             _log.warning("saving %s to the fast place %s again", name, self.uri)
         self._problem = problem
-        return not problem, is_owed or exists or self.steps.root.child(name).uri in self.debts.promised
+        return not problem, is_owed or exists or self.steps.location.child(name).uri in self.debts.promised
 
     def note_commit(self, uri: str, *, is_owed: bool) -> None:
         """Record a commit here, on the coordinator. Starts retention, and the copies that the root is owed."""
@@ -169,13 +169,13 @@ class FastPlace:
 
     def _sees(self, key: str) -> bool:
         try:
-            return open_client(self.steps.root, self.steps.options).head(key) is not None
+            return open_client(self.steps.location, self.steps.options).head(key) is not None
         except StoreError:
             return False
 
     def _find_problem(self, name: str) -> str:
         """Return why a save of the step `name` here would fail or do harm, or an empty text."""
-        store = open_store(self.steps.root, self.steps.options)
+        store = open_store(self.steps.location, self.steps.options)
         scratch = Scratch(store)
         try:
             scratch.put(scratch.key, _TOKEN)
@@ -188,7 +188,7 @@ class FastPlace:
             scratch.clean_up()
         if self._blind_ranks is None:  # it could not be written when `open` looked
             return "it is not known if all ranks see it"
-        mine = self.steps.root.child(name).uri
+        mine = self.steps.location.child(name).uri
         if any(one.uri == mine and not one.problem and not self.debts.is_own(one) for one in committed):
             return "another run has saved its step of this name there"
         num_bytes = max((one.info.num_bytes or 0 for one in committed if one.info is not None), default=0)

@@ -18,7 +18,7 @@ from cloudckpt.commit.log import read_log
 from cloudckpt.dcp import LoadPlanner
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.protocol import Coordinator, SaveOrLoadError, causes_of
+from cloudckpt.dcp.protocol import RankCalls, SaveOrLoadError, causes_of
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.errors import (
@@ -166,7 +166,7 @@ def load_newest(
     `reader_of` returns the reader of a candidate; its options are those of the place. `on_skip` runs on all ranks for
     each skipped candidate and may raise. Returns the candidate and the report, or None if `find` returns nothing.
     """
-    ranks = Coordinator(process_group, no_dist=no_dist, root=redact(root), timeout_s=options.timeout_s)
+    ranks = RankCalls(process_group, no_dist=no_dist, root=redact(root), timeout_s=options.timeout_s)
     has_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
     is_partial = bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
@@ -238,7 +238,7 @@ def _find_candidates(root: str | os.PathLike[str], options: Options) -> list[Can
 
 def is_checkpoint(root: str | os.PathLike[str], options: Options) -> bool:
     """Return True if a checkpoint is committed at `root` itself. Raises `StoreError`, also for denied access."""
-    return read_log(open_client(root, options), is_lenient=True).current is not None
+    return read_log(open_client(root, options), is_lenient=True).current_number is not None
 
 
 def _find_damage(candidate: Candidate, options: Options, copy_options: Options) -> SkippedCheckpoint | None:
@@ -282,7 +282,7 @@ class Restored:
 
 def check_fresh_start(steps: Steps, options: Options) -> None:
     """Raise `CheckpointNotFoundError` if no step is committed, but something is there that this run may have saved."""
-    root = steps.root.uri
+    root = steps.location.uri
     if is_checkpoint(root, options):
         raise CheckpointNotFoundError(
             f"{root} is itself a checkpoint and has no steps below it. Pass the folder of all steps to the "

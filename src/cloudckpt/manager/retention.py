@@ -115,7 +115,7 @@ class Retention:
         try:
             self._task.request()
         except RuntimeError as error:
-            _log.warning("did not look for superseded checkpoints under %s: %s", self._steps.root.uri, error)
+            _log.warning("did not look for superseded checkpoints under %s: %s", self._steps.location.uri, error)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until no run is in progress or wanted. Returns False after `timeout_s`."""
@@ -150,7 +150,7 @@ class Retention:
                 self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
             self._remove_fences()
         except BaseException as error:  # noqa: BLE001  # no caller waits for this thread, so the report has it
-            failed.append(KeptObject(uri=self._steps.root.uri, reason=str(error) or repr(error)))
+            failed.append(KeptObject(uri=self._steps.location.uri, reason=str(error) or repr(error)))
         for one in failed:
             if one.reason == _NOT_TRIED:
                 continue
@@ -167,7 +167,7 @@ class Retention:
             return
         if (missing := explain_missing_metric(infos, keep_best[0])) is not None:
             self._has_warned_of_metric = True
-            _log.warning("keep_best keeps no step under %s: %s", self._steps.root.uri, missing)
+            _log.warning("keep_best keeps no step under %s: %s", self._steps.location.uri, missing)
 
     def _remove_all(self, superseded: list[StepInfo], removed: list[str], failed: list[KeptObject]) -> None:
         num_denied = 0
@@ -203,7 +203,7 @@ class Retention:
 
     def _remove(self, info: StepInfo) -> str | None:
         """Remove a checkpoint. Returns the reason if it stays. Raises `StoreError`."""
-        with lock_root(self._steps.root.uri):
+        with lock_root(self._steps.location.uri):
             try:
                 reason = remove_step(info.uri, self._steps.options, alive_since=clock.now() - ALIVE)
             except CheckpointError as error:

@@ -15,7 +15,7 @@ from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
 from cloudckpt.commit.times import commit_order
-from cloudckpt.dcp.protocol import Coordinator
+from cloudckpt.dcp.protocol import RankCalls
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -143,16 +143,16 @@ class StepFolder:
 
 
 class Steps:
-    """The steps under `root`. Thread-safe.
+    """The steps in the folder at `location`: a root, or a fast place. Thread-safe.
 
     Args:
-        root: Folder of all steps.
+        location: Folder of all steps.
         options: Options of the manager.
 
     """
 
-    def __init__(self, root: Location, options: Options) -> None:
-        self.root = root
+    def __init__(self, location: Location, options: Options) -> None:
+        self.location = location
         self._times = CommitTimes()
         self._have_times = False
         self.options = options
@@ -238,11 +238,11 @@ class Steps:
         try:
             self.list_folders()
         except CloudckptError as error:
-            if is_first_warning("commit times", self.root.uri):  # and not with each save
+            if is_first_warning("commit times", self.location.uri):  # and not with each save
                 _log.warning(
                     "could not look at the steps under %s, so the time of the next commit comes from this machine's "
                     "clock alone: %s",
-                    self.root.uri,
+                    self.location.uri,
                     error,
                 )
 
@@ -278,8 +278,8 @@ class Steps:
         return StepFolder(
             uri=self._uri_of_folder(name),
             highest_number=log.highest_number,
-            fenced_at=log.entries[-1].modified_at if log.entries and log.current is None else None,
-            is_half_deleted=log.current is None and not all(one.is_fence for one in log.entries),
+            fenced_at=log.entries[-1].modified_at if log.entries and log.current_number is None else None,
+            is_half_deleted=log.current_number is None and not all(one.has_fence_size for one in log.entries),
         )
 
     def _build_committed(
@@ -312,18 +312,18 @@ class Steps:
         return StepFolder(uri=uri, info=info, highest_number=highest_number, metadata=metadata, problem=problem)
 
     def _uri_of_folder(self, name: str) -> str:
-        return self.root.child(name).uri
+        return self.location.child(name).uri
 
     def _open_client(self) -> StoreClient:
-        return open_client(self.root, self.options)
+        return open_client(self.location, self.options)
 
     def _at(self, client: StoreClient, name: str) -> StoreClient:
-        return client.at(open_store(self.root.child(name), self.options))
+        return client.at(open_store(self.location.child(name), self.options))
 
     def _make_changed_error(self) -> CheckpointChangedError:
         return CheckpointChangedError(
-            f"the steps under {self.root.uri} keep changing, so the committed ones are unknown. Try again",
-            uri=self.root.uri,
+            f"the steps under {self.location.uri} keep changing, so the committed ones are unknown. Try again",
+            uri=self.location.uri,
         )
 
 
@@ -349,7 +349,7 @@ def find_steps_on_all_ranks(root: str, options: Options) -> list[int]:
         steps = Steps(parse_location(root), options)
         return sorted({*(info.step for info in steps.find_committed(with_metadata=False)), *steps.find_torch_steps()})
 
-    return Coordinator(None, no_dist=False, root=root, timeout_s=options.timeout_s).broadcast("find", find)
+    return RankCalls(None, no_dist=False, root=root, timeout_s=options.timeout_s).broadcast("find", find)
 
 
 def refuse_existing_steps(root: str, steps: Collection[int], *, after: int | None, hint: str) -> None:

@@ -43,7 +43,7 @@ from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import SaveReport
 from cloudckpt.tensors.body import PieceBody, SaveItems, lay_out_objects
-from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.host_memory import Arena
 
 _OBJECTS_PER_CONNECTION = 2  # tensors differ in size, so objects do, too
@@ -111,7 +111,7 @@ class Draft:
         entries = list_entries(client)  # damaged ones too
         if entries and not client.list("data/", most=1):
             check_ours(client, entries)
-        for entry in [entry for entry in entries if not entry.is_fence][-1:]:
+        for entry in [entry for entry in entries if not entry.has_fence_size][-1:]:
             # This commit has to be later.
             CommitTimes().read(client, manifest_key(entry.number), entry)
         return entries
@@ -126,7 +126,7 @@ class Draft:
             *[functools.partial(lists_torch_checkpoint, client)] * NUM_LOOKS_AT_ABSENCE,
             num_threads=1 if context.store.capabilities.is_near else context.connections,
         )
-        if log.current is not None or any(others):
+        if log.current_number is not None or any(others):
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {context.uri}: nothing was written",
                 uri=context.uri,
@@ -327,7 +327,7 @@ def bodies_of(
     context: Context,
     planned: SaveItems,
     arena: Arena,
-    pending: Staging | None,
+    snapshot: Snapshot | None,
     make_receipts: list[Callable[..., ItemReceipts]],
 ) -> Iterator[tuple[PieceBody, int]]:
     """Yield the bodies of a save's objects with the sizes of their parts, for `Draft.write`.
@@ -336,7 +336,7 @@ def bodies_of(
         context: The place of the save.
         planned: The items.
         arena: Where tensors are copied that cannot be sent from where they are.
-        pending: Memory that is still being filled. It is read part by part, once it is there.
+        snapshot: The copy that holds the tensors and is still being filled. Each part is read once it is copied.
         make_receipts: For each object, gets a function that takes its `ObjectRef` as `stored_in` and returns the
             receipts of its items.
 
@@ -353,7 +353,7 @@ def bodies_of(
         if planned.are_transformed:  # each object in flight is held whole
             share_bytes = min(share_bytes, held_bytes)
         object_bytes = min(object_bytes, max(share_bytes, _MIN_OBJECT_BYTES))
-    for body, make in lay_out_objects(planned, arena, pending, object_bytes=object_bytes):
+    for body, make in lay_out_objects(planned, arena, snapshot, object_bytes=object_bytes):
         make_receipts.append(make)
         part_bytes = choose_part_bytes(
             num_bytes,

@@ -145,7 +145,7 @@ class FilesJob:
             self._draft.begin(overwrite=False)
             return
         log = read_log(context.client)
-        if log.current is not None:
+        if log.current_number is not None:
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {context.uri}: nothing was written", uri=context.uri, hint=OVERWRITE_HINT
             )

@@ -166,7 +166,7 @@ class Reader:
         if wants:
             self.read(Wants(wants))
 
-    def place(self, object_index: int) -> tuple[StoreClient, str]:
+    def locate(self, object_index: int) -> tuple[StoreClient, str]:
         """Return the client of the folder that holds an object, which may be another checkpoint's, and the key there.
 
         Its messages name the object.
@@ -193,7 +193,7 @@ class Reader:
             event: The event that is emitted at the end.
 
         """
-        client, key = self.place(request.object_index)
+        client, key = self.locate(request.object_index)
         recorder, begun_ns = client.recorder, now_ns()
         with opened(request) as views:
             recorder.span("stage", begun_ns, key=key)
@@ -224,7 +224,7 @@ class Reader:
         wrong = self.compare_tiles(request, views)
         if not wrong:
             return
-        client, key = self.place(request.object_index)
+        client, key = self.locate(request.object_index)
         index, actual = next(iter(wrong.items()))
         low = request.begin + index * self.manifest.tile_bytes
         high = min(low + self.manifest.tile_bytes, request.end)
@@ -248,11 +248,11 @@ class Reader:
         except (StoreError, CorruptCheckpointError) as error:
             if elsewhere is None:
                 self._raise(error, index, names())
-            failure = elsewhere.note(index, error)
+            failure = elsewhere.note_failure(index, error)
         else:
             return
-        client, key = self.place(index)
-        elsewhere.warn(index, client.url(key), failure)
+        client, key = self.locate(index)
+        elsewhere.note_reading(index, client.url(key), failure)
         try:
             read(elsewhere.open())
         except (StoreError, CheckpointError) as error:
@@ -269,7 +269,7 @@ class Reader:
 
     def _raise(self, error: Exception, index: int, names: str) -> NoReturn:
         """Raise `error`, or the one that says which `names` are lost with object `index`."""
-        client, key = self.place(index)
+        client, key = self.locate(index)
         if isinstance(error, ObjectNotFoundError):
             raise self._explain_missing(client.url(key), names) from error
         if isinstance(error, ShortObjectError):
@@ -294,7 +294,7 @@ class Reader:
 
     def compare_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
         """Return index and actual CRC32C of each tile of the request that is not what was saved. `views` hold it."""
-        client, key = self.place(request.object_index)
+        client, key = self.locate(request.object_index)
         return find_wrong_tiles(
             client,
             key=key,
@@ -313,7 +313,7 @@ class Reader:
 
     def measure_object(self, object_index: int) -> int | None:
         """Return the size of an object in the store, or None if it is missing."""
-        client, key = self.place(object_index)
+        client, key = self.locate(object_index)
         return find_size(client, key=key, size_bytes=self.manifest.objects[object_index].size)
 
     def has_changed(self) -> bool:
@@ -379,7 +379,7 @@ class Reader:
     def _check_size(self, *, index: int, claimed_bytes: int, names: str) -> None:
         """Raise unless object `index` is here, with the bytes that were saved and those that are asked for."""
         stored, size_bytes = self.manifest.objects[index], self.measure_object(index)
-        store = self.place(index)[0].store
+        store = self.locate(index)[0].store
         if size_bytes is None:
             raise store.error(ObjectNotFoundError, "head", stored.key, "there is no such object.")
         if size_bytes < max(stored.size, claimed_bytes):
@@ -521,8 +521,8 @@ class CopyElsewhere:
         """Return the failure that bars reads of object `index` at the nearer place, or None."""
         return self._failures.get(index) or self._place_failure
 
-    def note(self, index: int, error: Exception) -> Exception:
-        """Note why object `index` could not be had. Returns the error without the frames that it came from."""
+    def note_failure(self, index: int, error: Exception) -> Exception:
+        """Note why object `index` could not be read at the nearer place. Returns the error without its frames."""
         failure = copy.copy(error)
         self._failures[index] = failure
         if isinstance(failure, TransientStoreError):
@@ -545,7 +545,7 @@ class CopyElsewhere:
                 self._reader = Reader(self.context, manifest)
             return self._reader
 
-    def warn(self, index: int, url: str, failure: Exception) -> None:
+    def note_reading(self, index: int, url: str, failure: Exception) -> None:
         """Name an object that is read from the copy, once, and only the first ones."""
         with self._lock:
             if index in self.read_indices:

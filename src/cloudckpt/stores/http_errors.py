@@ -69,8 +69,8 @@ FOREIGN = ErrorRule(
 )
 FULL = ErrorRule(StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
 LARGE = ErrorRule(StoreError, "The object or part is larger than the store takes. Lower object_bytes or part_bytes.")
-LATER = ErrorRule(TransientStoreError, "Try again; if it persists, check the health of {endpoint}.")
-NOTHING = ErrorRule(ObjectNotFoundError, "No object exists at this key.")
+TRY_AGAIN = ErrorRule(TransientStoreError, "Try again; if it persists, check the health of {endpoint}.")
+NO_OBJECT = ErrorRule(ObjectNotFoundError, "No object exists at this key.")
 PROXY = ErrorRule(TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
 READ_LATE = ErrorRule(StoreTimeoutError, "{endpoint} made no progress in time. Try again.")
 REQUEST = ErrorRule(StoreError, "The store refuses the request as it stands. Check the storage options and the key.")
@@ -97,10 +97,10 @@ CLIENT_ERROR, SERVER_ERROR = 400, 500
 
 STATUSES: Mapping[int, ErrorRule] = {
     403: DENIED,
-    404: NOTHING,
+    404: NO_OBJECT,
     405: CANNOT,
-    408: LATER,
-    409: LATER,
+    408: TRY_AGAIN,
+    409: TRY_AGAIN,
     412: EXISTS,
     413: LARGE,
     416: SHORT,
@@ -108,7 +108,7 @@ STATUSES: Mapping[int, ErrorRule] = {
     501: CANNOT,
     507: FULL,
 }
-"""For codes that a table lacks and answers without a body. Others from 500 on are `LATER`, below `REQUEST`."""
+"""For codes that a table lacks and answers without a body. Others from 500 on are `TRY_AGAIN`, below `REQUEST`."""
 
 
 def by_name(groups: Sequence[tuple[ErrorRule, str]]) -> dict[str, ErrorRule]:
@@ -159,7 +159,7 @@ class ErrorTable:
 
     def rule_for_answer(self, code: str, status: int) -> ErrorRule:
         """Return the rule for an answer of the service."""
-        fallback = LATER if status >= SERVER_ERROR else REQUEST
+        fallback = TRY_AGAIN if status >= SERVER_ERROR else REQUEST
         return self.codes.get(code) or self.statuses.get(status, fallback)
 
     def rule_for_exception(self, error: Exception) -> ErrorRule | None:

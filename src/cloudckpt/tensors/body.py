@@ -19,7 +19,7 @@ from cloudckpt.format.model import ItemReceipts
 from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.io.boxes import split_into_boxes
 from cloudckpt.options import MIB
-from cloudckpt.tensors.copying import CudaStream, Staging, copies_queued_on
+from cloudckpt.tensors.copying import CudaStream, Snapshot, copies_queued_on
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import ALIGNMENT_BYTES, address_range, as_carrier, bytes_view, is_viewable
 
@@ -32,17 +32,17 @@ _MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 MAX_TENSORS_PER_OBJECT = 100_000
 
 
-def wait_for_content(pending: Staging, content: torch.Tensor | memoryview) -> None:
-    """Wait until all that `content` refers to is there. It must not be read before."""
+def wait_for_content(snapshot: Snapshot, content: torch.Tensor | memoryview) -> None:
+    """Wait until `snapshot` has copied the bytes of `content`. They must not be read before."""
     if isinstance(content, memoryview):
         if len(content):
             address: int = np.frombuffer(content, dtype=np.uint8).__array_interface__["data"][0]
-            pending.wait(address, len(content))
+            snapshot.wait(address, len(content))
         return
     addresses = address_range(content)
     if addresses is not None:
         begin, end = addresses
-        pending.wait(begin, end - begin)
+        snapshot.wait(begin, end - begin)
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,18 +76,18 @@ class PieceBody:
     part is opened, and only that part of it. The copies of a device go to its stream in `streams`, if there is one:
     behind those of other parts, and each part waits for its own.
 
-    If the memory is still `pending`, opening a part waits for the bytes of that part.
+    With a `snapshot`, opening a part waits until the bytes of that part are copied.
     """
 
     def __init__(
         self,
         pieces: Sequence[Piece],
         arena: Arena,
-        pending: Staging | None = None,
+        snapshot: Snapshot | None = None,
         streams: Mapping[torch.device, CudaStream] | None = None,
     ) -> None:
         self._pieces = [piece for piece in pieces if piece.num_bytes]
-        self._pending = pending
+        self._snapshot = snapshot
         self._streams = streams or {}
         self._begins = [piece.begin for piece in self._pieces]
         self._arena = arena
@@ -98,8 +98,8 @@ class PieceBody:
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
         """Give views of bytes ``[begin, end)``. Bounds lie on tiles, and so never within an element."""
-        if self._pending is not None:
-            self._wait(self._pending, begin, end)
+        if self._snapshot is not None:
+            self._wait(self._snapshot, begin, end)
         inside = list(self._pieces_between(begin, end))
         positions: list[int] = []
         used_bytes = 0
@@ -121,14 +121,14 @@ class PieceBody:
             _make_copies(copies, self._streams)
             yield views
 
-    def _wait(self, pending: Staging, begin: int, end: int) -> None:
+    def _wait(self, snapshot: Snapshot, begin: int, end: int) -> None:
         for piece, low, high in self._pieces_between(begin, end):
             if not isinstance(piece.content, memoryview):
-                wait_for_content(pending, piece.content)
+                wait_for_content(snapshot, piece.content)
             elif piece.address:
-                pending.wait(piece.address + low, high - low)
+                snapshot.wait(piece.address + low, high - low)
             else:
-                wait_for_content(pending, piece.content[low:high])
+                wait_for_content(snapshot, piece.content[low:high])
 
     def _pieces_between(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
         """Give the pieces in ``[begin, end)``, each with the range of its own bytes in it."""
@@ -214,7 +214,7 @@ class SaveItems:
 
 
 def lay_out_objects(
-    planned: SaveItems, arena: Arena, pending: Staging | None, *, object_bytes: int
+    planned: SaveItems, arena: Arena, snapshot: Snapshot | None, *, object_bytes: int
 ) -> Iterator[tuple[PieceBody, Callable[..., ItemReceipts]]]:
     """Yield the body of each data object, and what makes its receipts of the object's own (`stored_in`).
 
@@ -234,11 +234,11 @@ def lay_out_objects(
         places = {position: i for i, position in enumerate(positions)}
         same_as = {places[position]: places[aliases[position]] for position in positions if position in aliases}
         same_as = {i: first for i, first in same_as.items() if is_same_content(items[i], items[first])}
-        yield _lay_out_object(items, same_as, arena, pending)
+        yield _lay_out_object(items, same_as, arena, snapshot)
 
 
 def _lay_out_object(
-    items: Sequence[StagedItem], same_as: Mapping[int, int], arena: Arena, pending: Staging | None
+    items: Sequence[StagedItem], same_as: Mapping[int, int], arena: Arena, snapshot: Snapshot | None
 ) -> tuple[PieceBody, Callable[..., ItemReceipts]]:
     layout = lay_out([item.entry for item in items], same_as=same_as)
     pieces = [new_piece(memoryview(layout.header), begin=0)]
@@ -253,7 +253,7 @@ def _lay_out_object(
         lengths=[item.lengths for item in items],
         transforms=[item.transforms for item in items],
     )
-    return PieceBody(pieces, arena, pending, new_side_streams(item.content for item in items)), make_receipts
+    return PieceBody(pieces, arena, snapshot, new_side_streams(item.content for item in items)), make_receipts
 
 
 def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:

@@ -73,7 +73,7 @@ def copies_queued_on(stream: CudaStream) -> Iterator[None]:
         raise
 
 
-class Staging:
+class Snapshot:
     """A copy of a state dict in host memory. Threads fill it after `start`: several for the CPU, one for each GPU.
 
     If one thread fails, the others stop. Copies from a GPU begin after the work that the caller's current stream has

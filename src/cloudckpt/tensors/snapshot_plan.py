@@ -1,4 +1,4 @@
-"""Plan a snapshot: its memory, and the tasks that copy tensors into it. `copying.Staging` runs the tasks in threads."""
+"""Plan a snapshot: its memory, and the tasks that copy tensors into it, which `copying.Snapshot` runs in threads."""
 
 from __future__ import annotations
 

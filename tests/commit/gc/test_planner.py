@@ -51,8 +51,8 @@ def test_plan_of_gc_follows_the_rules(  # noqa: C901  # the rules are many
     for number, (key, moment) in enumerate(uploads.items()):
         inventory.add_upload(UploadInfo(key=location + key, upload_id=str(number), started_at=moment))
     entries = [Entry(number=n, size_bytes=size, modified_at=moment) for n, (size, moment) in sorted(log.items())]
-    manifests = [entry.number for entry in entries if not entry.is_fence]
-    if entries and not entries[-1].is_fence:
+    manifests = [entry.number for entry in entries if not entry.has_fence_size]
+    if entries and not entries[-1].has_fence_size:
         counting = entries[-1].number
     else:
         counting = manifests[-1] if manifests and keeps else None
@@ -99,7 +99,7 @@ def test_plan_of_gc_follows_the_rules(  # noqa: C901  # the rules are many
         depends = any(lives(attempt_of(key)) for key in references.get(entry.number, ()))
         assert (entry.number in spent) == (entry.number != counting and old and not depends)
     if entries and entries[-1].number in spent:
-        assert entries[-1].is_fence
+        assert entries[-1].has_fence_size
         assert plan.needs_fence  # another one comes above it
     # What decides is never taken away, but where nothing else of ours is left.
     if plan.lone_fence is not None:

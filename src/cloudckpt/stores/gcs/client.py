@@ -455,7 +455,7 @@ class GCSSession(HTTPSession):
             return None
         if name and name in names:
             return shared.FOREIGN
-        return shared.NOTHING if name and not is_own else None
+        return shared.NO_OBJECT if name and not is_own else None
 
     def permission(self, api: str) -> str:
         config = self.client_key.config

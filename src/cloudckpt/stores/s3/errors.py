@@ -121,9 +121,9 @@ CODES: Mapping[str, ErrorRule] = by_name(
         (KMS, "KMS.DisabledException KMS.InvalidKeyUsageException KMS.InvalidStateException"),
         (KMS, "KMS.KMSInvalidStateException KMS.NotFoundException"),
         (shared.LARGE, "EntityTooLarge MaxMessageLengthExceeded"),
-        (shared.LATER, "ConditionalRequestConflict IncompleteBody InternalError InternalServerError OperationAborted"),
-        (shared.LATER, "RequestTimeout RequestTimeoutException TemporaryRedirect"),
-        (shared.NOTHING, "NoSuchKey NoSuchVersion"),
+        (shared.TRY_AGAIN, "ConditionalRequestConflict IncompleteBody InternalError InternalServerError"),
+        (shared.TRY_AGAIN, "OperationAborted RequestTimeout RequestTimeoutException TemporaryRedirect"),
+        (shared.NO_OBJECT, "NoSuchKey NoSuchVersion"),
         (PARTS, "EntityTooSmall InvalidPart InvalidPartOrder"),
         (REGION, "AuthorizationHeaderMalformed IllegalLocationConstraintException IncorrectEndpoint"),
         (REGION, "InvalidLocationConstraint InvalidRegion InvalidRegionName PermanentRedirect Redirect"),
@@ -163,7 +163,7 @@ EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
 
 TABLE = ErrorTable(
     codes=CODES,
-    statuses={**shared.STATUSES, 301: REGION, 307: shared.LATER, 401: CREDENTIALS, 503: shared.SLOWER},
+    statuses={**shared.STATUSES, 301: REGION, 307: shared.TRY_AGAIN, 401: CREDENTIALS, 503: shared.SLOWER},
     exceptions=EXCEPTIONS,
     packages=frozenset({"boto3", "botocore"}),
     parsers=("botocore.handlers", "botocore.parsers"),
@@ -261,7 +261,7 @@ def _translate_answer(response: dict[str, Any], request: FailedRequest) -> Store
     if detail in ("Not Found", "Forbidden", "Bad Request", "Moved Permanently", "Unknown"):
         detail = ""  # botocore's words for an answer without a body; the code says more
     rule = TABLE.rule_for_answer(code, status)
-    if rule in (shared.NOTHING, shared.SHORT) and request.api in _LISTINGS:
+    if rule in (shared.NO_OBJECT, shared.SHORT) and request.api in _LISTINGS:
         rule = shared.FOREIGN  # it is about one object, and the request names none
     reason = f"{code} ({status})" if code != str(status) else f"status {status}"
     failure = _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)

@@ -363,25 +363,51 @@ PROGRAM_WITHOUT_A_CONTEXT = """
 import sys, threading
 import cloudckpt
 
+end = sys.argv[2]
+
 def on_event(event):
-    if event.name == "save.committing" and event.uri.endswith("step-2"):
+    if event.name == "save.committing" and event.uri.endswith("step-2") and end == "interrupt":
         threading.main_thread().join(60)  # until the program ends
 
 manager = cloudckpt.CheckpointManager(sys.argv[1], options=cloudckpt.Options(on_event=on_event))
 manager.save(1, {"a": 1})
-manager.save(2, {"a": 2})
-if sys.argv[2] == "interrupt":
+
+def run():
+    manager.save(2, {"a": 2})
+    if end.startswith("interrupt"):
+        raise KeyboardInterrupt
+
+if end == "interrupt in finally":
+    try:
+        run()
+    finally:
+        manager.close()
+else:
+    run()
+if end == "closed":
+    manager.close()
     raise KeyboardInterrupt
+if end == "interactive":  # as the shell of Python does
+    sys.ps1, sys.last_value = ">>> ", KeyboardInterrupt()
 """
 
 
-@pytest.mark.parametrize("end", ["interrupt", "usual"])
-def test_ctrl_c_outside_a_context_names_the_last_committed_step(end: str, tmp_path: Path) -> None:
-    """If this fails, a script without `with` ends with a bare traceback, and nobody knows what is saved."""
+@pytest.mark.parametrize(
+    ("end", "is_told"),
+    [
+        ("interrupt", True),
+        ("interrupt in finally", True),
+        ("closed", False),
+        ("interactive", False),
+    ],
+)
+def test_ctrl_c_outside_a_context_names_the_last_committed_step(end: str, is_told: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """If this fails, a script without `with` ends with a bare traceback, or one that ended well says so."""
     command = [sys.executable, "-c", PROGRAM_WITHOUT_A_CONTEXT, str(tmp_path / "run"), end]
     found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
     told = f"cloudckpt: the last committed step is 2 ({tmp_path}/run/step-2). Start the program again to resume"
-    assert found.stderr.splitlines()[-1:] == ([told] if end == "interrupt" else []), found.stderr
+    assert (told in found.stderr.splitlines()[-1:]) == is_told, found.stderr
+    assert ("last committed step" in found.stderr) == is_told, found.stderr
 
 
 # --- metrics

@@ -83,6 +83,8 @@ _RESERVED = (STEP_KEY, METRICS_KEY)
 OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
 _ON_DAMAGED = ("raise", "skip", "replace")
 _FAST_KEEP = 2
+_resume_hints: set[weakref.WeakMethod[Callable[[], None]]] = set()
+"""Print where runs can resume, each for a manager that has saved since it was closed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,9 +246,7 @@ class CheckpointManager(OfThisProcess):
         self._restored: Restored | None = None
         self._unknown_metrics: set[str] = set()
         """Metrics for which a warning has said that no step has them."""
-        self._is_context = False
-        hint = weakref.WeakMethod(self._print_resume_hint)
-        atexit.register(lambda: (found := hint()) and found())
+        self._resume_hint = weakref.WeakMethod(self._print_resume_hint, _resume_hints.discard)
 
     def __repr__(self) -> str:
         last = "no save by this process yet" if self._last is None else f"last save step {self._last.step}"
@@ -521,6 +521,8 @@ class CheckpointManager(OfThisProcess):
             self._log_tolerated(failure, saved.rank)
             return failure
         self._last = self._current = saved
+        if saved.rank == 0:
+            _resume_hints.add(self._resume_hint)
         self._unraised = None
         if self._fast is not None and not saved.is_fast:
             self._fast.has_failed = False
@@ -713,6 +715,8 @@ class CheckpointManager(OfThisProcess):
         ends_at_s = None if timeout is None else time.monotonic() + timeout
         try:
             self.wait(timeout)
+            if not isinstance(sys.exc_info()[1], KeyboardInterrupt):  # it may be called in a `finally`
+                _resume_hints.discard(self._resume_hint)
         except SaveOrLoadError:
             with contextlib.suppress(TimeoutError):  # the failure of the save is raised
                 self._wait_for_copies_and_removals(timeout, ends_at_s)
@@ -724,7 +728,6 @@ class CheckpointManager(OfThisProcess):
             self._fast.debts.check()
 
     def __enter__(self) -> Self:
-        self._is_context = True
         return self
 
     def __exit__(
@@ -744,6 +747,7 @@ class CheckpointManager(OfThisProcess):
             kind = type(failure)
             _log.warning("the last save failed, too: %s.%s: %s", kind.__module__, kind.__qualname__, failure)
         finally:
+            _resume_hints.discard(self._resume_hint)
             if isinstance(error, KeyboardInterrupt) and rank_in(self._process_group, no_dist=self._no_dist) == 0:
                 add_note(error, self._describe_last_step())
 
@@ -760,13 +764,10 @@ class CheckpointManager(OfThisProcess):
         return words
 
     def _print_resume_hint(self) -> None:
-        """Say where the run can resume, at the end of a program that Ctrl-C has ended without the context."""
-        is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
-        if not is_interrupted or self._is_context or (last := self._last) is None or last.rank != 0 or is_forked():
-            return
         if self.in_flight is not None:  # the interpreter completes it at its exit
-            _log.warning("stopping: waiting for the save in flight to %s", last.uri)
-        self._note_end(last)
+            _log.warning("stopping: waiting for the save in flight to %s", self.in_flight.uri)
+        if self._last is not None:
+            self._note_end(self._last)
         sys.stderr.write(f"cloudckpt: {self._describe_last_step()}\n")
 
     def _note_end(self, saved: _StepState) -> None:
@@ -950,6 +951,19 @@ class CheckpointManager(OfThisProcess):
             timeout_s=self._options.timeout_s,
             doing=doing,
         )
+
+
+@atexit.register
+def _print_resume_hints() -> None:
+    """Say where runs can resume, at the end of a script that Ctrl-C has ended without the context of a manager.
+
+    An interactive session continues after Ctrl-C, and keeps the error in ``sys.last_value``.
+    """
+    is_interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+    if is_interrupted and not hasattr(sys, "ps1") and not is_forked():
+        for hint in [*_resume_hints]:
+            if (print_hint := hint()) is not None:
+                print_hint()
 
 
 def _remaining_s(ends_at_s: float | None) -> float | None:

@@ -35,7 +35,7 @@ def test_a_checkpoint_is_copied(local: LocalPlace, run: Run, tmp_path: Path) -> 
 
 @pytest.mark.every_store
 def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path: Path) -> None:
-    """If this fails, a copy into a folder makes that folder a checkpoint, with other checkpoints inside it."""
+    """If this fails, a copy or an import into a folder makes that folder a checkpoint, with others inside it."""
     source = str(tmp_path / "source/step-7")
     save(source)
     cloudckpt.copy(source, place.uri("run/step-1"))
@@ -45,7 +45,13 @@ def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path:
     assert f"{place.uri('run')}/step-7: " in run("cp", source, f"{place.uri('run')}/").out
     assert [one.name for one in cloudckpt.list_checkpoints(place.uri("run"), all=True)] == ["step-1", "step-7"]
     refused = run("cp", source, f"{place.uri('run/step-1')}/", "--overwrite")
-    assert (refused.code, "is a checkpoint, so no other one can be copied into it" in refused.err) == (6, True)
+    assert (refused.code, "is a checkpoint, so no other one can be put into it" in refused.err) == (6, True)
+    torch.save({"w": torch.ones(2)}, file := tmp_path / "step-9.pt")
+    refused = run("import", str(file), place.uri("run"), "-f", "torch")
+    assert (refused.code, f"cloudckpt import {file} {place.uri('run')}/step-9\n" in refused.err) == (6, True)
+    assert f"{place.uri('run')}/step-9: " in run("import", str(file), f"{place.uri('run')}/", "-f", "torch").out
+    names = [one.name for one in cloudckpt.list_checkpoints(place.uri("run"), all=True)]
+    assert names == ["step-1", "step-7", "step-9"]
 
 
 def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -35,6 +36,8 @@ _OF_ONE_CHECKPOINT = (
 )
 """Errors that do not keep cp --all from copying the other checkpoints."""
 _MAX_NAMED = 3
+_SUFFIX = re.compile(r"\.(?:safetensors(?:\.index\.json)?|pt|pth|bin|ckpt)$")
+"""Of the files that ``import`` reads."""
 _SHARD_SIZE: Any = "5GB"  # Typer parses it
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="The source.")]
@@ -97,7 +100,7 @@ def cp(
     options, target_options = common.options_of_both(source, target)
     both = options, dataclasses.replace(target_options, resume=resume)
     if not every:
-        target = _find_place(source, target, target_options)
+        target = _find_place(source, target, target_options, verb="cp")
         report = _copy(console, source, target, both, overwrite=common.overwrite)
         if common.as_json:
             console.document(describe_report(report, report.copy_s))
@@ -115,27 +118,29 @@ def cp(
         raise typer.Exit(NO)
 
 
-def _find_place(source: str, target: str, options: Options) -> str:
-    """Return the URI of the copy: as for ``cp``, it has the name of the source in a target that ends with a slash.
+def _find_place(source: str, target: str, options: Options, *, verb: Literal["cp", "import"]) -> str:
+    """Return the URI of the checkpoint: in a target that ends with a slash, as for ``cp``, it has the source's name.
 
-    Raises `CheckpointExistsError` for another folder with other things in it: the copy would make it a checkpoint.
+    A file's checkpoint is called as the file without its suffix. Raises `CheckpointExistsError` for another folder with
+    other things in it, which would become a checkpoint.
     """
     from cloudckpt.convert.copying import is_taken, list_others
     from cloudckpt.uri import parse_location
 
     folder, name = parse_location(target), parse_location(source).name
+    name = name if verb == "cp" else _SUFFIX.sub("", name)
     inside = folder.child(name).uri if name else target
     if target.endswith("/"):
         if is_taken(target, options=options):
             raise CheckpointExistsError(
-                f"{folder.uri} is a checkpoint, so no other one can be copied into it. Name another folder",
-                uri=folder.uri,
+                f"{folder.uri} is a checkpoint, so no other one can be put into it. Name another folder", uri=folder.uri
             )
         return inside
     if others := list_others(target, options=options):
         raise CheckpointExistsError(
             f"{folder.uri} is a folder with {join_first(others, _MAX_NAMED, separator=', ')} in it, and would become a "
-            f"checkpoint itself. To copy into it, run: cloudckpt cp {shlex.join([source, inside])}",
+            f"checkpoint itself. To put a checkpoint into it, run with the same options: cloudckpt {verb} "
+            f"{shlex.join([source, inside])}",
             uri=folder.uri,
         )
     return target
@@ -297,11 +302,13 @@ def _convert(
     target: str,
     common: ConversionOptions,
     *,
-    verb: str,
+    verb: Literal["export", "import"],
     **arguments: Any,
 ) -> ConversionReport:
     console = common.console
     options, target_options = common.options_of_both(source, target)
+    if verb == "import":
+        target = _find_place(source, target, target_options, verb=verb)
     with console.progress(f"{verb}ing {source}") as on_progress:
         report = convert(
             source,

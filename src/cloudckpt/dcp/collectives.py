@@ -32,7 +32,7 @@ Purpose: TypeAlias = Literal["foreground", "background", "asking"]
 """Calls that may run beside one another use connections of their own."""
 _T = TypeVar("_T")
 
-# Of other backends it is not known that each rank is a process, and that all ranks have a store in common.
+# With another backend, a rank may be no process of its own, or the ranks may share no store.
 _GUARDED_BACKENDS = {"gloo", "nccl", "nccl2", "nccl-lazy", "nccl-legacy", "xccl", "hccl", "ucc"}
 _MAX_COLLECTIVE_S = 1800.0
 _SIGNAL_CHECK_S = 0.5
@@ -85,8 +85,8 @@ class CollectiveCall(DistWrapper):
     Args:
         source: The process group, whose store the ranks share.
         purpose: Calls of different purposes may run at a time.
-        doing: What the ranks do, as a participle, for the error.
-        uri: The place that they do it to, for the error; saves of different URIs fail.
+        doing: Participle that says in errors what the ranks do, such as "saving".
+        uri: Place that is saved to or loaded from. Saves to different URIs fail.
         timeout_s: Seconds without a sign of life after which a rank is lost.
 
     Raises:
@@ -102,7 +102,7 @@ class CollectiveCall(DistWrapper):
             if purpose not in by_purpose:
                 by_purpose[purpose] = _Connections(source, purpose)
             self._connections = connections = by_purpose[purpose]
-            connections.num_calls += 1  # it counts even if the call fails
+            connections.num_calls += 1  # even if the call fails: the other ranks count it, too
             self._number = connections.num_calls
         self._rendezvous = connections.rendezvous
         try:
@@ -156,15 +156,15 @@ class CollectiveCall(DistWrapper):
         self._meet(lambda: None)
 
     def set_on_cancel(self, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
-        """Have `on_cancel` called, in any thread, with the ranks that cancel this call; perhaps repeatedly."""
+        """Call `on_cancel` with the ranks that cancel this call, in any thread, and perhaps repeatedly."""
         self._rendezvous.set_on_cancel(self._number, on_cancel)
 
     def cancel(self) -> None:
-        """Tell all ranks that this one wants this call, and no later one, to come to nothing."""
+        """Tell all ranks that this one cancels this call. Later calls are not cancelled."""
         self._rendezvous.cancel(self._number)
 
     def end(self, error: BaseException | None) -> None:
-        """End the call. With `error`, which the other ranks do not know of, it fails there at once."""
+        """End the call. An `error` that only this rank knows of makes the call fail on the other ranks at once."""
         self._rendezvous.end(self._number, error)
 
     @contextlib.contextmanager
@@ -265,7 +265,7 @@ def unguarded_collectives(process_group: dist.ProcessGroup | None, *, no_dist: b
 def refuse_other_calls(plans: Sequence[object], *, uri: str) -> None:
     """Raise `RankLostError` if ranks sent plans of the other kind than rank 0: some save and others load.
 
-    Under torch's own calls no `Rendezvous` finds it.
+    torch's own calls have no `Rendezvous` that would find this.
     """
     doing = {True: "saving", False: "loading"}
     is_save = [isinstance(plan, SavePlan) for plan in plans]
@@ -287,7 +287,8 @@ def as_checkpoint_exception(error: RankLostError) -> CheckpointException:
 def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], object]) -> _T:
     """Run `work` to its end, and return its result; in another thread if this is the main thread, where signals raise.
 
-    `on_interrupt` gets an interrupt (Ctrl-C) at once. It is raised after `work` has ended, in place of its outcome.
+    An interrupt (Ctrl-C) is given to `on_interrupt` at once, and raised after `work` has ended, in place of its
+    outcome.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -309,7 +310,7 @@ def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], 
     def wait() -> None:
         try:
             is_done.wait(_SIGNAL_CHECK_S)  # a signal just before the wait does not end it
-        except BaseException as interrupt:  # `work` has to end first, which `on_interrupt` sees to
+        except BaseException as interrupt:  # raised after `work`, which `on_interrupt` brings to its end
             interrupts.append(interrupt)
             on_interrupt(interrupt)
 
@@ -328,7 +329,7 @@ def _to_tensor(data: bytes, num_bytes: int) -> torch.Tensor:
 
 
 def _unpickle(tensor: torch.Tensor) -> Any:
-    return pickle.loads(tensor.numpy().data)  # noqa: S301  # from the job's other ranks, as torch does; it ignores padding
+    return pickle.loads(tensor.numpy().data)  # noqa: S301  # from the job's other ranks, as torch does; loads ignores padding
 
 
 def _guardable(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -1,7 +1,8 @@
-"""Find loads that would leave behind a part of what was saved, and have ``Stateful`` objects filled that ask for less.
+"""Find loads that would leave saved entries behind, and fill ``Stateful`` objects that do not ask for all of theirs.
 
 An object that fills its state lazily, such as a sampler or a tracker of metrics, asks for nothing while it is fresh.
-It gets what was saved all the same, unless another rank asks for it: a stage of a pipeline is not given the others.
+A load gives it its saved entries all the same, except for those that another rank asks for: a stage of a pipeline must
+not get the state of the other stages.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _log = logging.getLogger("cloudckpt")
 def check_completeness(
     plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, whole: Collection[str] | None, uri: str
 ) -> None:
-    """Compare what all ranks ask for with what was saved.
+    """Refuse a load in which no rank asks for some of the saved entries.
 
     A target that asks for the ``param_groups`` of an optimizer is to be resumed, so it must ask for all of its
     ``state``. A fresh optimizer's state dict asks for none. If parameters are asked for beside it, the state of others
@@ -42,8 +43,8 @@ def check_completeness(
     Args:
         plans: The load plans of all ranks.
         saved: torch's metadata of all entries of the checkpoint, by name.
-        whole: Top-level keys of which all must be asked for; None for all of them. Entries of other ranks
-            (``dataloader.rank-3``) and random generators need not be.
+        whole: Top-level keys whose entries must all be asked for, except for those of other ranks
+            (``dataloader.rank-3``) and of random generators. None stands for all keys.
         uri: The checkpoint, for messages.
 
     Raises:
@@ -74,13 +75,9 @@ def check_completeness(
 
 
 def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str) -> None:
-    """Compare the empty dicts that ranks are to fill with what was saved in their places.
+    """Raise `StateDictMismatchError` for an empty dict if no rank asks for the entries that were saved in its place.
 
     torch's ``load`` gives a fresh ``Stateful`` nothing, and reports success.
-
-    Raises:
-        StateDictMismatchError: No rank asks for anything of what was saved there.
-
     """
     empty = dict.fromkeys(name for plan in plans for name in plan.planner_data or ())
     left = {name: below for name in empty if (below := [one for one in saved if one.startswith(f"{name}.")])}
@@ -99,7 +96,7 @@ def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str
 
 
 def check_hidden(names: Collection[str], *, uri: str) -> None:
-    """Raise `StateDictMismatchError` for the entries that the dict of a rename hides from a load of all of it."""
+    """Raise `StateDictMismatchError` if the dict of `rename` hides entries from a load that must take all."""
     if left := [name for name in names if not name.startswith("random_state.")]:
         raise _make_error(
             f"rename hides a part of {uri} from the load, and strict=True asks for all: {quote_names(left)}",
@@ -109,16 +106,16 @@ def check_hidden(names: Collection[str], *, uri: str) -> None:
 
 
 def _make_error(problem: str, advice: str, *, uri: str) -> StateDictMismatchError:
-    """Return an error whose advice a load with ``strict=False``, which warns of the problem alone, leaves out."""
+    """Return an error. A load with ``strict=False`` logs its problem, without the advice."""
     return StateDictMismatchError(problem, uri=uri, hint=Hint(advice=advice, option="strict", value="False"))
 
 
 def check_used(
     plans: Sequence[LoadPlan], given: Mapping[str, Collection[str]], *, lacking: Collection[str], uri: str
 ) -> None:
-    """Raise `StateDictMismatchError` for the parts of `rename` of whose new names, `given`, no rank asks for any.
+    """Raise `StateDictMismatchError` if a part of `rename` gives only names that no rank asks for.
 
-    `lacking` are names that ranks would ask for.
+    `given` has the new names of each part. `lacking` are names that ranks would have asked for.
     """
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
     if unused := {part: sorted(names) for part, names in given.items() if names and asked.isdisjoint(names)}:
@@ -132,15 +129,15 @@ def check_used(
 
 
 def _common_path(names: Iterable[str]) -> str:
-    """Return the parts of a dotted name that all `names` begin with."""
+    """Return the longest dotted path that all `names` begin with."""
     paths = sorted(name.split(".") for name in names)
     return ".".join(paths[0][: count_same_ends(paths[0][::-1], paths[-1][::-1])])
 
 
 def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:
-    """Return what was saved of the objects under the top-level `keys`, and no rank asks for.
+    """Return the saved entries of the objects under the top-level `keys` that no rank asks for.
 
-    The ``state`` of an optimizer is not among it, as `check_completeness` refuses to leave that behind.
+    The ``state`` of an optimizer is left out, because `check_completeness` refuses a load that leaves it behind.
     """
     below = tuple(f"{key}." for key in keys)
     names = [name for name in saved if name.startswith(below)]
@@ -192,7 +189,7 @@ def _find_left_state(saved: Mapping[str, Any], asked: set[str], state: str) -> l
     if not left:
         return []
     of_asked_state = {_param_of(name, state) for name in asked if name.startswith(state)}
-    # "model.up.weight" asks for the parameter "up.weight", and "weight" at that.
+    # "model.up.weight" may ask for the parameter "up.weight", or for "weight".
     params = {name[at:] for name in asked if not name.startswith(state) for at in _begins_of_parts(name)}
     if params.isdisjoint(of_asked_state | {_param_of(name, state) for name in left}):
         return left  # the optimizer is loaded apart from its model
@@ -226,7 +223,7 @@ def _holds(entry: Any) -> bool:
 
 
 class _Placeholder(dict[Any, Any]):
-    """The empty dict of `add_placeholders`, with what it stands for."""
+    """An empty dict of `add_placeholders`, with the value that it replaces."""
 
     def __init__(self, held: Any) -> None:
         super().__init__()
@@ -236,7 +233,8 @@ class _Placeholder(dict[Any, Any]):
 def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
     """Return `state` with an empty dict in place of each None, empty list or tuple that was saved as something larger.
 
-    So a plan asks for nothing there, and `fill_placeholders` can fill it. `restore_placeholders` takes back the others.
+    A plan asks for nothing there, and `fill_placeholders` can fill it. `restore_placeholders` puts the other values
+    back.
     """
     if isinstance(state, (Mapping, list)) and state:
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
@@ -252,7 +250,7 @@ def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
 
 
 def restore_placeholders(state: Any) -> Any:
-    """Return `state` with what the object held in each place that nothing has filled."""
+    """Return `state` with the value of the object in the place of each placeholder that is still empty."""
     if isinstance(state, _Placeholder):
         return state.held
     if isinstance(state, (Mapping, list)):
@@ -270,9 +268,9 @@ def fill_placeholders(
     is_strict: bool,
     num_ranks: int,
 ) -> None:
-    """Add to `entries`, the states of `objects`, what was saved of them and no rank asks for: the names `left`.
+    """Add the saved entries `left`, which no rank asks for, to `entries`, the states of `objects`.
 
-    Without strictness, a state that asks for a part gets that part. A module has no place for more.
+    Without strictness, a state that asks for something gets no more than that. A module cannot take more.
     """
     saved = {name: metadata.state_dict_metadata[name] for name in left}
     extra = nest_metadata(dataclasses.replace(metadata, state_dict_metadata=saved), num_ranks=num_ranks)
@@ -282,7 +280,7 @@ def fill_placeholders(
 
 
 def refuse_unloaded(names: Iterable[str], objects: Mapping[str, Any], *, is_strict: bool, rank: int, uri: str) -> None:
-    """Raise `StateDictMismatchError` for what was saved of `objects` and is not loaded, or warn of it."""
+    """Raise `StateDictMismatchError`, or warn, if saved entries of `objects` are not loaded."""
     kinds = {key: type(held).__name__ for key, held in objects.items()}
     left = {name: key for name in names for key in kinds if name.startswith(f"{key}.")}
     if left and is_strict:

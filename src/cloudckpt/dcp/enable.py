@@ -195,7 +195,7 @@ def _plan_by_default(module: Any, name: str, storage_name: str, planner_for: Cal
 
 
 def _read_with_fsspec_reader(make: Callable[[Any], ObjectStoreReader], options: Options) -> None:
-    """Make torch's ``FsspecReader`` of a URI become the reader of `make` if a checkpoint of cloudckpt is there."""
+    """Turn torch's ``FsspecReader(uri)`` into the reader of `make` if the URI has a checkpoint of cloudckpt."""
     kind = _torch_compat.find("torch.distributed.checkpoint._fsspec_filesystem", "FsspecReader")
     if kind is None:
         return
@@ -203,7 +203,7 @@ def _read_with_fsspec_reader(make: Callable[[Any], ObjectStoreReader], options: 
 
     @functools.wraps(original)
     def init(self: Any, path: Any, **kwargs: Any) -> None:
-        # With settings for fsspec, the place may be one that `options` do not lead to.
+        # With settings for fsspec, the path may name a place that `options` do not reach.
         if type(self) is kind and not kwargs and is_remote_uri(path) and _holds_manifest(path, options):
             reader = make(path)
             self.__class__, self.__dict__ = type(reader), reader.__dict__
@@ -217,8 +217,8 @@ def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
     if not isinstance(checkpoint_id, (str, os.PathLike)):
         return False
     if is_remote_uri(checkpoint_id) or "://" in str(checkpoint_id) or mangled_uri_scheme(checkpoint_id):
-        return True  # also what cannot work: our error says why
-    # A save to a path with a checkpoint of cloudckpt uses cloudckpt: nobody would find torch's checkpoint beside it.
+        return True  # also an invalid URI: our error says why
+    # A save to a path with a checkpoint of cloudckpt uses cloudckpt: loads would not find torch's beside it.
     return is_valid_location(checkpoint_id) and _holds_manifest(checkpoint_id, options)
 
 

@@ -38,17 +38,17 @@ _log = logging.getLogger("cloudckpt")
 _NOTHING_DONE = "Nothing was saved or loaded"
 
 NO_PLACE: Any = object()
-"""Returned by `make_empty` for what it cannot make."""
+"""Result of `make_empty` for a tensor that it cannot make, and for a container that would lack one."""
 
 
 @dataclasses.dataclass
 class _PartsOfRanks(TensorStorageMetadata):
-    """torch's metadata of a tensor of which ranks hold parts. Only a tensor in its place tells which part is whose."""
+    """torch's metadata of a tensor that several ranks hold parts of. A tensor in its place says whose each part is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSource:
-    """The checkpoint by which live entries plan their load."""
+    """The checkpoint that live entries are loaded from."""
 
     uri: str
     entries: Mapping[str, Any]
@@ -58,13 +58,13 @@ class LoadSource:
     is_strict: bool = True
     """False if an object keeps what it has where the checkpoint has nothing."""
     is_logged: bool = False
-    """True on the rank that tells of what all ranks find."""
+    """True on the one rank that logs what all ranks find."""
 
     def advise_rename(self, wanted: Mapping[str, Any], *others: str, found: Collection[str] = (), where: str) -> str:
-        """Return advice to pass a `rename` that finds what is `wanted`, and leaves what is `found`; "" if none does.
+        """Return advice to pass a `rename` that finds the `wanted` entries beside those `found`; "" if none does.
 
-        Its names are those in the checkpoint, also if the load renames them. `others` are optimizers that are wanted,
-        and `where` is the path of the model; with a dot at its end, that of a dict with one model.
+        The advice has the names in the checkpoint, even if the load renames them. `others` are wanted optimizers.
+        `where` is the path of the model or, with a dot at its end, of a dict with one model.
         """
         old_names = {} if self.renaming is None else self.renaming.old_names
         saved = {old_names.get(name, name): entry for name, entry in self.entries.items()}
@@ -94,7 +94,7 @@ class LoadSource:
 class LiveEntry:
     """One entry of a state dict that is saved from a live object, and loaded into it.
 
-    Not an ``abc.ABC``: each entry of a state dict is asked whether it is one, which would take ten times as long.
+    Not an ``abc.ABC``: ``isinstance`` is called for each entry of a state dict, and would take ten times as long.
     """
 
     takes_flat_names = False
@@ -103,7 +103,7 @@ class LiveEntry:
     is_synchronized = False
     """True if training keeps the tensors equal on all ranks that hold them."""
     holds_users_values = False
-    """True for values of the user's own, of which a save warns if they differ between ranks."""
+    """True for the user's own values. A save warns if they differ between ranks."""
 
     def state_dict(self) -> Any:
         """Return what a save stores."""
@@ -115,7 +115,7 @@ class LiveEntry:
             return self.state_dict()
 
     def find_unsynchronized(self, where: str) -> list[str]:
-        """Return the names below `where` that may differ between ranks, of an entry that `is_synchronized`."""
+        """Return the names below `where` that may differ between ranks although the entry `is_synchronized`."""
         return []
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
@@ -189,37 +189,37 @@ def _plan_all(
         elif isinstance(entry, OptionalEntry):
             found[key] = None
     if missing := [f"{where}{key}" for key in entries if key not in found]:
-        # An object of which nothing is found is no part that fits: nobody means to load nothing.
+        # strict=False loads the objects that fit in part. A load that finds nothing at all is a mistake.
         is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in found)
         has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
-        # On all ranks, since it asks objects for their states.
+        # On all ranks, since it calls state_dict(), which may be collective.
         renamed = _advise_rename(missing, found, entries, where=where, source=source)
         if source.is_strict or is_empty or has_no_model:
             has = quote_names([f"{where}{name}" for name in saved])
             advice = f"{renamed and f'{renamed}. '}Leave out of the load what it lacks"
             keep = ", or pass strict=False to leave it as it is" if source.is_strict else ""
-            told = f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}{keep}"
-            raise StateDictMismatchError(told, uri=source.uri)
+            text = f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}{keep}"
+            raise StateDictMismatchError(text, uri=source.uri)
         if source.renaming is not None:
             source.renaming.lacking += missing
         if source.is_logged:
-            told = f"{quote_names(missing)}: these objects keep what they have{renamed and f'. {renamed}'}"
-            _log.warning("%s has no %s", source.uri, told)
+            text = f"{quote_names(missing)}: these objects keep what they have{renamed and f'. {renamed}'}"
+            _log.warning("%s has no %s", source.uri, text)
     return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
 
 
 def _overlap_error(error: ValueError, source: LoadSource) -> Exception:
-    """Return the error for an entry and others below it, of which no object can be made; or `error` if there are none.
+    """Return the error for an entry with other entries below its name; or `error`, if there is no such entry.
 
-    A flat state dict may hold both. Most come by `rename`.
+    A flat state dict may hold both. Most of them come from `rename`.
     """
     heads = ((name[:at], name) for name in source.entries for at, letter in enumerate(name) if letter == ".")
     pair = next((pair for pair in heads if pair[0] in source.entries), None)
     if pair is None:
         return error
     if source.renaming is None:
-        told = f"{source.uri} has the entry {pair[0]!r}, and {pair[1]!r} below it. Load it with a flat state dict"
-        return StateDictMismatchError(told, uri=source.uri)
+        text = f"{source.uri} has the entry {pair[0]!r}, and {pair[1]!r} below it. Load it with a flat state dict"
+        return StateDictMismatchError(text, uri=source.uri)
     olds = [source.renaming.old_names[name] for name in pair]
     return InvalidOptionError(
         f"rename calls {olds[0]!r} of {source.uri} {pair[0]!r}, and {olds[1]!r} {pair[1]!r}, which is below it: one "
@@ -286,7 +286,7 @@ def get_model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """Describe the class of `value` for a message, or the class that it is."""
+    """Return the words for `value` in a message: "a Linear"; or "the class Linear" if it is a class."""
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     name = type(value).__name__
@@ -301,12 +301,13 @@ def refuse_class(held: Any, *, where: str) -> None:
 
 @contextlib.contextmanager
 def _naming(held: Any, subject: str, consequence: str, *, where: str) -> Iterator[None]:
-    """Raise an error in the code of `held`, which is a user's, with its path."""
+    """Name the object and its path in an error of its own code, which may be the user's."""
     refuse_class(held, where=where)
     try:
         yield
     except Exception as error:
-        # A restore takes an older step for a step that is absent or damaged. An object's own error is no sign of these.
+        # These two make a restore take an older step, since they say that this one is absent or damaged. Raised by the
+        # code of an object, they do not say that.
         is_sign = isinstance(error, (CheckpointNotFoundError, CorruptCheckpointError))
         if isinstance(error, CloudckptError) and not is_sign:
             raise
@@ -338,9 +339,9 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
 def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
     """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value.
 
-    A tensor that is a DTensor in the same place of `like` is laid out over the ranks as that. Without one, nobody knows
-    which part of a tensor of several ranks belongs to a rank: a dict lacks it, and a list or tuple with it anywhere is
-    `NO_PLACE`; so is a dict if `is_whole`.
+    A tensor is laid out over the ranks like the DTensor in the same place of `like`. Without one there, it is unknown
+    which part of a sharded tensor belongs to which rank. A dict then lacks the tensor, and a list or tuple that has it
+    at any depth is `NO_PLACE`; so is the dict if `is_whole`.
     """
     if isinstance(saved, (SavedWrapper, TensorStorageMetadata)):
         return _make_empty_tensor(saved, like)
@@ -370,7 +371,7 @@ def _make_empty_tensor(saved: SavedWrapper | TensorStorageMetadata, like: Any) -
 
 
 def has_parts_of_ranks(saved: Any) -> bool:
-    """Return whether ranks hold parts of a tensor in the saved structure."""
+    """Return True if ranks hold parts of a tensor in the saved structure."""
     return any(isinstance(one, _PartsOfRanks) for one in tensors_in(saved))
 
 

@@ -21,14 +21,14 @@ _PLAIN = (bool, int, str)
 
 
 def length_of(data: Any) -> int | None:
-    """Return the length of data or of a loader; None if it has none, which a user's class may say with any error."""
+    """Return the length of data or of a loader; None if it has none, or if its ``__len__`` raises anything."""
     with contextlib.suppress(Exception):
         return len(data)
     return None
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:
-    """Return the settings without which the position of a data loader or sampler is in front of other batches.
+    """Return the settings that decide which batches follow a position of a data loader or sampler.
 
     It never raises: a save must not fail because a class of the user's cannot be described.
     """
@@ -36,25 +36,25 @@ def describe_loader(loader: Any) -> dict[str, Any]:
     data = next((one for name in ("dataset", "data_source") if (one := _get(loader, name)) is not None), loader)
     settings = {"sampler": type(order).__name__, **{name: _get(order, name) for name in _OF_SAMPLER}}
     is_stream = isinstance(data, IterableDataset)
-    if not is_stream:  # the length of a stream may be that of its rest
+    if not is_stream:  # a stream may return the length of its rest
         settings["samples"] = length_of(data)
     if isinstance(loader, DataLoader):
         settings["workers"] = _get(loader, "num_workers")
-        # A sampler counts samples, so that batches of another size continue at the same one.
+        # A sampler counts samples, so batches of another size continue at the same sample.
         if is_stream or _get(loader, "batch_size") is None:
             settings["batch_size"] = _get(_get(loader, "batch_sampler"), "batch_size")
     return {name: value for name, value in settings.items() if type(value) in _PLAIN}
 
 
 def find_differences(saved: Mapping[str, Any], held: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the settings that differ, as they were and as they are; None if all that both have are the same."""
+    """Return the settings that differ, as saved and as held; None if all settings that both have are equal."""
     names = [name for name in saved if name in held and saved[name] != held[name]]
     then, now = (", ".join(f"{name}={of[name]}" for name in names) for of in (saved, held))
     return (then, now) if names else None
 
 
 def make_position_error(what: str, then: str, now: str, *, advice: str, uri: str) -> StateDictMismatchError:
-    """Return the error for a position in data, from which a job with something else gives other batches."""
+    """Return the error for a position in data that other batches follow in this job."""
     text = f"{what} of {uri} was saved with {then}, and this job has {now}, so it would give other batches. {advice}"
     return StateDictMismatchError(text, uri=uri)
 
@@ -88,7 +88,7 @@ class LoaderEntry(LiveEntry):
         self._check_settings(made_with, where=where)
 
     def _check_settings(self, saved: dict[str, Any], *, where: str) -> None:
-        """Raise `StateDictMismatchError` if other settings remain; a class of the user's may have restored its own."""
+        """Raise `StateDictMismatchError` if settings differ that no class of the user restores."""
         saved.pop("epoch", None)
         loader, held = self._loader, describe_loader(self._loader)
         parts = (sampler_of(loader), _get(loader, "batch_sampler"))
@@ -117,13 +117,13 @@ def _get(held: Any, name: str) -> Any:
 
 
 def _has_own_state(held: Any) -> bool:
-    """Return if a class of the user's says how the object is restored, rather than torch or torchdata."""
+    """Return True if neither torch nor torchdata defines how the object is restored."""
     module = getattr(_get(held, "load_state_dict"), "__module__", None) or "torch"
     return module.partition(".")[0] not in {"torch", "torchdata"}
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return what orders the samples; a batch sampler of the user's may do so itself."""
+    """Return the sampler that orders the samples. A batch sampler of the user may order them itself."""
     batches = _get(loader, "batch_sampler")
     held = loader if batches is None else batches
     order = _get(held, "sampler")
@@ -131,16 +131,16 @@ def sampler_of(loader: Any) -> Any:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch that the order of a data loader's samples follows from, if it has one."""
+    """Set the epoch of a data loader's sampler, if its order depends on one."""
     order = sampler_of(loader)
     if _get(order, "set_epoch") is not None:
         order.set_epoch(epoch)
 
 
 def begin_next_epoch(state: dict[str, Any]) -> None:
-    """Change the state of a data loader at the last batch of an epoch to one in front of the next epoch.
+    """Move the state of a data loader from the last batch of an epoch to the beginning of the next epoch.
 
-    Other data, and another number of ranks, may follow.
+    The next epoch may have other data, and another number of ranks.
     """
     _begin_epoch_whole(state, is_between=True)
     for name in ("samples", "num_replicas", "rank"):
@@ -148,9 +148,9 @@ def begin_next_epoch(state: dict[str, Any]) -> None:
 
 
 def _begin_epoch_whole(state: dict[str, Any], *, is_between: bool = False) -> None:
-    """Set the position of a sampler to 0 in a state of torchdata's at the start or the end of an epoch.
+    """Set the position of a sampler to 0 in a state of torchdata, if it is of the start or the end of an epoch.
 
-    The position then is still that of the epoch before, so that the loader would skip the next epoch without an error
+    torchdata leaves the last position of the epoch before there, so the loader would silently skip the next epoch
     (https://github.com/meta-pytorch/data/issues/1513, in torchdata 0.11).
     """
     has_workers = isinstance(state.get("_snapshot"), dict)
@@ -196,14 +196,16 @@ def refuse_shared_loaders(extra: Mapping[Any, Any], *, num_ranks: int) -> None:
 
 
 def warn_of_shared_generator(dataloader: Any) -> None:
-    """Warn of data loaders that go on with other random numbers after a resume.
+    """Warn of data loaders that continue with other random numbers after a resume.
 
     ``iter(loader)`` draws a seed from the loader's generator, by default the process's, so a resume within an epoch
-    draws once more than the run that saved. A sampler of torch's has no state of its own.
+    draws once more than the run that saved. torch's own samplers have no state.
     """
     loaders = list(dataloader.values()) if isinstance(dataloader, Mapping) else dataloader
     for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
-        if not isinstance(loader, DataLoader) or "generator" not in vars(loader):  # a wrapper has only what it wraps
+        if not isinstance(loader, DataLoader) or "generator" not in vars(
+            loader
+        ):  # a wrapper has the attribute of the loader in it
             continue
         of_sampler = _get(_get(loader, "sampler"), "generator")
         is_drawn_from = of_sampler is loader.generator and loader.num_workers == 0

@@ -116,7 +116,7 @@ class ModelEntry(LiveEntry):
 
 
 def _find_named(saved: Any, name: str) -> Any:
-    """Return what was saved under a dotted name, nested in any way; `NO_PLACE` if there is nothing."""
+    """Return the entry that was saved under a dotted name, nested in any way; `NO_PLACE` if there is none."""
     if not isinstance(saved, Mapping):
         return NO_PLACE
     if name in saved:
@@ -127,14 +127,14 @@ def _find_named(saved: Any, name: str) -> Any:
 
 
 def _is_replaced(name: str, held: Any, saved: Any) -> bool:
-    """True if `held` is not filled in place. A fresh module's extra state may be of another structure or shape."""
+    """Return True if `held` is not filled in place. A fresh module's extra state may have another shape."""
     is_extra = name.endswith("_extra_state")
     fits = not is_extra or (isinstance(saved, TensorStorageMetadata) and held.shape == saved.size)
     return not (isinstance(held, torch.Tensor) and fits)
 
 
 class StatefulEntry(LiveEntry):
-    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler. It gets what was saved."""
+    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler. A load gives it its saved state."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -150,8 +150,8 @@ class StatefulEntry(LiveEntry):
         refuse_class(self._value, where=where)
         if isinstance(saved, Mapping):
             self._refuse_group(saved, where=where, source=source)
-        # Only its own state tells which tensors are DTensors. One without floats is not asked for it, since a data
-        # loader would begin to iterate.
+        # Only the object's own state says which tensors are DTensors. A data loader, which has no tensors of floats, is
+        # not asked for it, because it would begin to iterate.
         has_floats = any(one.properties.dtype.is_floating_point and one.size for one in tensors_in(saved))
         is_asked = has_floats or has_parts_of_ranks(saved)
         made = make_empty(saved, ask_state(self, where=where) if is_asked else None)
@@ -165,8 +165,8 @@ class StatefulEntry(LiveEntry):
     def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, source: LoadSource) -> None:
         """Raise `StateDictMismatchError` if `saved` are the states of several objects.
 
-        Schedulers, and many others, keep any names that they are given, and go on with their own state. Any other
-        structure fits, since an object may read what it saved under other names.
+        A scheduler accepts unknown names, and would keep its own state. Any other structure is allowed, since an object
+        may read its state under other names.
         """
         is_list = bool(saved) and saved.keys() == {str(position) for position in range(len(saved))}
         if not is_list and not isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
@@ -198,9 +198,9 @@ class GeneratorEntry(StatefulEntry):
 
 
 class ValuesEntry(LiveEntry):
-    """A dict of values and objects. A load fills it in place, with everything that was saved in it.
+    """A dict of values and objects. A load fills it in place with all its saved entries.
 
-    A value that the checkpoint lacks is an error: it may be misspelt, and would go on from its first value.
+    A value that the checkpoint lacks is an error: its name may be misspelt, and it would keep its first value.
     """
 
     holds_users_values = True
@@ -234,7 +234,7 @@ class ValuesEntry(LiveEntry):
         return self.plan_values(saved, where=where, source=source)
 
     def find_lacking(self, saved: Any, *, where: str) -> dict[str, str]:
-        """Return the paths below `where` that the checkpoint lacks, each with a near one that is left over, or ""."""
+        """Return the paths below `where` that the checkpoint lacks, each with a similar saved one, or ""."""
         known = saved if isinstance(saved, Mapping) else {}
         unasked = {str(key): key for key in known if key not in self._values}
         lacking: dict[str, str] = {}
@@ -244,13 +244,13 @@ class ValuesEntry(LiveEntry):
             below = {} if nested is None else nested.find_lacking(known.get(key), where=f"{where}{key}.")
             if key in known:
                 lacking |= below
-            elif below or nested is None:  # an empty dict has nothing that would be kept
+            elif below or nested is None:  # an empty dict has no value that would be kept
                 near = find_near(key, unasked)
                 lacking[f"{where}{key}"] = f"{where}{near}" if near else ""
         return lacking
 
     def plan_values(self, saved: Any, *, where: str, source: LoadSource) -> dict[Any, Any]:
-        """Return what a load fills, whatever the checkpoint lacks."""
+        """Return what a load fills, without a check of what the checkpoint lacks."""
         known = saved if isinstance(saved, Mapping) else {}
         planned = {key: self._plan_value(key, entry, where=where, source=source) for key, entry in known.items()}
         return {key: value for key, value in planned.items() if value is not NO_PLACE}
@@ -286,7 +286,7 @@ def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
 
 
 class RefusedEntry(OptionalEntry):
-    """Stands for objects that cannot be saved. Raises the reason within the call, so that all ranks hear of it."""
+    """The entry of objects that cannot be saved. It raises the reason within the call, and so on all ranks."""
 
     def __init__(self, reason: InvalidOptionError) -> None:
         self._reason = reason
@@ -325,7 +325,7 @@ class RandomState(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Set the generators to this state. States of several GPUs count only if this machine has as many."""
+        """Set the generators to this state. States of several GPUs are set only if this process sees as many."""
         random.setstate(self.python)
         kind, keys, *rest = self.numpy
         np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
@@ -373,9 +373,9 @@ class RandomStateEntry(OptionalEntry):
 
 
 def find_parameters(value: Any) -> Iterator[torch.Tensor]:
-    """Give the parameters of the modules, and the state of the optimizers, that a state dict is made of.
+    """Yield the parameters of the modules in a state dict, and the state of its optimizers.
 
-    Objects with a state of their own are looked into, such as one of the user's that holds a model and its optimizer.
+    It looks into objects with a state of their own, such as one of the user that holds a model and its optimizer.
     """
     if isinstance(value, nn.Module):
         yield from value.parameters()
@@ -458,7 +458,7 @@ class LiveObjects:
             return dict(self._make_entries(rank, num_ranks, is_strict=is_strict))
         except InvalidOptionError as error:
             given = {one.name.removeprefix("has_"): getattr(self, one.name) for one in fields(self)}
-            # With the names of the other ranks' entries, which are compared before any rank's error is raised.
+            # The ranks compare these names, which must be equal, before any rank's error is raised.
             return {
                 name: RefusedEntry(error) for name, value in given.items() if value is not None and value is not False
             }
@@ -485,7 +485,7 @@ class LiveObjects:
 
 
 def _with_types_of(live: Any, loaded: Any) -> Any:
-    """Return what was loaded with the classes of dicts that the live state has, such as the Counter of MultiStepLR."""
+    """Return `loaded` with the dict classes of the live state, such as the Counter of MultiStepLR."""
     if isinstance(loaded, list) and isinstance(live, list) and len(live) == len(loaded):
         return [_with_types_of(*pair) for pair in zip(live, loaded, strict=True)]
     if not isinstance(loaded, dict) or not isinstance(live, dict):

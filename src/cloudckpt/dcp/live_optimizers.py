@@ -42,7 +42,7 @@ _log = logging.getLogger("cloudckpt")
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _MODEL = "model."  # before the names of the model's entries in every load
 _IDENTITY = frozenset({_PARAMS, "param_names"})
-"""Keys of a group that say which parameters it has. Those of the live optimizer count, in its own order."""
+"""Keys of a group that say which parameters it has. A load keeps those of the live optimizer, in its order."""
 _KINDS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
 """Settings of groups that tell torch's optimizers apart. Versions add other keys, and so do schedulers."""
 
@@ -159,7 +159,7 @@ class OptimizerEntry(LiveEntry):
                 self._warn_of_dtypes(optimizer, where=where)
 
     def _warn_of_dtypes(self, optimizer: Optimizer, *, where: str) -> None:
-        """Warn of state in another dtype than its parameter, at which the steps of Adam and others of torch fail."""
+        """Warn of state in another dtype than its parameter: the steps of Adam and others of torch fail with it."""
         if not type(optimizer).__module__.startswith("torch.optim"):
             return  # others may keep their state in another precision on purpose
         found = [
@@ -341,7 +341,7 @@ class OptimizerEntry(LiveEntry):
                 f"of {held}, so the numbers would mean other parameters. Group the parameters as they were saved",
                 uri="",
             )
-        # The plan took the keys for names, as the path of an entry has no types. These values have.
+        # The plan took the keys for names, because a path holds text. The values in the groups are still numbers.
         if any(isinstance(param, int) for param in params) and not self._are_numbers(params):
             names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
             if any(names.get(param) != str(param) for param in params):
@@ -366,7 +366,7 @@ class OptimizerEntry(LiveEntry):
             return
         if own is not None and model is not None:
             above = model[: model.rfind(".", 0, -1) + 1]
-            parent = model if not above or own.startswith(above) else above  # what holds an optimizer is no model
+            parent = model if not above or own.startswith(above) else above  # an optimizer is not below a model
             left += [
                 old
                 for old, new in renaming.new_names.items()
@@ -440,7 +440,7 @@ class _Layout:
         if not entry.size and (self._like.size() or not isinstance(self._like, DTensor)):
             return torch.empty((), dtype=dtype, device="cpu")  # a counter, which optimizers hold on the CPU
         if isinstance(self._like, DTensor):
-            # Of another shape: the planner names it, after the model's.
+            # Another shape. The planner reports it, after those of the model.
             return torch.empty_like(self._find_stepped(path), dtype=dtype)
         if type(self._like) not in (torch.Tensor, nn.Parameter):
             raise NotImplementedError
@@ -451,8 +451,8 @@ class _Layout:
             made: torch.Tensor = make_empty(entry)
             return made
         found = self._find_stepped(path)
-        if any(found is one for one in self._handed_out):  # a longer list than the one that was found
-            return found.clone()  # which torchao's states of low-bit optimizers do not have
+        if any(found is one for one in self._handed_out):  # the saved list is longer than the held one
+            return found.clone()  # torchao's low-bit states cannot do this, and need it only once
         self._handed_out.append(found)
         return found
 
@@ -485,7 +485,7 @@ class _Layout:
 
 
 def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
-    """Return the tensor at `path`; where a list is shorter, or holds None there, one of its others."""
+    """Return the tensor at `path`. If a list on the way is shorter, or holds None there, take another of its values."""
     for key in path:
         found = part_of(state, key)
         if found is None and isinstance(state, (list, tuple)):
@@ -511,7 +511,7 @@ def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = 
 
 
 def _load_state(optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> None:
-    """Give the optimizer what was loaded. What its class copies keeps its values, dtypes and types."""
+    """Load `saved` into the optimizer, with the values, dtypes and types that torch's method would change."""
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         load_object(optimizer, saved, where=where)
         return
@@ -531,9 +531,9 @@ def _for_torch(value: Any) -> Any:
 
 
 def _restore_devices(loaded: Any, cast: Any) -> Any:
-    """Return what was loaded, on the devices that ``Optimizer.load_state_dict`` has chosen.
+    """Return `loaded` on the devices that ``Optimizer.load_state_dict`` has chosen.
 
-    It casts tensors at any depth to the parameter's dtype, and makes other values of texts and queues.
+    That method casts tensors at any depth to the parameter's dtype, and changes strings and deques.
     """
     if isinstance(loaded, torch.Tensor):
         return loaded.to(cast.device) if isinstance(cast, torch.Tensor) and cast.dtype is not loaded.dtype else cast

@@ -1,4 +1,4 @@
-"""The items of torch's load plan, and the wants of a `Reader` that they are."""
+"""Turn the items of torch's load plan into the wants of a `Reader`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _log = logging.getLogger("cloudckpt")
 
 
 class LoadItems(Sequence[ReadItem]):
-    """Stands for torch's list of items: those for whole tensors stored as one chunk, and then `rest`.
+    """The items of whole tensors that are stored as one chunk, and then `rest`, in place of torch's list.
 
-    An item of a whole tensor is made when it is asked for. Equal to a list of the same; can be pickled, and is smaller
-    then.
+    The item of a whole tensor is made on access. Pickled, this is smaller than a list of the same items, which it
+    equals.
     """
 
     __slots__ = ("_sizes", "fqns", "rest")
@@ -93,12 +93,10 @@ def find_wants(
     uri: str,
     is_logged: bool,
 ) -> Wants:
-    """Return what the items want. The planner gives the tensors; `tensors_of`, if given, those of whole tensors.
+    """Return the wants of the items. The planner gives the tensors; `tensors_of`, if given, gives the whole ones.
 
-    `on_value` receives the values, and the planner each tensor that is filled, but not whole ones of `tensors_of`.
-    `is_logged` on one rank, which then tells of values that get another dtype or are dropped.
-    Tensors that share memory, such as tied weights, are filled by copies. Of those that fill the same memory, the last
-    one is copied there, and the others are only checked.
+    `on_value` receives the values. The planner receives each filled tensor, except for those of `tensors_of`. With
+    `is_logged`, which one rank sets, values that get another dtype or are dropped (`_keep_apart`) are logged.
     """
     fqns: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -138,9 +136,10 @@ def find_wants(
 
 
 def _keep_apart(wants: Sequence[Want]) -> list[str]:
-    """Fill tensors that share memory by copies. Of those that fill the same memory, the last one is copied there.
+    """Let tensors that share memory, such as tied weights, be filled by copies.
 
-    Returns the names of the others that were saved apart from the last one, and so are dropped.
+    If several fill the same memory, the last one is copied there, and the others are only checked. Returns the names of
+    the others whose values were saved apart from the last one's, and so are dropped.
     """
     last: dict[tuple[int, int], ItemLocation] = {}
     dropped: list[str] = []

@@ -63,8 +63,8 @@ def is_default_planner(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
 class ExplainingLoadPlanner(DefaultLoadPlanner):
     """Raises `StateDictMismatchError` with every entry that does not fit, not only the first.
 
-    A plan takes time by what the rank asks for, not by how many ranks saved. Tensors that are wanted as they were
-    saved, whole and in one chunk, are planned without torch's search for overlapping chunks.
+    The time of a plan depends on what the rank asks for, not on the number of ranks that saved. Tensors that are wanted
+    as they were saved, whole and in one chunk, are planned without torch's search for overlapping chunks.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 assign(state_dict, flat.paths[fqn], made[fqn])
 
     def _open_tuples(self, state_dict: dict[str, Any], flat: FlatStateDict, metadata: Metadata) -> bool:
-        """Let a None or any value take a tuple that was saved in its place, as it takes other values."""
+        """Let None or another value take the tuple that was saved in its place, as it takes other values."""
         if (nesting := stored_nesting(metadata)) is None:
             return False
         paths = {name_path(path): path for path in nesting.tuples}
@@ -144,7 +144,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         try:
             plan = self._create_plan()
-            # For the reader, which has the plans of all ranks: nobody may ask for what was saved there.
+            # The reader has the plans of all ranks. It finds out if no rank asks for the entries that were saved there.
             return dataclasses.replace(plan, planner_data=self._empty) if self._empty else plan
         except (RuntimeError, ValueError) as error:
             missing, reshaped, unlike = self._mismatches()
@@ -172,8 +172,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             lacking = {} if self._is_renamed else {name: self.state_dict[name] for name in missing}
             if renames := suggest_renames({name: self._saved[name] for name in unasked}, lacking):
                 others = quote_others(renames).replace("{", "{{").replace("}", "}}")
-                told = f"To load under other names, {{option}}{others}."
-                hint = Hint(advice=told, option="rename", value=repr(renames[0]))
+                text = f"To load under other names, {{option}}{others}."
+                hint = Hint(advice=text, option="rename", value=repr(renames[0]))
             with raised_via(self._via):
                 raise StateDictMismatchError(
                     f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}{advice}",
@@ -224,7 +224,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                     sizes.append(size)
                     continue
             rest[fqn] = value
-        if tensors is None:  # another reader may change the list of items
+        if tensors is None:  # another reader than ours may change the list of items
             return LoadPlan([*map(whole_item, fqns, sizes), *self._plan_rest(rest)])
         return LoadPlan(LoadItems(fqns, sizes, self._plan_rest(rest)))  # type: ignore[arg-type]  # torch reads them as a sequence
 
@@ -236,7 +236,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             plan = super().create_local_plan()
         finally:
             self.metadata = whole
-        if self.mappings is not paths:  # older names, with paths of torch's, which have text for every key
+        if self.mappings is not paths:  # torch took older names, and its paths have text for every key
             self.mappings = {fqn: self._containers.get(fqn) or paths[fqn] for fqn in self.mappings}
         self._check_kinds(self.state_dict)
         return plan
@@ -303,7 +303,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return isinstance(self._saved.get(fqn), BytesStorageMetadata)
 
     def _find_unasked(self, missing: Collection[str]) -> list[str]:
-        """Return what was saved beside the `missing` names, or anywhere if nothing was, and is not asked for."""
+        """Return the saved names that are not asked for: those beside `missing` names, or all if there are none."""
         unasked = [name for name in self._saved if name not in self.state_dict] if missing else []
         tops = {str(self.mappings[name][0]) for name in missing}
         return [name for name in unasked if any(is_below(name, top) for top in tops)] or unasked
@@ -364,7 +364,7 @@ class WholePlanner(DefaultLoadPlanner):
     def __init__(
         self, choose_names: Callable[[Iterable[str]], Iterable[str]], takes: Callable[[str], bool], *, uri: str
     ) -> None:
-        """`choose_names` returns those of all names that are loaded, and `takes` tells it of one."""
+        """`choose_names` returns the names to load among all, and `takes` says if one name is loaded."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._choose_names = choose_names
         self._takes = takes

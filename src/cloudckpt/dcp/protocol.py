@@ -71,7 +71,7 @@ class SavedMetadata(Metadata):
 
 
 def last_save_seconds() -> float:
-    """Return the seconds that the last committed save of this process took, from its planning on; 0 before it."""
+    """Return the seconds that the last committed save of this process took, including its planning; 0 without one."""
     return _last_save_s
 
 
@@ -131,7 +131,7 @@ def run_save(
         try:
             raise failure from None
         finally:
-            del failure  # its traceback holds this frame: a cycle otherwise, with the state dict in it
+            del failure  # its traceback holds this frame, and so the state dict
     return end_save(metadata, writer)
 
 
@@ -279,12 +279,12 @@ def _load_once(
         reader.lifecycle.end(error)
         if not isinstance(error, CloudckptError) or isinstance(error, CheckpointException):
             raise
-        # It was raised before the first step. The other ranks have heard of it from the group's context.
+        # It was raised before the first step. The end of the context has told the other ranks.
         failures: Any = {rank: (error, traceback.extract_tb(error.__traceback__))}
         raise CheckpointException("begin", failures) from None
     finally:
         if (failure := reader.end_call()) is not None:
-            _release_frames([failure])  # torch raises a copy of it, so nobody else does
+            _release_frames([failure])  # torch raises a copy of it, so its own frames would stay
 
 
 def _load_objects(objects: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
@@ -426,11 +426,11 @@ class SaveOrLoadError(CheckpointException):
     step: str
     what: str
     is_alone: bool
-    """True if this process saved or loaded without others, so that its rank says nothing."""
+    """True if this process saved or loaded without others, so that messages need not name its rank."""
 
     @property
     def message(self) -> str:
-        """The text: that of each failing rank; once, if several have the same."""
+        """The texts of the failing ranks. A text that several ranks have appears once."""
         return str(self)
 
     def __str__(self) -> str:
@@ -441,7 +441,7 @@ class SaveOrLoadError(CheckpointException):
             if type(error).__name__ != type(self).__name__:  # which Python shows before the text
                 text = f"{type(error).__name__}: {text}"
             if not isinstance(error, CloudckptError) and trace is not None:
-                text += "\n" + "".join(trace.format()).rstrip()  # not one of ours: where it came from matters
+                text += "\n" + "".join(trace.format()).rstrip()  # an error of other code: show where it was raised
             ranks_by_text.setdefault(text, []).append(rank)
         causes = causes_of(self)
         how = "failed" if self.is_alone else f"failed on {name_ranks(self.failures)}"
@@ -470,7 +470,7 @@ def failure_of(error: CheckpointException, *, what: str, is_alone: bool) -> Chec
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """Return what each failing rank raised; nothing for an error that is not torch's of several ranks."""
+    """Return the errors of the failing ranks of a ``CheckpointException``; nothing for any other error."""
     return [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
 
 
@@ -497,7 +497,7 @@ def _release_frames(errors: Iterable[BaseException]) -> None:
     waiting, seen = list(errors), set[int]()
     while waiting:
         error = waiting.pop()
-        # An interrupt is raised again as it came.
+        # An interrupt keeps its traceback.
         if id(error) not in seen and isinstance(error, (Exception, CheckpointException)):
             seen.add(id(error))
             traceback.clear_frames(error.__traceback__)
@@ -508,7 +508,7 @@ def _release_frames(errors: Iterable[BaseException]) -> None:
 def _rebuild(what: str, step: str, failures: dict[int, Any], is_alone: bool) -> CheckpointException:
     ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
     cancelled = [cause for cause in ours if isinstance(cause, SaveCancelledError)]
-    # A cancelled save is one, whatever else failed because of it.
+    # If a rank was cancelled, the save was: other ranks failed because of it.
     common: Any = SaveCancelledError if cancelled else _nearest_common([type(cause) for cause in ours])
     kind = _class_for(common)
     # Not through __init__: the cause's class and torch's have different ones.
@@ -518,14 +518,13 @@ def _rebuild(what: str, step: str, failures: dict[int, Any], is_alone: bool) -> 
         failure.__dict__.update((cancelled or ours)[0].__dict__)
     if cancelled:
         failure.__dict__["ranks"] = tuple(sorted({rank for cause in cancelled for rank in cause.ranks}))
-    failure.__dict__.update(
-        step=step, what=what, is_alone=is_alone, _failures=failures
-    )  # the last as torch's __init__ sets it
+    failure.__dict__.update(step=step, what=what, is_alone=is_alone)
+    failure.__dict__["_failures"] = failures  # as torch's __init__ does
     return failure
 
 
 def _nearest_common(classes: Sequence[type[CloudckptError]]) -> type[CloudckptError]:
-    """Return the most special class of ours that all `classes` inherit from."""
+    """Return the most specific class of cloudckpt that all `classes` inherit from."""
     first = next(iter(classes), CloudckptError)
     return next(
         kind

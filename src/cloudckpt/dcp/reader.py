@@ -142,7 +142,7 @@ class ObjectStoreReader(StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
         _is_part: bool = False,  # read on purpose: nothing is resumed from it
         _via: str = "reader",  # `CloudckptError.via`
-        _copy: tuple[str, Options] | None = None,  # of the same save: for the objects that cannot be had at `uri`
+        _copy: tuple[str, Options] | None = None,  # of the same save, for objects that cannot be read at `uri`
         _may_be_renamed: bool = False,  # a run that starts again, whose own steps have the new names already
     ) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class ObjectStoreReader(StorageReader):
         self._call: _Call | None = None
         self.lifecycle = Lifecycle("load", self._options, via=_via)
         self.is_alone = False
-        """True if the load is of this process alone, which `run_load` finds out."""
+        """True if this process loads without others. `run_load` sets it."""
         self.reset()
 
     @property
@@ -282,7 +282,7 @@ class ObjectStoreReader(StorageReader):
     def prepare_local_plan(
         self, plan: LoadPlan, *, unused: Sequence[str] = (), objects: Sequence[str] = ()
     ) -> LoadPlan:
-        """Attach which commit this rank found, and which paths its objects have no use for.
+        """Attach the commit that this rank found, and the paths that its objects have no use for.
 
         `objects` are the top-level keys of those that can take more than they ask for.
         """
@@ -437,7 +437,7 @@ class ObjectStoreReader(StorageReader):
             renaming = self._renaming = self._new_renaming(metadata.state_dict_metadata, uri=context.uri)
             return metadata if renaming is None else renaming.apply_to_torchs(metadata)
         if lookup.document is None:
-            raise lookup.error or CloudckptError(f"nobody looked for the manifest of {self.checkpoint_id}")
+            raise lookup.error or CloudckptError(f"the manifest of {self.checkpoint_id} was not looked for")
         return self._use(context, decode(lookup.document, uri=context.uri))
 
     def _new_context(self, *, is_of_copy: bool) -> Context:

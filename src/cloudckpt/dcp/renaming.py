@@ -31,11 +31,11 @@ _NOT_NEEDED = "rename=%s is not needed for %s, which has the new names: they are
 class Renaming:
     """The new names of the entries of one checkpoint.
 
-    An entry without a new name is hidden from the load. So is one that a mapping does not rename and that has one of
-    its new prefixes: below a new prefix stands only what was renamed to it.
+    An entry without a new name is hidden from the load. With a mapping, so is an entry that it does not rename and that
+    is below one of its new prefixes: only renamed entries are found there.
 
-    Raises `StateDictMismatchError` for the parts of `rename` that fit no entry, with those that fit nothing in `keys`:
-    the keys of what this rank loads, if they are known. Also for two entries with one new name.
+    Raises `StateDictMismatchError` if two entries get one new name, or if a part of `rename` fits no entry. The message
+    then also names the parts whose new names fit none of `keys`, the keys that this rank loads, if they are known.
     """
 
     def __init__(self, rename: Rename, names: Collection[str], *, uri: str, keys: Collection[str] = ()) -> None:
@@ -50,7 +50,7 @@ class Renaming:
         self.given: dict[str, set[str]] = {}
         """The new names that each part of `rename` has given, by its text."""
         self.lacking: list[str] = []
-        """Names that objects of this rank keep without strictness, since none of the new names is the same."""
+        """Names that objects of this rank keep without strictness, since the checkpoint has none of them."""
         for old in names:
             new, part = self._find(old)
             self.new_names[old] = new
@@ -67,7 +67,7 @@ class Renaming:
             raise StateDictMismatchError(self._explain(unused, names, keys), uri=uri)
 
     def _explain(self, unused: Collection[str], names: Collection[str], keys: Collection[str]) -> str:
-        """Describe the `unused` parts, and those that lead to none of `keys`, with the map that may be meant."""
+        """Describe the `unused` parts, and those that lead to none of `keys`; suggest a map."""
 
         def leads_astray(new: str) -> bool:
             return bool(keys) and not any(is_below(key, new) or is_below(new, key) for key in keys)
@@ -101,7 +101,7 @@ class Renaming:
         )
 
     def _find(self, old: str) -> tuple[str | None, str]:
-        """Return the new name, and the part of `rename` that gives it; "" for none."""
+        """Return the new name, and the part of `rename` that gives it; "" if no part does."""
         if self._function is not None:
             try:
                 new = self._function(old)
@@ -122,7 +122,7 @@ class Renaming:
 
     @property
     def checksum(self) -> int:
-        """A number that ranks with other new names do not have."""
+        """A number by which ranks find out if their new names differ."""
         return zlib.crc32(repr(sorted(self.old_names.items())).encode(errors="surrogatepass"))
 
     @property
@@ -131,7 +131,7 @@ class Renaming:
         return [] if self._function is not None else [old for old, new in self.new_names.items() if new is None]
 
     def find_root(self, prefix: str) -> str | None:
-        """Return what replaces `prefix` in the checkpoint; None if more of a name is changed, or other prefixes are."""
+        """Return the one prefix that stands for `prefix` in the checkpoint; None if there are several, or none."""
         roots = {
             old.removesuffix(new.removeprefix(prefix)) if f".{old}".endswith(f".{new.removeprefix(prefix)}") else None
             for new, old in self.old_names.items()
@@ -192,9 +192,9 @@ class Renaming:
         return {new: new_path(path, new) for old, path in paths.items() if (new := self.new_names.get(old)) is not None}
 
     def _find_places(self, paths: Mapping[str, Sequence[Any]]) -> dict[Path, set[Path | str | None]]:
-        """Return where each container is placed, as each entry in it has it.
+        """Return the new places of each container, by the entries in it.
 
-        That is a path; None if the entry is hidden; or its new name if more than the path of the container changes.
+        An entry gives its path; None if it is hidden; or its new name if more than the container's path changes.
         """
         found: dict[Path, set[Path | str | None]] = {}
         for old, path in paths.items():
@@ -207,7 +207,7 @@ class Renaming:
         return found
 
     def _place(self, path: Iterable[Any], found: Mapping[Path, set[Path | str | None]]) -> list[Any] | None:
-        """Return the new path of a tuple or of an empty dict, which is placed as what is beside it; None if hidden."""
+        """Return the new path of a tuple or of an empty dict, which moves with what is beside it; None if hidden."""
         typed = path_from_json(path)
         name = name_path(typed)
         if typed not in found and self._function is None and (new := self._find(name)[0]) != name:
@@ -232,11 +232,11 @@ class Renaming:
 
 
 def find_needed(rename: Rename, names: Collection[str], *, uri: str) -> Rename | None:
-    """Return what a checkpoint with these entries needs: not a pair whose new prefix they have, and not its old."""
+    """Return `rename` without the pairs that are not needed: the entries have the new prefix, and not the old one."""
     if callable(rename):
         with contextlib.suppress(Exception):  # `Renaming` names the entry
             if all(rename(name) == name for name in names):
-                _log.warning(_NOT_NEEDED, "a function", uri)  # loud, because a mistyped old name looks alike
+                _log.warning(_NOT_NEEDED, "a function", uri)  # a warning, because a mistyped old name looks the same
                 return None
         return rename
     done = {
@@ -251,7 +251,7 @@ def find_needed(rename: Rename, names: Collection[str], *, uri: str) -> Rename |
 
 
 def check_rename(rename: Rename | None) -> None:
-    """Raise `InvalidOptionError` for what cannot rename."""
+    """Raise `InvalidOptionError` if `rename` is neither a dict of texts nor a function."""
     is_mapping = isinstance(rename, Mapping) and all(isinstance(one, str) for pair in rename.items() for one in pair)
     if rename is not None and not (is_mapping and rename) and not callable(rename):
         raise InvalidOptionError(f"{_ADVICE}: pass a dict, as in {{'ema': 'model'}}, or a function, not {rename!r}")
@@ -262,7 +262,7 @@ def _part(old: str, new: str) -> str:
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Return whether `prefix` is `name`, or the first parts of it."""
+    """Return True if `name` is `prefix`, or is below it."""
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
 
 
@@ -285,7 +285,7 @@ def new_path(path: Sequence[Any], new: str) -> Path:
 
 
 def count_same_ends(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return how many parts both end with."""
+    """Return the number of last parts that both have in common."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -343,7 +343,7 @@ def _choose(
 
 
 def quote_others(maps: Sequence[Mapping[str, str]]) -> str:
-    """Return the words that follow the first of these values of `rename`, if others fit as well."""
+    """Return the words that name the other `maps`, to follow the first one."""
     shown = "".join(f" or rename={one}" for one in maps[1 : _MAX_SHOWN + 1])
     more = " or another map" if len(maps) > _MAX_SHOWN + 1 else ""
     return f"{shown}{more}, which fit equally well" if shown else ""

@@ -39,7 +39,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     task: str = ""
     """Digest of the verb and, for a save, the URI: ranks with different tasks fail the call."""
     doing: str = ""
-    """The same for people, such as ``saving s3://bucket/run/step-1``."""
+    """The task in words, such as ``saving s3://bucket/run/step-1``."""
     has_ended: bool = False
     """True once the rank has ended this call, with or without an error."""
 
@@ -86,7 +86,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, failed_call=call, failure=failure)
 
     def cancel(self, call: int, rank: int) -> GroupState:
-        """Note that `rank` wants this call to come to nothing."""
+        """Note that `rank` cancels this call."""
         others = self.cancelled_by if self.cancelled_call == call else ()
         return msgspec.structs.replace(self, cancelled_call=call, cancelled_by=tuple(sorted({*others, rank})))
 
@@ -114,7 +114,7 @@ class Rendezvous:
         self.num_ranks = num_ranks
         self.timeout_s = 0.0
         self.store = store
-        """Keys that no other use of the same store has, once a call has begun."""
+        """The store of the group. Once a call has begun, under a prefix that nothing else uses."""
         self._store_keeper = store_keeper
         self._connection: Any = None
         self._known_keys = {_STATE_KEY}
@@ -201,7 +201,7 @@ class Rendezvous:
         raise AssertionError("a barrier was permitted in a call that had failed")
 
     def set_on_cancel(self, call: int, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
-        """Have `on_cancel` called with the ranks that cancel this call; perhaps repeatedly."""
+        """Call `on_cancel` with the ranks that cancel this call, perhaps repeatedly."""
         with self._changed:
             if self._mine.call == call:
                 self._on_cancel = on_cancel
@@ -221,7 +221,7 @@ class Rendezvous:
             if error is not None:
                 self.fail(error)
             if self.rank in self._store_keeper and (self._failure is not None or self._state.failed_call == call):
-                # The store may end with this process: let the others, who poll, read the failure first.
+                # The store may end with this process. So the other ranks, which poll, get time to read the failure.
                 self._changed.wait_for(lambda: self._trouble, min(self.timeout_s, _STORE_FAREWELL_S))
             self._mine = msgspec.structs.replace(self._mine, has_ended=True)
             self._changed.notify_all()
@@ -278,7 +278,7 @@ class Rendezvous:
                         self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
                     mine = self._mine
                     keys = [*map(str, self._watched)] if self._is_waiting else []
-                # A failure first, and then the heartbeat that ends the call: nobody sees the end without its reason.
+                # A failure first, and then the heartbeat that ends the call: no rank sees the end without its reason.
                 self._decide(store)
                 if mine != self._posted:
                     store.set(str(self.rank), msgspec.json.encode(mine).decode())
@@ -374,16 +374,16 @@ class Rendezvous:
         )
 
     def _find_failure(self) -> Failure | None:
-        """Return the failure of ranks that this one waits for in vain."""
+        """Return a failure if ranks that this one waits for do something else, have left, or are lost."""
         mine, watched = self._mine, self._others.items()
         apart = [rank for rank, one in watched if one.call == mine.call and one.task != mine.task]
         if apart and self.rank == 0:  # the others hear it from rank 0
             tasks = {mine.doing: [0]}
             for rank in apart:
                 tasks.setdefault(self._others[rank].doing, []).append(rank)
-            told = "; ".join(f"{name_ranks(ranks)}: {doing}" for doing, ranks in itertools.islice(tasks.items(), 5))
+            seen = "; ".join(f"{name_ranks(ranks)}: {doing}" for doing, ranks in itertools.islice(tasks.items(), 5))
             why = "all ranks must make the same calls in the same order, and save to the same URI"
-            return Failure(tuple(apart), f"{name_ranks(apart)} came to do something else than rank 0 ({told}): {why}")
+            return Failure(tuple(apart), f"{name_ranks(apart)} came to do something else than rank 0 ({seen}): {why}")
         gone = [rank for rank, one in watched if one.call > mine.call or (one.call == mine.call and one.has_ended)]
         if gone:
             return Failure(tuple(gone), f"{name_ranks(gone)} left before the end")

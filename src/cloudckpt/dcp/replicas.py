@@ -65,26 +65,26 @@ class DifferenceRule(enum.IntEnum):
     MUST_AGREE = 2
     """An error."""
     COMMON_TO_SLICES = 3
-    """An error that tells how such a part of a tensor comes to be."""
+    """An error that says how the common part of the slices has to be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynchronizedNames:
-    """The names of what training keeps equal on all ranks: of live models and optimizers.
+    """The names of the entries that training keeps equal on all ranks: those of live models and optimizers.
 
     Buffers are exceptions. A model under DDP gets those of rank 0 before its forward pass, which then changes them by
     the batch of each rank.
     """
 
     keys: frozenset[str] = frozenset()
-    """The first steps of the names."""
+    """The top-level keys of these entries."""
     exceptions: frozenset[str] = frozenset()
     """Names of entries and of containers."""
     users: frozenset[str] = frozenset()
-    """The first steps of the names of values that are the user's own."""
+    """The top-level keys of the user's own values."""
 
     def compares_value(self, name: str) -> bool:
-        """Return whether copies of the value of this name are compared."""
+        """Return True if copies of the value of this name are compared."""
         return name.partition(".")[0] in self.users or self.find_rule(name) is DifferenceRule.MUST_AGREE
 
     def find_rule(self, name: str) -> DifferenceRule:
@@ -107,7 +107,7 @@ class ItemCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprints:
-    """Findings of the ranks about each other's copies."""
+    """The fingerprints of the items in the plan of one rank, and the rules for them."""
 
     of_items: array[int]
     """The `ItemCopy.fingerprint` of each item of a plan."""
@@ -132,8 +132,8 @@ def take_fingerprints(
 ) -> Fingerprints:
     """Return the fingerprints of the items of a plan. A tensor that this rank alone holds has none.
 
-    `common` are names of tensors that are always compared whole. Memory that is still `snapshot` is waited for, as far
-    as it is compared. Values that consist of Python's own types are compared as `synchronized` says.
+    `common` are names of tensors that are always compared whole. If the copies are in a `snapshot`, this waits for
+    the bytes that it compares. Values that consist of Python's own types are compared as `synchronized` says.
     """
     found = Fingerprints(
         of_items=array("Q", bytes(8 * len(items))), synchronized=synchronized, common=frozenset(common)
@@ -238,7 +238,7 @@ def is_gathered(num_bytes: int) -> bool:
 
 
 def _gather(tensors: Sequence[tuple[int, int, int]], snapshot: Snapshot | None) -> Iterator[tuple[int, int]]:
-    """Give each position with the fingerprint of the tensor at this address of this size. See `is_gathered`.
+    """Yield each position with the fingerprint of the tensor at this address of this size (`is_gathered`).
 
     Calls for each tensor take three times as long.
     """
@@ -312,7 +312,7 @@ def _copy_each(body: PieceBody, windows: Sequence[tuple[int, int]]) -> Iterator[
 def _sample_devices(
     tensors: Sequence[tuple[int, torch.Tensor]], snapshot: Snapshot | None
 ) -> Iterator[tuple[int, int]]:
-    """Give each position with the fingerprint of its tensor.
+    """Yield each position with the fingerprint of its tensor.
 
     The copies from a device are queued together and waited for once, which takes a tenth of the time.
     """
@@ -343,7 +343,7 @@ def fingerprints_of(plan: SavePlan) -> Fingerprints | None:
 
 
 def key_of(index: MetadataIndex) -> ItemKey:
-    """Return what is equal for the items of one tensor or shard, and hashed in a fraction of the time of `index`."""
+    """Return a key that all items of one tensor or shard share. It is hashed much faster than `index`."""
     return index.fqn, index.offset
 
 
@@ -368,7 +368,7 @@ def are_equal(copies: Sequence[ItemCopy]) -> bool:
 
 
 def check_replicas(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Sequence[SavePlan], *, uri: str) -> None:
-    """Raise `StateDictMismatchError` if copies differ that must agree. Warn once of others that do."""
+    """Raise `StateDictMismatchError` if copies that must agree differ. Warn once of other differences."""
     found = [fingerprints_of(plan) for plan in plans]
     unexpected: list[Sequence[ItemCopy]] = []
     for copies in copies_of.values():

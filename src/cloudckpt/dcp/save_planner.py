@@ -49,7 +49,7 @@ from cloudckpt.tensors.tensor_bytes import Source, classify, plain_tensor
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
 _MAX_SHOWN_CHARACTERS = 500  # as in torch
 _MAX_NAMES = 5
-_SHARDED = (DTensor, ShardedTensor)  # the latter refuses to be asked for what any tensor has
+_SHARDED = (DTensor, ShardedTensor)  # the latter raises for attributes that any tensor has
 
 
 def is_stateful(value: Any) -> bool:
@@ -69,8 +69,9 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
     """Spreads replicated tensors by bytes, the largest first; torch's planner takes them in their order.
 
     A tensor, or a shard of it, is never cut. Replicas can differ, so only those that are known to be equal are spread:
-    what is saved is the state of the lowest rank that holds it (`cloudckpt.dcp.replicas`). Each rank's own shards count
-    too, at any position. Names of one tensor, such as tied weights, are saved by one rank, and so once.
+    what is saved is the state of the lowest rank that holds it (`cloudckpt.dcp.replicas`). The bytes of
+    each rank's own shards are part of the balance. Names of one tensor, such as tied weights, are saved by one rank,
+    and so once.
 
     Args:
         compare: `Options.compare_replicas`.
@@ -244,8 +245,8 @@ def _different_things(described: str, uri: str) -> StateDictMismatchError:
 def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if ranks have different containers, or a container and an entry, under one name.
 
-    The entries of both would be saved, and no state dict holds both. None and what is empty may stand for a
-    container of another rank.
+    The entries of both would be saved, and no state dict holds both. None and an empty container may
+    stand for a container of another rank.
     """
     if len(nestings) == 1:
         return

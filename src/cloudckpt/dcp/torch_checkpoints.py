@@ -41,7 +41,7 @@ _END = pickle.STOP
 
 
 class TorchCheckpointReader(FileSystemReader):
-    """torch's reader, over one of our stores."""
+    """torch's reader, over a store of cloudckpt."""
 
     def __init__(self, client: StoreClient, registry: ExtensionRegistry | None) -> None:
         super().__init__("", registry)

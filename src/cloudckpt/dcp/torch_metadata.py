@@ -92,7 +92,7 @@ class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         return fqn in self._names
 
     def holds_value(self, fqn: str) -> bool:
-        """Return whether the entry is a Python value."""
+        """Return True if the entry is a Python value."""
         return fqn in self._values
 
     def keys(self) -> KeysView[str]:
@@ -145,7 +145,7 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
         if index.fqn not in self._positions:
             positions = self._positions[index.fqn] = {}
             for position, chunk in enumerate(tensor.chunks):
-                # An empty chunk may lie where another begins, and it is never the one that is meant.
+                # An empty chunk may be where another one begins. It is never the wanted one.
                 if chunk.offsets not in positions or 0 not in chunk.lengths:
                     positions[chunk.offsets] = position
         try:
@@ -170,8 +170,8 @@ def _torch_chunk(chunk: Chunk) -> ChunkStorageMetadata:
 def make_metadata(manifest: Manifest, *, checkpoint_id: Any, load_id: str, is_lazy: bool = False) -> Metadata:
     """Return torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to an `ItemLocation`.
 
-    Takes time and memory by the number of tensors, not of chunks: both they and the locations are made when asked for.
-    Where it `is_lazy`, so are the tensors' entries, and the nesting is left out: it is not for code that is not ours.
+    Time and memory grow with the number of tensors, not of chunks: chunks and locations are made on access. If it
+    `is_lazy`, so are the tensors' entries, and the nesting is left out: code of the user must not see it.
     """
     entries: Any = StoredEntries(manifest)
     return Metadata(

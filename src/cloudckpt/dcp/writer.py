@@ -114,7 +114,7 @@ class ObjectStoreWriter(StorageWriter):
         self.save_id = str(uuid.uuid4())
         """The id of the save, as torch's writers have it: a new one after each `reset`."""
         self.is_alone = False
-        """True if the save is of this process alone, which `run_save` finds out."""
+        """True if this process saves without others. `run_save` sets it."""
         self.lifecycle = Lifecycle("save", self._options, via=_via)
         """Tells that the current save begins and how it ends."""
         self._draft: Draft | None = None

@@ -104,10 +104,42 @@ def test_rm_keeps_the_last_steps_as_a_manager_does(local: LocalPlace, run: Run, 
 
 
 def test_rm_keeps_steps_that_a_bucket_is_owed(tmp_path: Path, run: Run) -> None:
-    """If this fails, a clean-up of a fast place deletes the only copy of a step."""
-    fast, _ = make_debt(tmp_path)
+    """If this fails, a clean-up of a fast place deletes the only copy of a step, or keeps steps that the bucket has."""
+    fast, root = make_debt(tmp_path)
+    remedy = f"{root} is owed it, and has no copy: run 'cloudckpt drain {fast} {root}' first"
     ended = run("rm", fast, "--keep-last", "1", "--yes")
-    assert (ended.code, ended.out, ended.err.count("cloudckpt drain may have to copy it first")) == (0, "", 1)
+    assert (ended.code, ended.out, ended.err.count(f"step-1: left alone: {remedy}")) == (0, "", 1)
+    assert f"step-1: {remedy}" in run("rm", f"{fast}/step-1", "--dry-run").err
+    assert run("drain", fast, root).code == 0
+    ended = run("rm", fast, "--keep-last", "1", "--yes")
+    assert (ended.code, ended.err, ended.out.count("Deleted")) == (0, "", 1)
+    assert [one.name for one in cloudckpt.list_checkpoints(fast)] == ["step-2"]
+
+
+def test_rm_asks_the_root_of_a_fast_place(tmp_path: Path, run: Run) -> None:
+    """If this fails, a step whose bucket does not answer is deleted as if the bucket had it."""
+    fast, root = make_debt(tmp_path)
+    Path(root).write_text("no folder")
+    ended = run("rm", fast, "--keep-last", "1", "--yes")
+    assert (ended.code, ended.out, "owed it, and cannot be asked for its copy: " in ended.err) == (0, "", True)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_rm_does_not_count_steps_without_their_data(damage: str, local: LocalPlace, run: Run) -> None:
+    """If this fails, rm deletes the last step that can be loaded, and keeps one that cannot."""
+    with cloudckpt.CheckpointManager(local.root, async_=False) as manager:
+        for step in range(4):
+            manager.save(step, {"w": torch.arange(9)})
+    for key in [one for one in local.contents() if one.startswith(("step-3/data/", "step-1/data/"))]:
+        data = local.read(key)
+        local.remove(key)
+        if damage == "short":
+            local.write(key, data[:-1])
+    ended = run("rm", local.root, "--keep-last", "2", "--yes")
+    lacks = "left alone: the listing lacks 1 of its 1 data objects, or has them with another size: data/"
+    assert (ended.code, [f"step-{at}: {lacks}" in ended.err for at in range(4)]) == (0, [False, True, False, True])
+    assert [one.name for one in cloudckpt.list_checkpoints(local.root)] == ["step-0", "step-1", "step-2", "step-3"]
+    assert re.findall(r"Deleted .*/step-(\d)\.", run("rm", local.root, "--keep-last", "1", "--yes").out) == ["0", "1"]
 
 
 def test_rm_counts_the_steps_of_each_run_apart(tmp_path: Path, run: Run) -> None:

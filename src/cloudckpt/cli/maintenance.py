@@ -7,6 +7,7 @@ import itertools
 import math
 import shlex
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,9 +64,7 @@ def rm(
     doomed = {uri: _find_checkpoint(uri, options) for uri in dict.fromkeys(uris)}
     if not common.as_json:
         what = "would be deleted" if dry_run else "is to be deleted"
-        for one in itertools.chain.from_iterable(doomed.values()):
-            objects = f"{size(one.num_bytes or 0)} in {count(one.num_objects or 0, 'object')}"
-            console.line(f"{one.uri}: {one.state}, {age(one.committed_at)} old, {objects}: {what}")
+        _announce(itertools.chain.from_iterable(doomed.values()), what, common)
     if doomed and not (yes or dry_run or console.confirm(f"Delete {count(len(doomed), 'checkpoint')} for good?")):
         console.say("Nothing was deleted.")
         raise typer.Exit(NO)
@@ -80,6 +79,16 @@ def rm(
             console.document(documents)
     if not (dry_run or all(document["deleted"] for document in documents)):
         raise typer.Exit(NO)
+
+
+def _announce(doomed: Iterable[CheckpointInfo], what: str, common: CommonOptions) -> None:
+    from cloudckpt.manager.debts import explain_debt
+
+    for one in doomed:
+        objects = f"{size(one.num_bytes or 0)} in {count(one.num_objects or 0, 'object')}"
+        common.console.line(f"{one.uri}: {one.state}, {age(one.committed_at)} old, {objects}: {what}")
+        if reason := explain_debt(one.uri, one.metadata, one.committed_at, common.options()):
+            common.console.warn(f"{one.uri}: {reason}")
 
 
 def _delete_all(
@@ -117,15 +126,20 @@ def _find_all_superseded(roots: list[str], keep_last: int, common: CommonOptions
 
 
 def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet: bool) -> list[str]:
-    """Return the steps that a manager with this ``keep_last`` would remove, oldest first. Warn of those that stay."""
+    """Return the steps that a manager with this ``keep_last`` would remove, oldest first. Warn of those that stay.
+
+    A step whose data objects are not listed stays, and does not count as one of the last: it cannot be loaded.
+    """
     from cloudckpt.errors import CheckpointNotFoundError
-    from cloudckpt.manager.debts import is_owed_elsewhere, root_of
+    from cloudckpt.inspect.verification import find_unlisted
+    from cloudckpt.manager.debts import explain_debt, root_of
     from cloudckpt.manager.policies import RetentionPolicy, find_superseded
     from cloudckpt.manager.steps import Steps
     from cloudckpt.uri import parse_location
 
     location = parse_location(root)
-    folders = Steps(location, common.options()).list_folders(with_metadata=True)
+    options = common.options()
+    folders = Steps(location, options).list_folders(with_metadata=True)
     for one in folders:
         if one.denied is not None:  # it may be one of the last
             raise one.denied
@@ -138,11 +152,18 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet:
             f"no step of a run is committed directly under {location.uri}: name the folder of step-0, step-1, …",
             uri=location.uri,
         )
-    damaged = {one.uri: one.problem for one in folders if one.problem}
-    owed = {one.uri: "cloudckpt drain may have to copy it first" for one in folders if is_owed_elsewhere(one, location)}
+    left = {one.uri: one.problem for one in folders if one.problem}
     policy = RetentionPolicy(keep_last=keep_last, keep_every=None, keep_best=None)
-    superseded = [one.uri for infos in by_run.values() for one in find_superseded(infos, policy, damaged=damaged)]
-    for uri, reason in ({} if quiet else damaged | {uri: owed[uri] for uri in superseded if uri in owed}).items():
+    superseded: list[str] = []
+    for infos in by_run.values():
+        doomed, looked = find_superseded(infos, policy, damaged=left), set[str]()
+        while kept := {one.uri for one in infos} - {one.uri for one in doomed} - left.keys() - looked:
+            left |= {uri: problem for uri in sorted(kept) if (problem := find_unlisted(uri, options=options))}
+            doomed, looked = find_superseded(infos, policy, damaged=left), looked | kept
+        superseded += [one.uri for one in doomed]
+    infos_of = {one.uri: (one.metadata, one.info.committed_at) for one in folders if one.info is not None}
+    owed = {uri: reason for uri in superseded if (reason := explain_debt(uri, *infos_of[uri], options))}
+    for uri, reason in ({} if quiet else left | owed).items():
         common.console.warn(f"{uri}: left alone: {reason}")
     return [uri for uri in superseded if uri not in owed]
 

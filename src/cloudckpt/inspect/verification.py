@@ -12,6 +12,7 @@ from cloudckpt._workers import each_done
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CorruptCheckpointError,
     ObjectNotFoundError,
     ShortObjectError,
@@ -108,6 +109,25 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
     )
     _log.info("verified %s", report)
     return report
+
+
+def find_unlisted(uri: str, *, options: Options) -> str:
+    """Return the reason why the checkpoint at `uri` cannot be loaded, as far as its manifest and a listing tell, or "".
+
+    Looks at the objects in its own folder, and reads no data.
+    """
+    client = Context(parse_location(uri), options, rank=0).client
+    try:
+        manifest = resolve(client).manifest
+    except CheckpointError as error:
+        return str(error)
+    listed = {info.key: info.size_bytes for info in client.list("data/")}
+    own = [stored for stored in manifest.objects if not stored.folder]
+    lacking = [stored.key for stored in own if listed.get(stored.key) != stored.size]
+    if not lacking:
+        return ""
+    words = join_first(lacking, _MAX_SHOWN_PROBLEMS, separator=", ")
+    return f"the listing lacks {len(lacking)} of its {len(own)} data objects, or has them with another size: {words}"
 
 
 class _DamagedUnitError(Exception):

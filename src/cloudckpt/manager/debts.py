@@ -27,7 +27,7 @@ from cloudckpt.errors import (
 from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject
 from cloudckpt.manager.policies import RetentionPolicy, find_superseded
-from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, name_of, raise_if_denied
+from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, name_of, parse_folder, raise_if_denied
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, log_and_deliver
 from cloudckpt.uri import Location, parse_location
@@ -330,9 +330,26 @@ def is_debt(folder: StepFolder) -> bool:
     return _record_of(folder).get("is_owed") is True
 
 
-def is_owed_elsewhere(folder: StepFolder, root: Location) -> bool:
-    """Return True if `root` is a fast place here, and the step in this folder is owed to another root."""
-    return is_debt(folder) and _record_of(folder).get("root") != root.uri
+def explain_debt(uri: str, metadata: Mapping[str, Any], committed_at: datetime, options: Options) -> str:
+    """Return why the step at `uri`, in a fast place, must stay: its root lacks the copy that it is owed; "" if not.
+
+    Asks the root, with these options if it is a store of the kind of the fast place.
+    """
+    place, _, name = uri.rpartition("/")
+    folder = StepFolder(uri=uri, metadata=metadata)
+    if not is_debt(folder) or root_of(folder) == place:
+        return ""
+    root = parse_location(root_of(folder))
+    if not root.is_of_kind(parse_location(uri)):
+        options = dataclasses.replace(options, storage_options={})
+    try:
+        found = Steps(root, options).list_folders(step=parse_folder(name))
+        raise_if_denied(found)
+    except CloudckptError as error:
+        return f"{root.uri} was owed it, and cannot be asked for its copy: {error}"
+    if any(one.info is not None and one.info.committed_at >= committed_at for one in found):
+        return ""
+    return f"{root.uri} is owed it, and has no copy: run 'cloudckpt drain {place} {root.uri}' first"
 
 
 def _info_of(folder: StepFolder) -> StepInfo:

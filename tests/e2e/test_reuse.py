@@ -80,6 +80,7 @@ def load_by_fates(
     found = load_newest(
         {"w": torch.zeros(1)},
         "memory://reused",
+        "memory://reused",
         lambda: [Candidate(uri=uri) for uri in looks.pop(0)],
         reader_of=lambda _: cloudckpt.ObjectStoreReader("memory://reused"),
         planner=None,

@@ -527,7 +527,12 @@ def test_nothing_is_a_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixtu
     cloudckpt.save(state_of(), memory.uri("step-007"))
     with caplog.at_level(logging.WARNING, logger="cloudckpt"):
         assert CheckpointManager(memory.root).restore(state) is None
-    assert any("checkpoint-5, step-007" in record.message for record in caplog.records)
+    assert any("checkpoint-5, step-007. To go" in record.message for record in caplog.records)
+    for number in range(20):
+        cloudckpt.save(state_of(), memory.uri(f"epoch-{number}"))
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        assert CheckpointManager(memory.root).restore(state) is None
+    assert any("epoch-17 and 2 more. To go" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("by", ["manager", "latest", "load_latest"])
@@ -751,7 +756,7 @@ def test_all_damaged_is_no_fresh_start(memory: Memory) -> None:
     """If this fails, a job whose checkpoints are all damaged trains from nothing, and nobody knows."""
     save_all(CheckpointManager(memory.root), 1)
     break_data(memory, "step-1")
-    with pytest.raises(cloudckpt.CorruptCheckpointError, match="none of the 1 checkpoints"):
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match=f"no checkpoint under {memory.root} can be loaded"):
         CheckpointManager(memory.root).restore(state_of())
 
 

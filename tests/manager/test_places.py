@@ -411,6 +411,19 @@ def test_a_step_damaged_nearby_and_not_in_the_bucket_is_skipped(
     cloudckpt.verify(fast / "step-3")
 
 
+def test_error_names_both_places_that_were_looked_at(fast: Path, root: Path) -> None:
+    """If this fails, a user looks for the step or the damage in one of the places alone."""
+    with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
+        save_all(manager, 2, 3)
+    for path in (fast / "step-2", fast / "step-3", root / "step-2"):
+        damage(data_of(path))
+    manager = CheckpointManager(root, fast=fast)
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match=f"no checkpoint under {root} or {fast} can be loaded"):
+        restore(manager)
+    with pytest.raises(CheckpointNotFoundError, match=f"step 5 is not committed under {root} or {fast}: "):
+        manager.restore(state_of(), step=5)
+
+
 def test_step_of_the_same_name_and_another_save_is_no_copy(fast: Path, root: Path) -> None:
     """If this fails, tensors of two saves are mixed without a word."""
     with CheckpointManager(root, fast=fast) as manager:

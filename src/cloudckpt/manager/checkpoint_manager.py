@@ -320,6 +320,10 @@ class CheckpointManager(OfThisProcess):
         """The root's steps, and those of the fast place."""
         return [self._steps] if self._fast is None else [self._steps, self._fast.steps]
 
+    @property
+    def _where(self) -> str:
+        return " or ".join(steps.location.uri for steps in self._places)
+
     def _read_times(self) -> None:
         """Read the times of all commits, so that the next one is later in every place."""
         for steps in self._places:
@@ -872,6 +876,7 @@ class CheckpointManager(OfThisProcess):
         found = load_newest(
             state_dict,
             self.root,
+            self._where,
             self._find_candidates,
             reader_of=reader_of,
             planner=planner,
@@ -882,7 +887,7 @@ class CheckpointManager(OfThisProcess):
             on_skip=self._handle_skipped,
         )
         if found is None:
-            _log.info("no step is committed under %s: fresh start", self.root)
+            _log.info("no step is committed under %s: fresh start", self._where)
             return None
         return self._take_restored(*found)
 
@@ -911,7 +916,12 @@ class CheckpointManager(OfThisProcess):
             if causes and all(isinstance(cause, CheckpointNotFoundError) for cause in causes):
                 ranks.broadcast(
                     "find",
-                    lambda: raise_missing(self._steps.uri_of(step), step, self._find_committed(with_metadata=False)),
+                    lambda: raise_missing(
+                        self._steps.uri_of(step),
+                        step,
+                        self._find_committed(with_metadata=False),
+                        where=self._where,
+                    ),
                 )
             if isinstance(error, CorruptCheckpointError):
                 self._note_damage(candidate.uri)
@@ -930,8 +940,8 @@ class CheckpointManager(OfThisProcess):
         if self._on_damaged == "raise":
             raise self._make_rank_calls().make_failure(
                 CorruptCheckpointError(
-                    f"the newest step under {self.root} is damaged, and on_damaged='raise' does not skip it: "
-                    f"{one.why}. Restore an older step with restore(state_dict, step=…), or skip damaged steps with "
+                    f"the newest step, {one.uri}, is damaged, and on_damaged='raise' does not skip it: {one.why}. "
+                    "Restore an older step with restore(state_dict, step=…), or skip damaged steps with "
                     "on_damaged='skip'",
                     uri=one.uri,
                 )

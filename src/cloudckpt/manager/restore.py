@@ -26,6 +26,7 @@ from cloudckpt.errors import (
     CloudckptError,
     CorruptCheckpointError,
     InvalidURIError,
+    join_first,
 )
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
@@ -122,6 +123,7 @@ def load_latest(
     found = load_newest(
         state_dict,
         root,
+        redact(root),
         functools.partial(_find_candidates, root, options),
         reader_of=lambda _: reader,
         planner=planner,
@@ -150,6 +152,7 @@ class Candidate:
 def load_newest(
     state_dict: dict[str, Any],
     root: str | os.PathLike[str],
+    where: str,
     find: Callable[[], list[Candidate]],
     *,
     reader_of: Callable[[Candidate], ObjectStoreReader],
@@ -162,9 +165,10 @@ def load_newest(
 ) -> tuple[Candidate, LoadReport] | None:
     """Load the first candidate of `find` that is whole, as `load_latest` does.
 
-    `find` runs on the coordinator and returns candidates, newest first. It runs again after one turns out to be gone.
-    `reader_of` returns the reader of a candidate; its options are those of the place. `on_skip` runs on all ranks for
-    each skipped candidate and may raise. Returns the candidate and the report, or None if `find` returns nothing.
+    `where` names the places of the candidates. `find` runs on the coordinator and returns candidates, newest first. It
+    runs again after one turns out to be gone. `reader_of` returns the reader of a candidate; its options are those of
+    the place. `on_skip` runs on all ranks for each skipped candidate and may raise. Returns the candidate and the
+    report, or None if `find` returns nothing.
     """
     ranks = RankCalls(process_group, no_dist=no_dist, root=redact(root), timeout_s=options.timeout_s)
     has_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
@@ -216,7 +220,7 @@ def load_newest(
     problems = [f"{one.uri}: {one.why}" for one in skipped]
     raise ranks.make_failure(
         CorruptCheckpointError(
-            f"none of the {len(skipped)} checkpoints under {redact(root)} can be loaded. {'; '.join(problems)}",
+            f"no checkpoint under {where} can be loaded. {'; '.join(problems)}",
             uri=redact(root),
             problems=problems,
         )
@@ -312,12 +316,11 @@ def check_fresh_start(steps: Steps, options: Options) -> None:
             uri=root,
         )
     if others := _find_other_names(root, options):
-        names = ", ".join(others[:_MAX_SHOWN_NAMES])
         _log.warning(
             "no step is committed under %s, but checkpoints with other names are: %s. To go on with one of them, copy "
             "it to the name of a step first: cloudckpt cp %s/%s %s/step-<n>",
             root,
-            names,
+            join_first(others, _MAX_SHOWN_NAMES, separator=", "),
             root,
             others[0],
             root,
@@ -332,13 +335,15 @@ def _find_other_names(root: str, options: Options) -> list[str]:
         return []
 
 
-def raise_missing(uri: str, step: int, found: Sequence[StepInfo]) -> NoReturn:
-    """Raise `CheckpointNotFoundError`, which lists the committed steps. `uri` is where the step would be."""
+def raise_missing(uri: str, step: int, found: Sequence[StepInfo], *, where: str) -> NoReturn:
+    """Raise `CheckpointNotFoundError`, which lists the committed steps, `found` in the places `where`.
+
+    `uri` is where the step would be.
+    """
     committed = sorted({info.step for info in found})
     there = f"the committed steps are {_format_steps(committed)}" if committed else "no step is committed"
     raise CheckpointNotFoundError(
-        f"step {step} is not committed under {uri.rpartition('/')[0]}: {there}. Pass one of them, or no step for the "
-        "newest",
+        f"step {step} is not committed under {where}: {there}. Pass one of them, or no step for the newest",
         uri=uri,
     )
 

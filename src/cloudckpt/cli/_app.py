@@ -1,4 +1,4 @@
-"""The Typer app with all commands, and what it does with their errors."""
+"""The Typer app with all commands. It prints their errors, and exits with their codes."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Console:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show that the command works, while it prints nothing. Only on a terminal's stderr; a log would tear it."""
+        """Show that the command works, while it prints nothing. Only on a terminal's stderr, and not beside a log."""
         if self.quiet or self.as_json or self.is_verbose or not sys.stderr.isatty():
             yield
             return
@@ -218,7 +218,7 @@ def exit_code_of(error: BaseException) -> int | None:
 
 
 def _interrupt_of(error: BaseException) -> KeyboardInterrupt | SystemExit | None:
-    """Return the Ctrl-C or SIGTERM that hit a commit, which is an error because the commit may have arrived."""
+    """Return the Ctrl-C or SIGTERM that interrupted a commit, which is an error because the commit may have arrived."""
     interrupt = _single_cause(error).__cause__
     return interrupt if isinstance(interrupt, (KeyboardInterrupt, SystemExit)) else None
 
@@ -238,7 +238,7 @@ def message_of(error: BaseException, *, flags: Collection[str] = ()) -> str:
 
 
 def usage_message(error: BaseException) -> str | None:
-    """Return one line for an error in the use of a command, or the help where Typer wants that; None for others."""
+    """Return one line for an error in the use of a command, or the help if Typer asks for it; None for others."""
     context, format_message = (getattr(error, name, None) for name in ("ctx", "format_message"))
     if format_message is None:
         return None
@@ -249,7 +249,7 @@ def usage_message(error: BaseException) -> str | None:
 
 
 def _single_cause(error: BaseException) -> BaseException:
-    """Return the error itself where a save or load has wrapped that of its only rank."""
+    """Return the error of the only rank, if a save or load has wrapped it; otherwise `error` itself."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and len(failures) == 1:
         ((cause, _trace),) = failures.values()

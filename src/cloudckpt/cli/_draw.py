@@ -241,7 +241,7 @@ def draw_timeline(title: str, events: Iterable[Mapping[str, Any]]) -> Figure:
 def _draw_lane(
     spans: Sequence[Mapping[str, Any]], y: float, height: float, place: Callable[[float], float]
 ) -> Iterable[Shape]:
-    """Draw the spans of one lane, in the order of their begin, so that nested ones lie above. Tiny ones are joined."""
+    """Draw the spans of one lane in the order of their begin, so nested ones are on top. Tiny ones are joined."""
     ends: dict[Color, float] = {}
     for one in spans:
         color = _COLORS.get(one["name"], "transfer")

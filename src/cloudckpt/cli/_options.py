@@ -1,4 +1,4 @@
-"""Options that several commands have, and what the library makes of them."""
+"""Options that several commands have, and the library's `Options` that they stand for."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class PairOptions(CommonOptions):
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="As --storage-option, for the second place alone; --storage-option is then for the first alone. "
-            "Without it, that is for both, or for the one of the two that is no path.",
+            help="Like --storage-option, for the second place alone; --storage-option is then for the first alone. "
+            "Without it, --storage-option is for both places, or for the one that is not a path.",
             show_default=False,
         ),
     ] = None

@@ -64,7 +64,7 @@ def _parse_columns(text: str) -> list[str]:
 
 
 def ls(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")],
     *,
     long: Annotated[
         bool, typer.Option("--long", "-l", help="Also dates, attempts, overwrites, tensors and metadata.")
@@ -103,14 +103,14 @@ def ls(
     options = common.options()
     found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
     if not found:
-        _tell_nothing(console, root, options)
+        _print_no_checkpoint(console, root, options)
     modes = choose_modes(found, best) if metrics or best else None
     best_of = None if modes is None else find_best(found, modes)
     if sort is _Order.name:
         found.sort(key=lambda one: one.name)
     elif sort is _Order.size:
         found.sort(key=lambda one: one.num_bytes or 0)
-    _tell(console, root, found[::-1] if reverse else found, names, long=long, best_of=best_of)
+    _print_list(console, root, found[::-1] if reverse else found, names, long=long, best_of=best_of)
     if modes and best_of and not common.as_json:
         console.say(f"* marks the best: {describe_modes(modes, best_of)}. For others: --best min:METRIC or max:METRIC.")
     elif modes is not None and found and not find_metrics(found):
@@ -120,7 +120,7 @@ def ls(
 
 
 def latest(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")],
     *,
     common: CommonOptions,
 ) -> None:
@@ -147,7 +147,7 @@ def latest(
 
 
 def du(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")],
     *,
     common: CommonOptions,
 ) -> None:
@@ -161,7 +161,7 @@ def du(
     options = common.options()
     found = list_checkpoints(root, all=True, options=options)
     if not found:
-        _tell_nothing(console, root, options)
+        _print_no_checkpoint(console, root, options)
         if not common.as_json:
             return
     sums: dict[str, list[int]] = {}
@@ -187,7 +187,7 @@ def du(
         raise typer.Exit(DENIED)
 
 
-def _tell(
+def _print_list(
     console: Console,
     root: str,
     found: Sequence[CheckpointInfo],
@@ -232,8 +232,8 @@ def _advise(console: Console, root: str, found: Sequence[CheckpointInfo]) -> Non
         console.say(f"The save of a job that is dead stays unfinished. {gc_advice(root)}.")
 
 
-def _tell_nothing(console: Console, root: str, options: Options) -> None:
-    """Say what is there instead of checkpoints. Raises `CheckpointNotFoundError` if that is nothing."""
+def _print_no_checkpoint(console: Console, root: str, options: Options) -> None:
+    """Name the folders that are there instead. Raises `CheckpointNotFoundError` if nothing is there."""
     from cloudckpt.commit.log import describe_folders, list_kept_folders
     from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.io.client import open_client
@@ -245,9 +245,9 @@ def _tell_nothing(console: Console, root: str, options: Options) -> None:
     is_folder = location.local_path is not None and os.path.isdir(location.local_path)  # noqa: PTH112  # as URIs have it
     if not folders and not is_folder and not client.list(most=1):
         raise CheckpointNotFoundError(f"There is nothing at {location.uri}.", uri=location.uri)
-    text = f"No checkpoint lies directly in {location.uri}, and nothing that a save has left."
+    text = f"{location.uri} has no checkpoint directly in it, and nothing that a save has left."
     if folders:
-        text += f" It has the {describe_folders(folders)}: name the one that the checkpoints lie in."
+        text += f" It has the {describe_folders(folders)}: name the one that holds the checkpoints."
     console.say(text)
 
 
@@ -285,7 +285,7 @@ def parse_interval(text: str) -> timedelta:
 
 
 def watch(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")],
     *,
     interval: Annotated[
         timedelta, typer.Option(parser=parse_interval, metavar="TIME", help="From one listing to the next: 1s to 1h.")
@@ -317,10 +317,10 @@ def watch(
         listed.sort(key=lambda one: one.state == "committed")
         found = {(one.name, one.attempt): one for one in listed}
         for key in known.keys() - found.keys():
-            _tell_change(console, known.pop(key), is_gone=True)
+            _print_change(console, known.pop(key), is_gone=True)
         for key, one in found.items():
             if key not in known or known[key].state != one.state:
-                _tell_change(console, one)
+                _print_change(console, one)
             known[key] = one
         steps = [step_of(one) for one in found.values() if one.state == "committed"]
         if until_step is not None and any(step is not None and step >= until_step for step in steps):
@@ -328,7 +328,7 @@ def watch(
         time.sleep(interval.total_seconds())
 
 
-def _tell_change(console: Console, one: CheckpointInfo, *, is_gone: bool = False) -> None:
+def _print_change(console: Console, one: CheckpointInfo, *, is_gone: bool = False) -> None:
     state = "gone" if is_gone else one.state
     if console.as_json:
         typer.echo(json.dumps(document_of(one) | {"state": state}))

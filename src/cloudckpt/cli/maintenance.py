@@ -53,7 +53,9 @@ def rm(
     """
     console = common.console
     if not (yes or dry_run or console.is_interactive):
-        console.warn("Error: there is nobody to ask: pass --yes to delete, or --dry-run to see what would go.")
+        console.warn(
+            "Error: there is no terminal to ask on: pass --yes to delete, or --dry-run to see what would be deleted."
+        )
         raise typer.Exit(WRONG_USAGE)
     options = common.options()
     roots = uris
@@ -61,15 +63,15 @@ def rm(
         uris = _find_all_superseded(roots, keep_last, common)
         if not uris:
             console.say("There is nothing to delete.")
-    doomed = {uri: _find_checkpoint(uri, options) for uri in dict.fromkeys(uris)}
+    to_delete = {uri: _find_checkpoint(uri, options) for uri in dict.fromkeys(uris)}
     if not common.as_json:
         what = "would be deleted" if dry_run else "is to be deleted"
-        _announce(itertools.chain.from_iterable(doomed.values()), what, common)
-    if doomed and not (yes or dry_run or console.confirm(f"Delete {count(len(doomed), 'checkpoint')} for good?")):
+        _announce(itertools.chain.from_iterable(to_delete.values()), what, common)
+    if to_delete and not (yes or dry_run or console.confirm(f"Delete {count(len(to_delete), 'checkpoint')} for good?")):
         console.say("Nothing was deleted.")
         raise typer.Exit(NO)
     documents: list[dict[str, Any]] = [
-        {"uri": uri, "deleted": False, "found": [document_of(one) for one in found]} for uri, found in doomed.items()
+        {"uri": uri, "deleted": False, "found": [document_of(one) for one in found]} for uri, found in to_delete.items()
     ]
     try:
         if not dry_run:
@@ -81,10 +83,10 @@ def rm(
         raise typer.Exit(NO)
 
 
-def _announce(doomed: Iterable[CheckpointInfo], what: str, common: CommonOptions) -> None:
+def _announce(to_delete: Iterable[CheckpointInfo], what: str, common: CommonOptions) -> None:
     from cloudckpt.manager.debts import explain_debt
 
-    for one in doomed:
+    for one in to_delete:
         objects = f"{size(one.num_bytes or 0)} in {count(one.num_objects or 0, 'object')}"
         common.console.line(f"{one.uri}: {one.state}, {age(one.committed_at)} old, {objects}: {what}")
         if reason := explain_debt(one.uri, one.metadata, one.committed_at, common.options()):
@@ -94,7 +96,7 @@ def _announce(doomed: Iterable[CheckpointInfo], what: str, common: CommonOptions
 def _delete_all(
     documents: list[dict[str, Any]], roots: list[str], keep_last: int | None, common: CommonOptions
 ) -> None:
-    """Delete checkpoints. A job may have saved while the question stood, also again to a step that was superseded."""
+    """Delete checkpoints. A job may have saved since the question was asked, even to a superseded step."""
     still = None if keep_last is None else _find_all_superseded(roots, keep_last, common, quiet=True)
     for document in documents:
         has_changed = still is not None and document["uri"] not in still
@@ -156,11 +158,11 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet:
     policy = RetentionPolicy(keep_last=keep_last, keep_every=None, keep_best=None)
     superseded: list[str] = []
     for infos in by_run.values():
-        doomed, looked = find_superseded(infos, policy, damaged=left), set[str]()
-        while kept := {one.uri for one in infos} - {one.uri for one in doomed} - left.keys() - looked:
+        to_delete, looked = find_superseded(infos, policy, damaged=left), set[str]()
+        while kept := {one.uri for one in infos} - {one.uri for one in to_delete} - left.keys() - looked:
             left |= {uri: problem for uri in sorted(kept) if (problem := find_unlisted(uri, options=options))}
-            doomed, looked = find_superseded(infos, policy, damaged=left), looked | kept
-        superseded += [one.uri for one in doomed]
+            to_delete, looked = find_superseded(infos, policy, damaged=left), looked | kept
+        superseded += [one.uri for one in to_delete]
     infos_of = {one.uri: (one.metadata, one.info.committed_at) for one in folders if one.info is not None}
     owed = {uri: reason for uri in superseded if (reason := explain_debt(uri, *infos_of[uri], options))}
     for uri, reason in ({} if quiet else left | owed).items():
@@ -387,7 +389,7 @@ def doctor(
 ) -> None:
     """Find out if saves to URI will work: credentials, clock, bucket, permissions, promises of the store.
 
-    What it writes lies below URI, and is removed again. Exits with 1 if a check failed that matters.
+    It writes below URI alone, and removes that again. Exits with 1 if an important check failed.
 
     Example: cloudckpt doctor s3://bucket/run
     """

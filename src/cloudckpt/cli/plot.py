@@ -39,7 +39,7 @@ class OutputOptions(CommonOptions):
 
 
 def plot(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")],
     *,
     name: Annotated[
         list[str] | None,
@@ -119,7 +119,7 @@ def write_file(output: Path, data: bytes) -> None:
 
 
 def find_checkpoints(root: str, common: CommonOptions) -> list[CheckpointInfo]:
-    """List what lies at `root`, and warn of damage. Raises `CheckpointNotFoundError` if nothing is committed."""
+    """List the checkpoints at `root`, and warn of damage. Raises `CheckpointNotFoundError` if nothing is committed."""
     from cloudckpt.inspect.catalog import list_checkpoints
 
     found = list_checkpoints(root, all=True, options=common.options())

@@ -58,7 +58,7 @@ th{{color:var(--muted);font-weight:600}}.number{{text-align:right}}.marked{{font
 
 
 def report(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")],
     *,
     compare: Annotated[
         tuple[str, str] | None,

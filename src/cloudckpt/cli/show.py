@@ -143,7 +143,7 @@ def cat(
 ) -> None:
     """Show one value, or a tensor's shape, dtype, smallest and largest element, mean, and number of NaNs.
 
-    Of a name with entries below it, show each of these: values, small tensors, and the shape and dtype of larger ones.
+    For a name with entries below it, show all of these: values, small tensors, and the shape and dtype of larger ones.
     Reads these entries alone. No stored code is run.
 
     Example: cloudckpt cat s3://bucket/run/step-100 model.layer.weight
@@ -256,8 +256,8 @@ def _print_head(console: Console, found: CheckpointDescription) -> None:
         f"{count(len(found.tensors), 'tensor')} with {count(found.num_elements, 'element')}, "
         f"{count(len(found.values), 'value')}; {size(found.num_bytes)} in {count(len(found.objects), 'object')}"
     )
-    overwritten = f", overwritten {count(found.num_overwrites, 'time')}" if found.num_overwrites else ""
-    console.line(f"saved {found.created_at} by {count(found.world_size, 'rank')}{overwritten}; attempt {found.attempt}")
+    number = f", manifest {found.num_overwrites}" if found.num_overwrites else ""
+    console.line(f"saved {found.created_at} by {count(found.world_size, 'rank')}{number}; attempt {found.attempt}")
     console.line(", ".join(f"{name} {version}" for name, version in found.software.items()))
     if found.metadata:
         console.line(f"metadata: {json.dumps(found.metadata)}")

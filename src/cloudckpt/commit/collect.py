@@ -335,8 +335,8 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     if any(item.kind == "claim" for item in walked.found) or claimed != frozenset():
         kept = None if claimed is None else {walked.prefix + key for key in claimed}
         walked = replace(walked, found=[item for item in walked.found if _is_free(item, kept)])
-    doomed = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.highest_number]
-    failure, is_certain = _remove_whole(walked, doomed)
+    numbers = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.highest_number]
+    failure, is_certain = _remove_whole(walked, numbers)
     if failure is None:
         return True
     if is_certain and _put_back(walked, fenced, conditional=conditional):
@@ -353,8 +353,8 @@ def _is_free(item: FoundItem, claimed: Collection[str] | None) -> bool:
     return item.kind != "claim" and (item.kind != "data" or (claimed is not None and item.key not in claimed))
 
 
-def _remove_whole(walked: WalkedLocation, doomed: Sequence[int]) -> tuple[StoreError | None, bool]:
-    """Remove the `doomed` entries, and all that the walk found. Return the error that ended it, and if it is certain.
+def _remove_whole(walked: WalkedLocation, numbers: Sequence[int]) -> tuple[StoreError | None, bool]:
+    """Remove the `numbers` entries, and all that the walk found. Return the error that ended it, and if it is certain.
 
     It is certain if the store has refused each request that failed. Another failed request may still be carried out.
     """
@@ -371,7 +371,7 @@ def _remove_whole(walked: WalkedLocation, doomed: Sequence[int]) -> tuple[StoreE
     try:
         for keys in (
             # Remove the manifests first: after a refusal, `_put_back` can restore a manifest, but no data.
-            [walked.prefix + manifest_key(number) for number in doomed],
+            [walked.prefix + manifest_key(number) for number in numbers],
             sorted(item.key for item in walked.found if item.kind == "data"),
         ):
             for batch in split_into_batches(keys):

@@ -26,8 +26,8 @@ from cloudckpt.tensors.tensor_bytes import bytes_view
 class CopiedBody:
     """A data object of a checkpoint. Each tile is checked when it is read.
 
-    `open` raises `CorruptCheckpointError`, with the object and its tensors, if it is not what was saved, and
-    `CheckpointChangedError`.
+    `open` raises `CorruptCheckpointError`, which names the object and its tensors, if the bytes are not those of the
+    save, and `CheckpointChangedError` if the source was replaced.
     """
 
     def __init__(self, reader: Reader, object_index: int, contents: ObjectContents, arena: Arena) -> None:
@@ -68,7 +68,7 @@ class TensorFile:
     layout: Layout
 
     def body_in(self, reader: TensorReader, names: Mapping[str, str]) -> BodyIn:
-        """Return what makes the body. `names` are those that the reader knows, by those in the file."""
+        """Return a function that makes the body. `names` has the reader's name for each name in the file."""
         return functools.partial(_TensorsBody, self, reader, [names[entry.fqn] for entry in self.entries])
 
 

@@ -118,15 +118,15 @@ class Progress:
         """Add `num_bytes` to the total."""
         with self._lock:
             self._total_bytes += num_bytes
-            self._tell()
+            self._report_bytes()
 
     def add(self, num_bytes: int) -> None:
         """Add `num_bytes` to those that are done."""
         with self._lock:
             self._done_bytes += num_bytes
-            self._tell()
+            self._report_bytes()
 
-    def _tell(self) -> None:
+    def _report_bytes(self) -> None:
         if self._on_progress is not None:
             self._on_progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
@@ -179,7 +179,7 @@ class Conversion:
         num_values: int = 0,
         left_out: tuple[str, ...] = (),
     ) -> ConversionReport:
-        """Build the report of an export or import that wrote `files`, the sizes by the names."""
+        """Build the report of an export or import that wrote `files`: their sizes, by name."""
         return ConversionReport(
             source=self.source.uri,
             target=self.target.uri,
@@ -206,9 +206,9 @@ def upload(
 ) -> tuple[list[ObjectRef], int]:
     """Upload an object for each key of `bodies`, and those of `last` once all others exist.
 
-    Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure none does. `leftovers`, by
-    key, are used if they are the same; if they are given, a failure leaves what was sent. A failure also calls
-    `stop_reading`.
+    Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure none does. `leftovers` of
+    earlier attempts, by key, are used if their bytes are the same. If they are given, a failure leaves the parts that
+    were sent. A failure also calls `stop_reading`.
 
     Returns:
         The receipts in the order of the keys, and the number of bytes that were used of `leftovers`.

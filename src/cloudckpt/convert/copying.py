@@ -126,7 +126,7 @@ def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
 
 
 def list_others(target: str | os.PathLike[str], *, options: Options) -> list[str]:
-    """Return names in the folder `target` that are not those of a checkpoint there; none if one is committed there."""
+    """Return the names in the folder `target` that no checkpoint has there; none if one is committed there."""
     there = Context(parse_location(target), options, rank=0)
     if read_log(there.client).current_number is not None:
         return []
@@ -234,13 +234,13 @@ class CopyJob:
         keys = [draft.key(number) for number in range(2 * len(objects))]
         try:
             if _is_one_service(self._source, self._target):
-                # These keys are used for nothing else: a copy that was given up may still appear there.
+                # These keys are used for nothing else: a request that was given up may still put an object there.
                 with contextlib.closing(Arena(budget_bytes=self._budget_bytes)) as arena:
                     self._ask_service(keys[len(objects) :], arena)
             self._stream()
             copied = msgspec.structs.replace(
                 self._manifest,
-                # The copy lacks what a newer minor version adds.
+                # The copy has no fields of a newer minor version.
                 version=min(self._manifest.version, (FORMAT_MAJOR, FORMAT_MINOR)),
                 attempt=draft.attempt,
                 created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -269,9 +269,9 @@ class CopyJob:
     def _leftovers(self) -> dict[str, list[Leftover]] | None:
         """Find what earlier copies of the source left, by the keys of this one. None without `Options.resume`.
 
-        At most one attempt ever commits under a number. So while it is free, none of these has, no overwrite has
-        replaced one of them, and no deletion or collection that put its fence under it has begun: nobody removes what
-        they wrote.
+        At most one attempt ever commits under a number. While the number is free, none of these attempts has committed,
+        no overwrite has replaced one, and no deletion or collection has put a fence there. So nothing removes their
+        objects.
         """
         target, attempt = self._target, self._draft.attempt
         if not target.options.resume:
@@ -302,8 +302,8 @@ class CopyJob:
             stored, (client, key) = objects[number], self._reader.locate(number)
             try:
                 crc32c = target.store.copy_from(client.url(key), keys[number], run=target.client.call)
-            # Copies need a permission of their own. A missing object is the source, or an aborted upload: reading the
-            # source tells which.
+            # Copies need a permission of their own. The missing object is the source, or an upload that was aborted: a
+            # read of the source shows which.
             except (UnsupportedOperationError, AccessDeniedError, ObjectNotFoundError) as error:
                 refused.append(error)
                 return

@@ -99,7 +99,7 @@ def export_checkpoint(
         target: URI of the folder; of the file for ``"torch"``, and for one file whose name ends in ``.safetensors`` in
             any case. A directory that exists is a folder.
         format: One of the two formats.
-        include: Names of entries, or patterns as of files. ``"model"`` and ``"model.*"`` take all that is below
+        include: Names of entries, or patterns as for files. ``"model"`` and ``"model.*"`` take all that is below
             ``model``. Empty for all entries.
         strip_prefix: First part, such as ``"model"``, to remove from dotted names. Makes the state dict of ``"torch"``
             flat.
@@ -190,7 +190,7 @@ def _export_safetensors(
     fqns = {name: fqn for fqn, name in names.items() if fqn in stored}
     if left_out and not skip_non_tensors:
         raise UnsupportedValueError(
-            f"safetensors files hold tensors alone, and of {source.uri} these are Python objects: "
+            f"safetensors files hold tensors alone, and these entries of {source.uri} are Python objects: "
             f"{quote_names(sorted(left_out))}",
             uri=source.uri,
             hint=Hint(
@@ -308,8 +308,8 @@ class Files:
     """Files of one export in one folder of a store.
 
     `patterns` match the names that an export of this format writes. If such a file exists, `check` fails, unless
-    the export may overwrite. `write` then removes the old export before any file is written, beginning with those whose
-    names are patterns: by these, readers find the others.
+    the export may overwrite. `write` then removes the old export before any file is written. It begins with the files
+    whose names have no wildcard, by which readers find the others.
     """
 
     def __init__(self, conversion: Conversion, target: Context, *, patterns: Sequence[str]) -> None:
@@ -334,7 +334,7 @@ class Files:
     ) -> dict[str, int]:
         """Replace the earlier export by new files, and return their sizes. A failure removes all files.
 
-        Readers find the others by those of `last`. Raises what `check` raises.
+        Readers find the other files by those of `last`. Raises the errors of `check`.
         """
         self._progress.expect(num_bytes)
         self._clear([*bodies, *(last or ())])
@@ -370,9 +370,9 @@ class Files:
         names = self._find_names()
         first = [name for name in names if name in self._patterns]
         # Two calls, since a store removes many siblings in any order.
-        for doomed in (first, [name for name in names if name not in first]):
-            if doomed:
-                target.client.delete(doomed)
+        for batch in (first, [name for name in names if name not in first]):
+            if batch:
+                target.client.delete(batch)
 
     def _find_names(self) -> list[str]:
         """Find the files of an earlier export. Two listings must agree, because one may lack a file."""

@@ -90,7 +90,7 @@ def import_checkpoint(
         source: URI of the file or folder.
         target: URI of the checkpoint.
         format: One of the three formats.
-        include: Names of entries, or patterns as of files. Empty for all entries.
+        include: Names of entries, or patterns as for files. Empty for all entries.
         add_prefix: First part, such as ``"model"``, to add to each name. The nested dicts of ``"torch"`` and
             ``"dcp"`` files then become names with dots.
         tie: More names for tensors of safetensors files (``{"lm_head.weight": "embed.weight"}``), for those that
@@ -216,7 +216,7 @@ def _import_dcp(conversion: Conversion) -> ConversionReport:
 
     if not has_torch_checkpoint(source.client):
         raise CheckpointNotFoundError(
-            f"no DCP checkpoint lies at {source.uri}, which has no {TORCH_METADATA_KEY}. Check the URI and the format",
+            f"{source.uri} has no {TORCH_METADATA_KEY}, so no DCP checkpoint is there. Check the URI and the format",
             uri=source.uri,
         )
     before = files()

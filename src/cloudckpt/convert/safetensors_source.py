@@ -79,8 +79,8 @@ def _parse_header(header: bytes, file: ObjectInfo) -> tuple[list[SourceTensor], 
     begins = [*(each.begin for each in tensors), file.size_bytes]
     if ends != begins:
         if ends[-1] > file.size_bytes:
-            raise ValueError(f"it has {file.size_bytes} bytes, but its header speaks of {ends[-1]}: it was cut")
-        raise ValueError("its tensors do not lie back to back, from the header's end to the file's")
+            raise ValueError(f"it has {file.size_bytes} bytes, but its header describes {ends[-1]}: it was cut")
+        raise ValueError("its tensors are not stored back to back, from the header's end to the file's")
     return tensors, metadata
 
 
@@ -92,7 +92,9 @@ def _tensor(file: ObjectInfo, name: str, entry: HeaderMember, base: int) -> Sour
     if not 0 <= begin <= end or len(entry.shape) > _MAX_NDIM or any(length < 0 for length in entry.shape):
         raise ValueError(f"{name!r:.200} has the impossible shape {entry.shape!r:.200} at [{begin}, {end})")
     if end - begin != math.prod(entry.shape) * ITEMSIZE_BYTES[dtype]:
-        raise ValueError(f"{name!r:.200} has {end - begin} bytes, which is not what {entry.shape!r:.200} takes")
+        raise ValueError(
+            f"{name!r:.200} has {end - begin} bytes, and a tensor of shape {entry.shape!r:.200} has another number"
+        )
     return SourceTensor(file=file, name=name, dtype=dtype, shape=entry.shape, begin=base + begin, end=base + end)
 
 
@@ -124,7 +126,7 @@ class SafetensorsSource:
         lost = sorted(set(weight_map or ()) - self.tensors.keys())
         if lost:
             raise CorruptCheckpointError(
-                f"{self._uri} lacks {quote_names(lost)}, which its index names: a file is not all there",
+                f"{self._uri} lacks {quote_names(lost)}, which its index names: a file is incomplete",
                 uri=self._uri,
             )
 
@@ -168,7 +170,7 @@ class SafetensorsSource:
         index_name = name
         if index_name is None:
             changing = CheckpointChangedError(
-                f"{self._uri} lists other files each time, and no index says which there are. Import again",
+                f"{self._uri} lists other files each time, and has no index that names them. Import again",
                 uri=self._uri,
             )
             keys, here = self._context.client.confirm(
@@ -181,7 +183,7 @@ class SafetensorsSource:
                 names = [key for key in here if key.endswith(_SUFFIX)]
                 if not names:
                     raise CheckpointNotFoundError(
-                        f"no safetensors file lies at {self._uri}{_suggest_folders(keys)}", uri=self._uri
+                        f"no safetensors file exists at {self._uri}{_suggest_folders(keys)}", uri=self._uri
                     )
                 return [head_file(self._context, key) for key in names], None
             if len(indices) > 1 and INDEX_NAME not in indices:
@@ -202,7 +204,7 @@ class SafetensorsSource:
 
     def _index(self, name: str) -> dict[str, str]:
         context, url = self._context, self._context.client.url(name)
-        with naming_missing_file():  # `confirm` looks again at the whole
+        with naming_missing_file():  # `confirm` repeats the whole look
             document = context.client.call(context.store.read, name, max_bytes=_MAX_INDEX_BYTES)
         try:
             weight_map = json.loads(document)["weight_map"]
@@ -236,7 +238,7 @@ class SafetensorsSource:
             if tensor.name in self.tensors:
                 other = self._context.client.url(self.tensors[tensor.name].file.key)
                 raise UnsupportedValueError(
-                    f"{tensor.name!r} lies in {other} and in {url}, and no index says which counts",
+                    f"{tensor.name!r} is in {other} and in {url}, and no index says which one to take",
                     uri=self._uri,
                 )
             self.tensors[tensor.name] = tensor
@@ -270,7 +272,7 @@ def _suggest_folders(keys: Sequence[str]) -> str:
     if any(manifest_number(key) is not None for key in keys):
         return ", but a checkpoint of cloudckpt's: cloudckpt cp copies it"
     with_files = {key.rpartition("/")[0] for key in keys if key.endswith((_SUFFIX, _INDEX_SUFFIX))}
-    # Hidden folders are of huggingface_hub's own use, and what data/ holds is mostly of checkpoints.
+    # huggingface_hub uses hidden folders itself, and data/ is mostly a checkpoint's.
     if folders := sorted(folder for folder in with_files if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/"):
         return f", but its folders {quote_names(folders)} hold some: name one of them"
     return ". Check the URI; import a file of torch.save in the format 'torch'"

@@ -21,14 +21,14 @@ from cloudckpt.uri import Location, parse_location
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Entries to take of a source, by patterns of names or all of them, and their new names."""
+    """The entries to take from a source, all or by patterns of names, and their new names."""
 
     uri: str
     include: tuple[str, ...] = ()
     strip_prefix: str = ""
     add_prefix: str = ""
     leaves_out: Callable[[str], object] | None = None
-    """Tells of the first part of a name if the entry is not to be taken."""
+    """Returns a true value for the first part of a name if the entry is not to be taken."""
 
     def __post_init__(self) -> None:
         if self.add_prefix and "" in self.add_prefix.removesuffix(".").split("."):
@@ -135,7 +135,7 @@ def read(
 
     Args:
         uri: The checkpoint.
-        include: Names of entries, or patterns as of files. ``"model"`` and ``"model.*"`` take all that is below
+        include: Names of entries, or patterns as for files. ``"model"`` and ``"model.*"`` take all that is below
             ``model``. Empty for all entries.
         allow_pickle: See `cloudckpt.load`.
         options: See `cloudckpt.load`.

@@ -102,7 +102,7 @@ class CheckpointInfo:
         """Seconds from the start of the save to its commit, by the writer's clock. None if unknown, as for a copy."""
         try:
             seconds = (self.committed_at - attempt_time(self.attempt)).total_seconds()
-        except ValueError:  # the attempt tells no time
+        except ValueError:  # the attempt has no time
             return None
         return seconds if self.state == "committed" and seconds >= 0 else None
 
@@ -115,14 +115,14 @@ _MODE_WORDS: Mapping[Mode, re.Pattern[str]] = {
 
 
 def mode_of_name(metric: str) -> Mode | None:
-    """Return the direction that the words of a metric's name tell, or None. ``neg`` turns it, so it tells nothing."""
+    """Return the direction that the words of a metric's name suggest, or None; always None with ``neg``."""
     words = re.split(r"[\W_]+", metric.lower())
     modes = [mode for mode, known in _MODE_WORDS.items() if any(map(known.fullmatch, words))]
     return modes[0] if len(modes) == 1 and "neg" not in words else None
 
 
 def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Read the metrics from the metadata of a manifest. Values of other types are another program's and left out."""
+    """Read the metrics from the metadata of a manifest. Values of other types, of other programs, are left out."""
     values = metadata.get(METRICS_KEY)
     if not isinstance(values, dict):
         return {}
@@ -237,9 +237,9 @@ def look_at_folders(
 ) -> dict[str, _T]:
     """Return what `look` finds in each folder, by name, once two looks in a row agree on what is missing.
 
-    `look` returns what it finds in a folder and what it misses there, which is falsy where that is nothing. A folder in
-    which something is missing is looked at again. The names of all folders are part of what two looks must agree on,
-    because one listing may lack one. Raises what `changing` makes where no two looks agree.
+    `look` returns its result for a folder, and what is missing there: a falsy value if nothing is. A folder in which
+    something is missing is looked at again. Two looks must also agree on the names of the folders, because a listing
+    may lack one. Raises the error of `changing` if no two looks agree.
     """
     found: dict[str, tuple[_T, Hashable]] = {}
 
@@ -293,7 +293,7 @@ class _Listing:
         return sorted({"", *of_uploads, *self.list_names()})
 
     def find_commit(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
-        """Return the checkpoint in a folder, or the log in which none counts."""
+        """Return the checkpoint in a folder, or else the log, which has no current manifest."""
         log = read_log_once(self._client, prefix=f"{name}/", is_lenient=True)
         entry, time = log.current_entry, None
         if entry is not None:
@@ -311,7 +311,7 @@ class _Listing:
             for info in client.list("data/"):
                 inventory.add_object(info)
             uploads = self._uploads.get(name, ())
-            if client.store.capabilities.has_hidden_uploads:  # one closed folder has kept the listing from all
+            if client.store.capabilities.has_hidden_uploads:  # the listing of all fails if one folder is closed
                 uploads = client.list_uploads("" if name else "data/")
             for upload in uploads:
                 inventory.add_upload(upload)
@@ -334,8 +334,8 @@ class _Listing:
     ) -> tuple[CheckpointInfo | None, Sequence[FoundItem], Hashable, datetime | None]:
         """Return the checkpoint, if any, the data beside it, and the log if the manifest has vanished since.
 
-        The last one is the time of the newest fence, if no manifest counts: no earlier save can be committed.
-        If it has vanished in two looks, it is damaged: no program that follows the protocol removes what counts.
+        The last value is the time of the newest fence, if no manifest is current: no earlier save can be committed. If
+        the manifest vanishes in two looks, the checkpoint is damaged: no program that follows the protocol removes it.
         """
         log = summary = vanished = None
         problem, state = "", _DAMAGED

@@ -44,8 +44,8 @@ class Difference:
     one, or it is a wrapper, and its class or its metadata differs. ``"dtype"``, ``"shape"``, ``"values"``: these
     differ. Only tensors of one dtype and shape are compared by value."""
     before: str
-    """The value in the first checkpoint as Python shows it; of a tensor dtype and shape. Empty if it has none. Of a
-    long value only 4,096 characters around the first difference are kept, and the number of the others."""
+    """Description of the entry in the first checkpoint: dtype and shape of a tensor, or the ``repr`` of a value; empty
+    if it has none. A long value is cut to 4,096 characters around the first difference."""
     after: str
     """Description of the entry in the second checkpoint; empty if it has none."""
     num_elements: int = 0
@@ -378,7 +378,7 @@ def is_same_value(before: bytes, after: bytes, *, are_json: Sequence[bool]) -> t
 
 
 def _shorten(*texts: str) -> tuple[str, str]:
-    """Return what two long texts have around their first difference."""
+    """Cut two long texts to the characters around their first difference."""
     begin = find_shown_begin(*texts, max_chars=_MAX_TEXT_CHARS)
     return _cut(texts[0], begin), _cut(texts[1], begin)
 

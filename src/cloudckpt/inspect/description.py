@@ -92,7 +92,7 @@ class CheckpointDescription:
     world_size: int
     """Number of ranks that saved."""
     num_overwrites: int
-    """Number of earlier saves that this checkpoint replaced."""
+    """Number of its manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
     software: Mapping[str, str]
     """Versions of the libraries of the save, by name."""
     metadata: Mapping[str, Any]
@@ -155,7 +155,7 @@ def group_by_module(
 
 
 def matches(fqn: str, patterns: Iterable[str]) -> bool:
-    """Return True if a pattern, as of file names, fits the whole name. A name fits all that is below it, too."""
+    """Return True if a pattern, as for file names, fits the name, or a name above it."""
     return any(
         fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns
     )

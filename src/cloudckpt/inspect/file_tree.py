@@ -41,7 +41,7 @@ class CommittedFiles:
 class FileTree:
     """The committed checkpoints under a root, each a directory of its files, and the folders that have some.
 
-    What is not committed does not exist in it. An error of the store is raised, and never means that nothing exists.
+    It has committed files alone. An error of the store is raised, and never means that nothing exists.
     """
 
     def __init__(self, root: Location, options: Options, *, rank: int) -> None:
@@ -70,7 +70,7 @@ class FileTree:
     def _find(self, path: str) -> tuple[CommittedFiles, str] | None:
         """Return the committed checkpoint at or above `path`, and the rest of the path.
 
-        The last one is kept for the questions about its files.
+        The last one is kept, since most calls are about its files.
         """
         known = self._last
         if known is not None and path.startswith(f"{known.folder}/"):
@@ -137,7 +137,7 @@ class FileReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size_bytes}[whence]
         if base + offset < 0:
-            raise ValueError(f"the position {base + offset} lies before the begin of {self._path}")
+            raise ValueError(f"the position {base + offset} is before the beginning of {self._path}")
         self._position = base + offset
         return self._position
 

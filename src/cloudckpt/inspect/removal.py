@@ -240,7 +240,7 @@ class _Collection:
 
 
 def _parse_older_than(older_than: timedelta | float) -> datetime:
-    """Return the time before which all signs of life must lie."""
+    """Return the time before which every sign of life must be."""
     seconds = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not 0 <= seconds < math.inf:
@@ -250,7 +250,7 @@ def _parse_older_than(older_than: timedelta | float) -> datetime:
     try:
         return clock.now() - timedelta(seconds=seconds)
     except OverflowError:
-        raise InvalidOptionError(f"older_than must be a time since there are calendars, not {older_than!r}") from None
+        raise InvalidOptionError(f"older_than must not reach back beyond the year 1, as {older_than!r} does") from None
 
 
 def _open_client(location: Location, options: Options) -> StoreClient:
@@ -313,7 +313,7 @@ class Garbage:
     uploads: tuple[str, ...]
     """Keys of the unfinished uploads, relative to the same root."""
     num_bytes: int
-    """Size of the objects, on a path with that of unfinished uploads, which no other store tells."""
+    """Size of the objects, on a path with that of unfinished uploads, which no other store reports."""
     reasons: tuple[str, ...]
     """Counts by kind, in words."""
 
@@ -383,8 +383,8 @@ def lines_of(report: GarbageReport, *, how: str = "") -> Iterator[str]:
     for garbage in report.locations:
         of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
         yield f"{garbage.uri}: {', '.join(garbage.reasons)}{of_size}"
-    for spared in report.skipped:
-        yield f"{spared.uri}: left alone: {spared.reason}"
+    for one in report.skipped:
+        yield f"{one.uri}: left alone: {one.reason}"
     yield (
         f"{report.root}: {count(report.num_objects, 'object')} and {count(report.num_uploads, 'unfinished upload')} of "
         f"{size(report.num_bytes)} {'would be removed' if report.dry_run else 'removed'}{how}"

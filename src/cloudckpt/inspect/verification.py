@@ -135,7 +135,7 @@ class _DamagedUnitError(Exception):
 
 
 class Verification:
-    """Reads of all that one manifest names. Needs no torch-distributed.
+    """Reads and checks everything that one manifest names, without torch.distributed.
 
     It takes at most `Options.read_bytes` of memory beside the manifest and the headers.
     """
@@ -150,16 +150,16 @@ class Verification:
         self._read_bytes = max(
             min(options.advanced.request_bytes, options.read_bytes // reader.context.connections), _MIN_READ_BYTES
         )
-        # Many threads write these. Each key, and each list within `_damage`, belongs to one of them at a time.
+        # Many threads write these. Each key, and each list within `_damage`, is used by one of them at a time.
         self._sizes_bytes: dict[int, int] = {}
         self._damage: list[list[tuple[int, int]]] = [[] for _ in self._manifest.objects]
         self._header_problems: dict[int, list[str]] = {}
         self._missing: set[int] = set()
 
     def run(self) -> list[str]:
-        """Return every problem, each with the object's key and the names of what it holds; empty where all is well.
+        """Return every problem, each with the object's key and the names of what it holds; empty without any.
 
-        Raises `StoreError` where the store does not answer, or may not be read: that says nothing about the data.
+        Raises `StoreError` if the store does not answer, or may not be read: that says nothing about the data.
         """
         self._contents = list_contents(self._manifest)
         num_bytes = sum(stored.size for stored in self._manifest.objects)
@@ -187,7 +187,7 @@ class Verification:
         else:
             self._sizes_bytes[index] = size_bytes
         if not self._manifest.objects[index].size:
-            self._judge_header(index, memoryview(b""))
+            self._check_header(index, memoryview(b""))
 
     def _plan(self) -> Iterator[RangeRead]:
         """Yield ranges of whole tiles: each one read, or one tile that is too large for one."""
@@ -195,10 +195,10 @@ class Verification:
         step_bytes = max(self._read_bytes // tile_bytes, 1) * tile_bytes
         for index, size_bytes in self._sizes_bytes.items():
             saved_bytes = self._manifest.objects[index].size
-            # Of an object that was cut, the tiles that are whole.
-            there_bytes = saved_bytes if size_bytes >= saved_bytes else size_bytes // tile_bytes * tile_bytes
-            for begin in range(0, there_bytes, step_bytes):
-                yield RangeRead(object_index=index, begin=begin, end=min(begin + step_bytes, there_bytes))
+            # An object that was cut is read up to its last whole tile.
+            whole_bytes = saved_bytes if size_bytes >= saved_bytes else size_bytes // tile_bytes * tile_bytes
+            for begin in range(0, whole_bytes, step_bytes):
+                yield RangeRead(object_index=index, begin=begin, end=min(begin + step_bytes, whole_bytes))
 
     def _check(self, request: RangeRead) -> None:
         index, tile_bytes = request.object_index, self._manifest.tile_bytes
@@ -222,7 +222,7 @@ class Verification:
             self._fetch(request.object_index, request.begin, view)
             bad = list(self._reader.compare_tiles(request, [view]))
             if request.begin == 0 and not bad:
-                self._judge_header(request.object_index, view)
+                self._check_header(request.object_index, view)
         return bad
 
     def _bad_large_tile(self, request: RangeRead) -> Sequence[int]:
@@ -238,7 +238,7 @@ class Verification:
         except _DamagedUnitError:
             return [0]
         if request.begin == 0:
-            self._judge_header(request.object_index, memoryview(b""))
+            self._check_header(request.object_index, memoryview(b""))
         return []
 
     def _crc32c_of(self, request: RangeRead) -> int:
@@ -250,7 +250,7 @@ class Verification:
                 value = crc32c_of([view], value)
         return value
 
-    def _judge_header(self, index: int, known: memoryview) -> None:
+    def _check_header(self, index: int, known: memoryview) -> None:
         """Compare an object's header with the manifest. `known` are its first bytes, if they are checked."""
         size_bytes = self._manifest.objects[index].size
 

@@ -161,7 +161,7 @@ class Lifecycle:
             if rank is None:
                 rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             self._uri, self._operation, self._rank, self._begun_s = uri, operation, rank, time.monotonic()
-            self._tell("save.begun" if self._verb == "save" else "load.begun", f"{self._verb} of {uri} begins")
+            self._announce("save.begun" if self._verb == "save" else "load.begun", f"{self._verb} of {uri} begins")
         self._is_set_up = is_set_up
 
     def end_staging(self, num_bytes: int) -> None:
@@ -169,7 +169,7 @@ class Lifecycle:
         if self._begun_s is not None:
             seconds = time.monotonic() - self._begun_s
             words = f"{num_bytes} bytes for {self._uri} are copied"
-            self._tell("save.staged", words, num_bytes=num_bytes, seconds=seconds)
+            self._announce("save.staged", words, num_bytes=num_bytes, seconds=seconds)
 
     def end(self, outcome: BaseException | SaveReport | LoadReport | None = None) -> None:
         """Emit the end, once, and only if the begin was emitted."""
@@ -182,7 +182,9 @@ class Lifecycle:
             if isinstance(cause, SaveCancelledError):
                 name = "save.cancelled"
             kind = type(cause).__name__
-            self._tell(name, f"{name} {self._uri}: {kind}: {cause}", seconds=seconds, error=kind, message=str(cause))
+            self._announce(
+                name, f"{name} {self._uri}: {kind}: {cause}", seconds=seconds, error=kind, message=str(cause)
+            )
             return
         num_bytes = outcome.num_bytes if isinstance(outcome, SaveReport) else 0
         if isinstance(outcome, LoadReport):
@@ -191,7 +193,7 @@ class Lifecycle:
         words = f"{'saved' if self._verb == 'save' else 'loaded'} {self._uri}{_describe(num_bytes, seconds)}"
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             words += f" on rank {self._rank}"
-        self._tell(done, words, seconds=seconds, num_bytes=num_bytes, report=outcome)
+        self._announce(done, words, seconds=seconds, num_bytes=num_bytes, report=outcome)
 
     @contextlib.contextmanager
     def ending_on_error(self) -> Iterator[None]:
@@ -203,7 +205,7 @@ class Lifecycle:
             self.end(error)
             raise
 
-    def _tell(self, name: EventName, words: str, **more: Any) -> None:
+    def _announce(self, name: EventName, words: str, **more: Any) -> None:
         event = Event(name=name, uri=self._uri, rank=self._rank, operation=self._operation, **more)
         log_and_deliver(event, self._options, words=words)
 

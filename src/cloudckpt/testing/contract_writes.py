@@ -239,8 +239,8 @@ class WriteClauses(Clauses):
     def test_deletes_keep_their_order(self, store: Store) -> None:
         """A checkpoint's manifest is deleted first: a reader that sees the manifest must be able to read the data."""
         # The keys between them give the watcher time to see a wrong order.
-        doomed = ["manifest", *(f"between/{number:02}/x" for number in range(14)), "data/0"]
-        for key in doomed:
+        deleted = ["manifest", *(f"between/{number:02}/x" for number in range(14)), "data/0"]
+        for key in deleted:
             put(store, key, b"body")
         done = threading.Event()
         seen: list[str] = []
@@ -253,7 +253,7 @@ class WriteClauses(Clauses):
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            store.delete(iter(doomed))
+            store.delete(iter(deleted))
         finally:
             done.set()
             watcher.join(WAIT_S)

@@ -330,7 +330,7 @@ def test_sources_that_do_not_say_what_counts_are_refused(tmp_path: Path) -> None
         cloudckpt.import_checkpoint(hub, tmp_path / "step-1")
     for name in ("a", "b"):
         save_file({"w": torch.ones(2)}, hub / f"{name}.safetensors")
-    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match="'w' lies in"):
+    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match="'w' is in"):
         cloudckpt.import_checkpoint(hub, tmp_path / "step-1")
     for weight_map, error in (
         ({"w": "c.safetensors"}, cloudckpt.CheckpointNotFoundError),

@@ -37,7 +37,7 @@ _OF_ONE_CHECKPOINT = (
 """Errors that do not keep cp --all from copying the other checkpoints."""
 _MAX_NAMED = 3
 _SUFFIX = re.compile(r"\.(?:safetensors(?:\.index\.json)?|pt|pth|bin|ckpt)$")
-"""Of the files that ``import`` reads."""
+"""The endings of the files that ``import`` reads."""
 _SHARD_SIZE: Any = "5GB"  # Typer parses it
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="The source.")]

@@ -47,8 +47,6 @@ _GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
 # S3 and GCS take keys of 1024 bytes; what is left is for the longest key inside a checkpoint.
 _MAX_PREFIX_BYTES = 900
 
-_MANGLED_ADVICE = "has one slash after its scheme, because pathlib.Path has removed the other. Pass the URI as a str"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
@@ -60,6 +58,8 @@ class Service:
     """Other schemes that mean the same."""
     bucket_name: re.Pattern[str] | None = None
     """The form of the names of buckets; None if a URI of the service has no bucket."""
+    bucket_form: str = ""
+    """The same in words, for messages."""
     takes_options: bool = True
     """True if a client with `Options.storage_options` reaches the service."""
     bucket_attribute: str = ""
@@ -71,9 +71,15 @@ SERVICES = {
         store="cloudckpt.stores.s3:S3Store",
         aliases=("s3a",),
         bucket_name=_S3_BUCKET_NAME,
+        bucket_form="an access point's ARN, or 3 to 63 letters, digits, '.', '_' or '-'",
         bucket_attribute="aws.s3.bucket",
     ),
-    "gs": Service(store="cloudckpt.stores.gcs:GCSStore", aliases=("gcs",), bucket_name=_GCS_BUCKET_NAME),
+    "gs": Service(
+        store="cloudckpt.stores.gcs:GCSStore",
+        aliases=("gcs",),
+        bucket_name=_GCS_BUCKET_NAME,
+        bucket_form="3 to 63, with dots 222 lowercase letters, digits, '.', '_' or '-'",
+    ),
     "file": Service(store="cloudckpt.stores.local:LocalStore", aliases=("local",), takes_options=False),
     "memory": Service(store="cloudckpt.stores.memory:MemoryStore", takes_options=False),
 }
@@ -255,7 +261,16 @@ def _parse_file_uri(shown: str, rest: str) -> Location:
 def _parse_path(text: str) -> Location:
     scheme = mangled_uri_scheme(text)
     if scheme or text.startswith("file:"):
-        raise InvalidURIError(f"{redact(text)!r} {_MANGLED_ADVICE}: '{scheme or 'file'}://…'.")
+        problem = (
+            f"has one slash after its scheme, because pathlib.Path has removed the other. Pass the URI as a str: "
+            f"'{scheme}://…'."
+        )
+        if scheme in (None, "file"):
+            problem = (
+                "is no file URI: pathlib.Path, or os.path.realpath, which Lightning calls for a dirpath, may have "
+                "removed its slashes. Pass the plain path, without 'file:'."
+            )
+        raise InvalidURIError(f"{redact(text)!r} {problem}")
     if text.startswith("~"):
         expanded = os.path.expanduser(text)  # noqa: PTH111  # Path would also rewrite the rest
         if expanded == text:
@@ -295,10 +310,8 @@ def _authority_problem(scheme: str, authority: str) -> str | None:
         if not authority:
             return f"the bucket's name is missing ('{scheme}://bucket/prefix')"
         if not bucket_name.fullmatch(authority):
-            return (
-                "its bucket has a name that no bucket can have (3 to 63 letters, digits, '.', '_' or '-', "
-                "with a letter or digit at both ends; on S3 also an access point's ARN)"
-            )
+            form = SERVICES[scheme].bucket_form
+            return f"its bucket has a name that no bucket can have ({form}, with a letter or digit at both ends)"
     elif scheme == "memory" and not authority:
         return "the store's name is missing ('memory://name/prefix')"
     if any(character in authority for character in "?#\\"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers import Trainer, TrainingArguments
 
 import cloudckpt
 from cloudckpt.dcp.live_objects import RandomState
+from cloudckpt.events import Event
 from cloudckpt.integrations._nested_state import serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
 from cloudckpt.integrations.lightning import CloudCheckpointIO, LoaderStates
@@ -367,11 +369,19 @@ class Module(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def fit(dirpath: str, *, until: int, resume: str | None = None, is_async: bool = False, **settings: Any) -> None:
+def fit(
+    dirpath: str,
+    *,
+    until: int,
+    resume: str | None = None,
+    is_async: bool = False,
+    cloud: CloudCheckpointIO | None = None,
+    **settings: Any,
+) -> None:
     """Save each second step, as the callback's settings say."""
     settings = {"filename": "{step}", "monitor": None, **settings}
     keep = ModelCheckpoint(dirpath=dirpath, every_n_train_steps=2, **settings)
-    cloud = CloudCheckpointIO()
+    cloud = cloud or CloudCheckpointIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = LightningTrainer(
@@ -433,6 +443,33 @@ def test_lightning_removes_at_a_uri_what_it_removes_on_a_path(
     fit(f"{root}/d", until=6, resume=f"{root}/d/step=4/all.ckpt", **nested)
     made = [step for step in (2, 4, 6) if names_under(f"{root}/d/step={step}")]
     assert made == [4, 6]
+
+
+def test_lightning_removes_what_still_waits_to_be_saved(tmp_path: Path) -> None:
+    """If this fails, `save_top_k=1` leaves a checkpoint behind for each save that a slow store could not follow."""
+    removed: list[str] = []
+    are_all_removed = threading.Event()
+
+    def wait(event: Event) -> None:
+        if event.name == "save.committing":
+            assert are_all_removed.wait(60)
+
+    class CountingIO(CloudCheckpointIO):
+        def remove_checkpoint(self, path: Any) -> None:
+            super().remove_checkpoint(path)
+            removed.append(Path(path).name)
+            if len(removed) == 3:
+                are_all_removed.set()
+
+    cloudckpt.save({"w": torch.ones(1)}, tmp_path / "earlier.ckpt", no_dist=True)
+    cloud = CountingIO(options=cloudckpt.Options(on_event=wait))
+    fit(str(tmp_path), until=8, save_top_k=1, cloud=cloud, is_async=True)
+    assert removed == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    assert names_under(str(tmp_path)) == ["earlier", "step=8"]
+    cloud.save_checkpoint({"w": torch.ones(1)}, tmp_path / "step=6.ckpt")
+    cloud.remove_checkpoint(tmp_path / "step=2.ckpt")
+    cloud.save_checkpoint({"w": torch.ones(1)}, tmp_path / "step=2.ckpt")
+    assert names_under(str(tmp_path)) == ["earlier", "step=2", "step=6", "step=8"]
 
 
 def fit_batches(

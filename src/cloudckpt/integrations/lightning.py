@@ -7,7 +7,8 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import load, save
+from cloudckpt.convert.copying import is_taken
 from cloudckpt.convert.state_dicts import Selection, load_whole
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_loaders import (
@@ -64,11 +66,33 @@ class _Removals:
         self._loaded: set[str] = set()
         self._folders: set[str] = set()
         """Those under which this run saves."""
-        self._early: list[str] = []
-        """Removals that were wanted before a save was known: `AsyncCheckpointIO` begins it in another thread."""
+        self._early: list[tuple[str, threading.Thread]] = []
+        """Removals that a thread wanted before a save was known: `AsyncCheckpointIO` begins it in another thread."""
+        self._lock = threading.Lock()
+        self._running: tuple[str, threading.Thread] | None = None
+        """The URI of the running save, and its thread."""
+        self._unwanted: dict[str, threading.Thread] = {}
+        """Checkpoints to remove once they are committed, each with the thread that has to save it before others."""
 
     def note_load(self, path: _Path) -> None:
         self._loaded.add(parse_location(path).uri)
+
+    @contextlib.contextmanager
+    def saving(self, path: _Path) -> Iterator[None]:
+        """Run a save, and remove its checkpoint afterwards if it was removed meanwhile, or while the save waited."""
+        uri, me = parse_location(path).uri, threading.current_thread()
+        with self._lock:
+            self._running = uri, me
+            # The thread before has carried out all of its saves.
+            self._unwanted = {uri: thread for uri, thread in self._unwanted.items() if thread is me}
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running = None
+                is_unwanted = self._unwanted.pop(uri, None) is not None
+            if is_unwanted:
+                self._remove(uri, None)
 
     def note_save(self, path: _Path, callbacks: Any) -> None:
         """Note a save that is committed, and the states of its callbacks, which name their folders."""
@@ -81,24 +105,41 @@ class _Removals:
             with contextlib.suppress(Exception):  # Fabric saves values of any form under this name
                 self._folders.add(parse_location(one).uri)
         early, self._early = self._early, []
-        for each in early:
-            self.remove(each)
+        me = threading.current_thread()
+        for each, thread in early:
+            self._remove(each, None if thread is me else me)
 
     def remove(self, path: _Path) -> None:
-        uri = parse_location(path).uri
+        uri, me = parse_location(path).uri, threading.current_thread()
+        with self._lock:
+            running_uri, saver = self._running or ("", me)
+            if running_uri == uri and saver is not me:
+                self._unwanted[uri] = saver
+                return
+        self._remove(uri, None if saver is me else saver)
+
+    def _remove(self, uri: str, saver: threading.Thread | None) -> None:
+        """Remove a checkpoint; or if it does not exist, let `saver` remove it, in whose queue its save may be."""
         # A name that begins with a dot is that of a temporary file of Lightning's, which another process may have made.
         if uri not in self._saved and not uri.rpartition("/")[2].startswith("."):
             if not self._folders:
-                self._early.append(uri)
+                self._early.append((uri, threading.current_thread()))
                 return
             is_own = any(uri.startswith(f"{folder}/") for folder in self._folders)
             if uri in self._loaded or not is_own:
                 why = "this run was loaded from it" if uri in self._loaded else "this run saves to other folders"
                 _log.warning("%s stays, because %s. If nobody needs it, remove it with cloudckpt.delete", uri, why)
                 return
+        if saver is not None and uri not in self._saved:
+            with self._lock:
+                self._unwanted[uri] = saver
+            if not is_taken(uri, options=self._options):
+                return
         self._saved.discard(uri)
         with contextlib.suppress(CheckpointNotFoundError):
             delete(uri, options=self._options)
+        with self._lock:
+            self._unwanted.pop(uri, None)
 
 
 class CloudCheckpointIO(CheckpointIO):
@@ -130,8 +171,9 @@ class CloudCheckpointIO(CheckpointIO):
         _refuse_storage_options(storage_options)
         _warn_of_positions(checkpoint)
         state = to_state_dict(checkpoint, uri=parse_location(path).uri)
-        save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
-        self._removals.note_save(path, checkpoint.get("callbacks"))
+        with self._removals.saving(path):
+            save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
+            self._removals.note_save(path, checkpoint.get("callbacks"))
 
     def load_checkpoint(
         self,

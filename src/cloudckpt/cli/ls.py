@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _USUAL, _LONG = 5, 10
 """The number of columns without an option, and with ``--long``."""
-_RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "OVERWRITES", "DURATION")
+_RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "MANIFEST", "DURATION")
 _HOUR: Any = "1h"  # Typer parses it
 _INTERVAL: Any = "10s"
 _MIN_INTERVAL, _MAX_INTERVAL = timedelta(seconds=1), timedelta(hours=1)
@@ -45,7 +45,7 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
     "committed_at": lambda one: "" if one.state == "denied" else date(one.committed_at),
     "objects": lambda one: _number(one.num_objects),
     "tensors": lambda one: _number(one.num_tensors),
-    "overwrites": lambda one: f"{one.num_overwrites:,}",
+    "manifest": lambda one: f"{one.num_overwrites:,}",
     "attempt": lambda one: one.attempt,
     "uri": lambda one: one.uri,
     "metadata": lambda one: json.dumps(dict(one.metadata)) if one.metadata else "",
@@ -67,7 +67,7 @@ def ls(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of the checkpoints.")],
     *,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Also dates, attempts, overwrites, tensors and metadata.")
+        bool, typer.Option("--long", "-l", help="Also dates, attempts, numbers of manifests, tensors and metadata.")
     ] = False,
     columns: Annotated[
         str | None,

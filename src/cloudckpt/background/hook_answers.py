@@ -59,7 +59,7 @@ class HookAnswers:
 
 
 def has_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether one of `tensors` has hooks of its own, and not of its class, which answers for each instance."""
+    """Return True if one of `tensors` has hooks of its own, and not of its class, which answers for each instance."""
     return any(not PLANNER_HOOKS.isdisjoint(tensor.__dict__) for tensor in tensors)
 
 

@@ -352,7 +352,7 @@ class StateDictTree:
         return ".".join(map(str, self._path[1:]))
 
     def _is_bare(self, tensor: torch.Tensor) -> bool:
-        """Return whether the copy of a plain tensor needs nothing but its values."""
+        """Return True if the copy of a plain tensor needs nothing but its values."""
         return not tensor.__dict__ and not (self._num_tuples and type(tensor) is torch.nn.Parameter)
 
     def _add_tensor(self, value: torch.Tensor, container: Any, key: Any) -> None:

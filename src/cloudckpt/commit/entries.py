@@ -378,12 +378,12 @@ def new_fence(*, keeps: int | None) -> Fence:
 
 
 def encode_fence(fence: Fence) -> bytes:
-    """Return the document: compact JSON whose last member is the CRC32C of all that stands before it."""
+    """Return the document: compact JSON whose last member is the CRC32C of all before it."""
     return add_checksum(msgspec.json.encode(fence))
 
 
 def is_fence(document: bytes) -> bool:
-    """Return whether the document begins as a fence does. `decode_fence` checks that it is whole."""
+    """Return True if the document begins as a fence does. `decode_fence` checks that it is whole."""
     return document.startswith(_FENCE_BEGINNING)
 
 

@@ -78,7 +78,7 @@ def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *,
 
 
 def is_current(client: StoreClient, attempt: str) -> bool:
-    """Return whether the checkpoint of `attempt` counts at its place, and others may refer to its objects.
+    """Return True if the checkpoint of `attempt` counts at its place, and others may refer to its objects.
 
     If it still does after a save has claimed all of its objects, every later removal of one of them sees the claim.
     """

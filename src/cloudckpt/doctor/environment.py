@@ -49,7 +49,7 @@ def removing_directories(location: Location) -> Iterator[None]:
         yield
     finally:
         for directory in missing:  # the deepest first
-            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            with contextlib.suppress(OSError):  # another program has put something there meanwhile
                 directory.rmdir()
 
 

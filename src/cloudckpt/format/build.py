@@ -40,7 +40,7 @@ class Content:
     """All that a checkpoint holds. The index of an object counts those of all ranks, in the ranks' order."""
 
     objects: Sequence[Sequence[ObjectRef]]
-    """The objects that each rank wrote, without those that hold nothing that counts."""
+    """The objects that each rank wrote, without those that hold nothing of the checkpoint."""
     tensors: dict[str, StoredTensor]
     values: dict[str, StoredValue] = field(default_factory=dict)
     nesting: Paths | None = None
@@ -52,9 +52,9 @@ def build_manifest(
 ) -> Manifest:
     """Return the manifest of a save. It has no time yet.
 
-    Raises `IncompleteSaveError` if the chunks are not all of each tensor, or lie outside of their object, so that the
+    Raises `IncompleteSaveError` if the chunks do not fill each tensor, or are not within their object, so that the
     checkpoint could not be loaded, `UnsupportedValueError` for metadata that the manifest cannot hold, and
-    `InvalidOptionError` where ranks cut tiles of other lengths.
+    `InvalidOptionError` if ranks cut tiles of different lengths.
     """
     _check_tiles(content.objects, tile_bytes, uri)
     manifest = Manifest(
@@ -91,7 +91,7 @@ def build_manifest(
 
 
 def _check_tiles(objects: Sequence[Sequence[ObjectRef]], tile_bytes: int, uri: str) -> None:
-    """Check that all ranks cut the same tiles: with as many of another length, each load would find damage."""
+    """Check that all ranks cut tiles of one length: a load would take others for damage."""
     for rank, of_rank in enumerate(objects):
         for each in of_rank:
             if each.tile_bytes != tile_bytes:

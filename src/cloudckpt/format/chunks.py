@@ -32,7 +32,7 @@ def dtype_of(name: str) -> torch.dtype:
 def find_chunk(chunks: Sequence[Chunk], offsets: tuple[int, ...]) -> int | None:
     """Return the position of the non-empty chunk at `offsets`, by binary search.
 
-    None does not mean that there is none: the chunks may stand in any order.
+    None does not mean that there is none: the chunks may be in any order.
     """
     position = bisect_left(chunks, offsets, key=lambda chunk: chunk.offsets)
     while position < len(chunks) and chunks[position].offsets == offsets:
@@ -47,9 +47,9 @@ def find_overlapping_chunks(
 ) -> list[int] | None:
     """Return the positions of the chunks that hold any of the box at `offsets`; None if each must be looked at.
 
-    They are searched for by halves, which finds them all if they stand in order, as ranks write them. That none is
-    missing is certain all the same: the chunks of a valid manifest hold each element once, so those that were found
-    must hold as many elements of the box as it has.
+    The binary search finds all of them if they are in order, as ranks write them. In any other order it may miss some,
+    which shows: the chunks of a valid manifest hold each element once, so those found must hold all elements of the
+    box.
     """
     if not chunks or not offsets or 0 in lengths:
         return None

@@ -45,18 +45,18 @@ def unpack_tiles(text: str) -> array[int]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the document: compact JSON whose last member is the CRC32C of all that stands before it."""
+    """Return the document: compact JSON whose last member is the CRC32C of all before it."""
     return add_checksum(msgspec.json.encode(manifest))
 
 
 def add_checksum(document: bytes) -> bytes:
-    """Add one member at the end of compact JSON: the CRC32C of all that stands before it."""
-    document = document[:-1]  # the memory of the whole one is free from here on
+    """Add one member at the end of compact JSON: the CRC32C of all before it."""
+    document = document[:-1]  # frees the memory of the whole document
     return document + b',"crc32c":"%08x"}' % crc32c(document)
 
 
 def find_checksums(document: bytes) -> tuple[int, int] | None:
-    """Return the CRC32C that `add_checksum` has added, and that of the content. None if the document ends in none."""
+    """Return the CRC32C that `add_checksum` has added, and that of the content; None without such a member."""
     tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
     return (int(tail[1], 16), crc32c(document[: tail.start()])) if tail else None
 
@@ -105,7 +105,7 @@ class _ManifestHead(msgspec.Struct):
 
     @property
     def writer(self) -> str:
-        """The version of cloudckpt that wrote it, where it says that."""
+        """Words about the version of cloudckpt that wrote it, if it has one."""
         version = self.software.get("cloudckpt") if isinstance(self.software, dict) else None
         return f" by cloudckpt {version:.40}" if isinstance(version, str) else ""
 

@@ -1,4 +1,4 @@
-"""The manifest's values, as they stand in its JSON (``docs/format.md``). Byte ranges are half-open."""
+"""The manifest's values, as its JSON has them (``docs/format.md``). Byte ranges are half-open."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ITEMSIZE_BYTES: dict[str, int] = {
 }  # fmt: skip
 """Bytes of one element of each dtype that a checkpoint can hold."""
 # https://github.com/huggingface/safetensors#format. Only tags that every published reader knows: the newer ones
-# (complex, float8_e8m0, float4, …) would make an object unreadable for older libraries, so those dtypes go as bytes.
+# (complex, float8_e8m0, float4, …) would make an object unreadable for older libraries: those dtypes are bytes.
 SAFETENSORS_TAG: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -74,7 +74,7 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One stored block of a tensor: where it lies in the tensor, and where its bytes lie."""
+    """One stored block of a tensor: its place in the tensor, and the place of its bytes."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -148,9 +148,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tensors: dict[str, StoredTensor]
     values: dict[str, StoredValue]
     nesting: dict[str, list[str | int]] | None = None
-    """The path of each entry in the nested state dict; absent where it was not flattened."""
+    """The path of each entry in the nested state dict; absent if it was not flattened."""
     typed_nesting: dict[str, list[str | int | list[Any]]] | None = None
-    """The path of each entry that stands under a key which is not a string; such keys stand in lists of their own."""
+    """The path of each entry under a key that is no string; each such key is in a list of its own."""
     empty_mappings: list[list[str | int | list[Any]]] = []
     """The paths of mappings that hold no entry, as in `typed_nesting`."""
     tuples: list[StoredTuple] = []
@@ -159,11 +159,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_referable: bool = False
     """Checkpoints beside it may refer to its objects, so an overwrite looks for their claims."""
     metadata: dict[str, Any] = {}
-    """The user's own."""
+    """``Options.metadata`` of the save."""
 
     @property
     def own_keys(self) -> frozenset[str]:
-        """The keys of the objects that the checkpoint's own folder holds."""
+        """The keys of the objects in the checkpoint's own folder."""
         return frozenset(stored.key for stored in self.objects if not stored.folder)
 
     @property
@@ -186,7 +186,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRef:
-    """An object that was written: its key under the checkpoint, and what must be found there again."""
+    """An object that was written: its key under the checkpoint, its size and its checksums."""
 
     key: str
     size_bytes: int
@@ -198,7 +198,7 @@ class ObjectRef:
 class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
     """The places of an object's write items, in columns of one length: the coordinator of a job gets millions.
 
-    Items that are alike may share what describes them, and take hardly any room when they are sent.
+    Items that are alike share their values, and then take hardly any room when they are pickled.
     """
 
     stored_in: ObjectRef

@@ -1,7 +1,7 @@
 """A nested state dict made flat, under the names that torch's planners give, and nested again.
 
-torch's own functions make text of every key, and a load of theirs first rebuilds the state dict with None in place of
-what is empty. Here keys keep their types, and nothing is rebuilt.
+torch's own functions turn every key into text, and their load first rebuilds the state dict with None in place of empty
+containers. Here keys keep their types, and nothing is rebuilt.
 
 A path leads from the state dict to one of its entries. Its steps are the index of a list or tuple (an ``int``), a key
 of a mapping that is a ``str``, or any other key of a mapping, in a tuple of its own: ``("state", (0,), "step")``.
@@ -42,7 +42,7 @@ Path = tuple[Any, ...]
 
 
 def answers_planners(tensor: Any) -> bool:
-    """Return whether a plain tensor has attributes by which torch may take it for something else than a whole one."""
+    """Return True if a plain tensor has attributes by which torch may take it for a part or a composite."""
     attributes = tensor.__dict__
     return bool(attributes) and not _ASKED.isdisjoint(attributes)
 
@@ -54,7 +54,7 @@ class FlatStateDict:
     entries: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     keyed: list[str] = field(default_factory=list)
-    """The names of the entries that stand under a key which is not a ``str``."""
+    """The names of the entries under a key that is not a ``str``."""
     containers: dict[str, Path] = field(default_factory=dict)
     """The mappings and lists on the way, by the names under which torch before 2.4 may have saved them whole."""
     empty: list[Path] = field(default_factory=list)
@@ -68,11 +68,11 @@ class FlatStateDict:
     takes_apart: bool = True
     """False if wrappers are entries themselves."""
     is_value: Callable[[str], bool] | None = None
-    """Returns whether a checkpoint holds a tuple of this name as one value."""
+    """Returns True if a checkpoint holds a tuple of this name as one value."""
 
 
 class Nesting(dict[str, Path]):
-    """The path of each entry as torch's planners keep it, of text and indices alone, and what such paths cannot say."""
+    """The path of each entry as torch's planners keep it, of text and indices, and all that such paths leave out."""
 
     typed: dict[str, Path]
     """The paths that have other keys than text, with these keys."""
@@ -123,7 +123,7 @@ class Nesting(dict[str, Path]):
 
     @classmethod
     def merge(cls, nestings: Sequence[Nesting]) -> Nesting:
-        """Return the nesting of all ranks; where two differ, the first of them counts, as in torch."""
+        """Return the nesting of all ranks; if two differ, the first one is kept, as in torch."""
         return cls(
             {**nestings[0], **ChainMap(*nestings)},  # in its order: that of a ChainMap begins with the last
             typed=ChainMap(*(nesting.typed for nesting in nestings)),
@@ -140,9 +140,10 @@ def flatten(
     takes_apart: bool = True,
     is_value: Callable[[str], bool] | None = None,
 ) -> FlatStateDict:
-    """Return the entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
-    ``flatten_sharded_tensors`` of each entry), and those of named tuples, and of tuples that hold one or tensors, as if
-    they were lists. Raises `UnsupportedValueError` where two would have one name.
+    """Flatten `state_dict` as torch's planners do: ``flatten_state_dict``, then ``flatten_sharded_tensors`` of each.
+
+    Named tuples, and tuples that hold one or tensors, are taken apart as if they were lists. Raises
+    `UnsupportedValueError` if two entries would have one name.
     """
     flat = FlatStateDict(takes_apart=takes_apart, is_value=is_value)
     try:
@@ -237,7 +238,7 @@ def _add_path(flat: FlatStateDict, name: str, path: Path, *, is_keyed: bool, uri
 
 
 def _holds_entries(values: list[Any]) -> bool:
-    """Return whether torch looks into the list: a tensor or a mapping is in it, or in a list in it."""
+    """Return True if torch looks into the list: a tensor or a mapping is in it, or in a list in it."""
     return not LEAVES.issuperset(map(type, values)) and any(
         isinstance(value, (torch.Tensor, Mapping))
         or (isinstance(value, list) and _holds_entries(value))
@@ -247,7 +248,7 @@ def _holds_entries(values: list[Any]) -> bool:
 
 
 def holds_tensors(value: object) -> bool:
-    """Return whether there is a tensor in a mapping, list or tuple, at any depth."""
+    """Return True if there is a tensor in a mapping, list or tuple, at any depth."""
     return _holds(value, lambda part: isinstance(part, torch.Tensor))
 
 
@@ -257,20 +258,20 @@ def _holds(value: object, is_found: Callable[[object], bool]) -> bool:
 
 
 def _is_nested_tuple(value: tuple[Any, ...]) -> bool:
-    """Return whether the entries of a tuple are saved apart: it is named, or holds such a one or tensors."""
+    """Return True if the entries of a tuple are saved apart: it is named, or holds a named tuple or tensors."""
     if type(value) is tuple:
         return _holds(value, lambda part: isinstance(part, torch.Tensor) or _is_named(part))
     return _is_named(value)
 
 
 def _is_named(value: object) -> bool:
-    """Return whether `value` is a named tuple with nothing but its entries, of which there are some."""
+    """Return True if `value` is a named tuple with nothing but its entries, of which there are some."""
     is_named = isinstance(value, tuple) and hasattr(value, "_fields") and not getattr(value, "__dict__", None)
     return is_named and bool(value)
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether all tensors in a tuple are such as a value can hold."""
+    """Return True if a value can hold all tensors in a tuple."""
     if isinstance(value, torch.Tensor):
         return type(value) in PLAIN_TENSORS and not answers_planners(value)
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -348,8 +349,8 @@ def unflatten(
         key = _key(path[-1])
         if _get(container, key) is not None:
             if _may_stand_for_container(value):
-                continue  # of a rank that had nothing in the place of this container
-            raise ValueError(f"two entries stand at {_shown(path)}")
+                continue  # from a rank whose container was empty
+            raise ValueError(f"two entries have the path {_shown(path)}")
         container[key] = value
     for path in empty:
         container = _container_at(root, path)
@@ -385,7 +386,7 @@ def _find(container: Any, step: Any) -> Any:
 
 
 def _container_at(root: dict[Any, Any], path: Path) -> Any:
-    """Return the container of the entry at `path`, with a place for it. Make it, and all above it, if it is missing."""
+    """Return the container of the entry at `path`, with a place for it. Make the missing ones on the way."""
     container: Any = root
     for depth, step in enumerate(path):
         if not isinstance(container, list if type(step) is int else dict):
@@ -405,7 +406,7 @@ def _container_at(root: dict[Any, Any], path: Path) -> Any:
 
 
 def name_path(path: Path) -> str:
-    """Return the name that torch's planners give to what stands at `path`."""
+    """Return the name that torch's planners give to the entry at `path`."""
     return ".".join(map(str, _as_text(path)))
 
 
@@ -422,7 +423,7 @@ def check_names(names: Iterable[str], *, uri: str) -> None:
 
 
 def path_to_json(path: Path) -> list[Any]:
-    """Return the path as the manifest's ``typed_nesting`` has it: a key that is no text stands in its own list."""
+    """Return the path as the manifest's ``typed_nesting`` has it: a key that is no text is in a list of its own."""
     return [_to_lists(step) for step in path]
 
 

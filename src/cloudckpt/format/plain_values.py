@@ -1,7 +1,7 @@
 """Plain Python values as tagged JSON, which a reader in any language decodes (``docs/format.md``, "Values").
 
-A value comes back with the same types, bits and order, or it is not plain. Decoding runs no code that the
-bytes choose.
+A value comes back with the same types, bits and order, or it is not plain. The bytes
+cannot make decoding run code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def encode_plain(value: object) -> bytes | None:
 
 
 def decode_plain(content: bytes | bytearray) -> Any:
-    """Return the value that `encode_plain` encoded. Raises any error for other bytes, after no more than their work."""
+    """Return the value that `encode_plain` encoded. Raises any error for other bytes."""
     return _decode(msgspec.json.decode(content))
 
 

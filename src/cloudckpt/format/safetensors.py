@@ -59,7 +59,7 @@ class Layout:
     header: bytes
     """The object's first bytes."""
     order: Sequence[int]
-    """The indices of the entries in the order in which they are stored, without those of the same bytes."""
+    """The indices of the entries in the order in which they are stored, without those whose bytes another one has."""
     begins: Sequence[int]
     """The offset of each entry's bytes in the object, as the entries were given."""
     size_bytes: int
@@ -133,7 +133,7 @@ class ObjectContents:
     def __init__(self, placed: Sequence[PlacedEntry]) -> None:
         self.placed = sorted(placed, key=lambda one: (one.begin, one.end))
         self._begins = [one.begin for one in self.placed]
-        # Entries may overlap in a manifest that somebody made up; this rises all the same.
+        # Entries overlap only in a forged manifest. This list rises even then.
         self._reached = list(accumulate((one.end for one in self.placed), max))
 
     def names(self, begin: int, end: int) -> str:
@@ -181,10 +181,10 @@ def find_header_end(prefix: bytes, *, size_bytes: int) -> int:
 
 
 def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes: int) -> Iterator[str]:
-    """Yield why an object's header is no safetensors header, and each thing that it says unlike the manifest.
+    """Yield why an object's header is no safetensors header, and each contradiction to the manifest.
 
-    `header` is the object's bytes up to the header's end. An empty entry may stand under a name with ``#2``, ``#3``, …
-    at its end, as any other may. Bytes that the manifest has under several names stand under one of them.
+    `header` is the object's bytes up to the header's end. Any entry, even an empty one, may have ``#2``, ``#3``, … at
+    the end of its name. Bytes that the manifest has under several names are there under one of them.
     """
     base = len(header)
     try:
@@ -211,7 +211,7 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
     ranges = sorted(entry.data_offsets for entry in entries.values())
     bounds = [(0, 0), *ranges, (size_bytes - base, size_bytes - base)]
     if any(low[1] != high[0] for low, high in pairwise(bounds)):
-        yield "the entries of its header do not lie back to back, from the header's end to the object's"
+        yield "the entries of its header are not back to back, from the header's end to the object's"
 
 
 def _expected_member(one: PlacedEntry, base: int) -> tuple[object, ...]:

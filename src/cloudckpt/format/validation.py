@@ -33,7 +33,7 @@ MAX_BYTES = 2**63 - 1
 _MIN_TILE_BYTES = 4096
 _MAX_TILE_BYTES = 2**30
 _MAX_KEY_LENGTH = 1024
-_MAX_EMPTY_PLACES = 1_000_000  # of lists: what they cost is nothing, and no state dict has as many
+_MAX_EMPTY_PLACES = 1_000_000  # of lists: they cost nothing, and no state dict has as many
 _MIN_CHUNKS_OF_ARRAYS = 16  # for fewer, making arrays takes longer than looking at each
 _MAX_SORTED_DIMS = 3  # of a million blocks, sorting more corners takes more memory than a count of them
 _OBJECT_INDEX, _BEGIN, _END = attrgetter("object_index"), attrgetter("begin"), attrgetter("end")
@@ -46,7 +46,7 @@ _Path = Sequence[Any]  # of strings, integers and lists of one key
 def find_problems(manifest: Manifest) -> list[str]:
     """Return every contradiction, each with its place; empty for a manifest that can be relied on.
 
-    Afterwards: keys stay under ``data/`` of the checkpoint, or of a folder beside it; every byte range lies in its
+    Afterwards: keys stay under ``data/`` of the checkpoint, or of a folder beside it; every byte range is within its
     object, is aligned to its element size and has the length that dtype and shape demand; the chunks of a tensor fill
     it, each element once.
     """
@@ -55,7 +55,7 @@ def find_problems(manifest: Manifest) -> list[str]:
         problems.append(f"an object has a folder, which version {manifest.version[0]} does not know")
     if problems:
         return problems  # ranges cannot be judged against objects that are wrong themselves
-    import numpy as np  # noqa: PLC0415  # what lists checkpoints alone starts sooner without
+    import numpy as np  # noqa: PLC0415  # a program that only lists checkpoints starts sooner without it
 
     object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
     for fqn, tensor in manifest.tensors.items():
@@ -71,7 +71,7 @@ def find_problems(manifest: Manifest) -> list[str]:
 
 
 def find_object_problems(objects: Sequence[StoredObject], *, tile_bytes: int, world_size: int) -> list[str]:
-    """Return the contradictions in what a manifest says of objects, and of the save as a whole."""
+    """Return the contradictions in the objects of a manifest, and in its fields about the whole save."""
     problems = list(_object_problems(objects, tile_bytes))
     if not _MIN_TILE_BYTES <= tile_bytes <= _MAX_TILE_BYTES or tile_bytes % 64:
         problems.append(f"tile_bytes is {tile_bytes}, not a multiple of 64 in [{_MIN_TILE_BYTES}, {_MAX_TILE_BYTES}]")
@@ -81,7 +81,7 @@ def find_object_problems(objects: Sequence[StoredObject], *, tile_bytes: int, wo
 
 
 def find_name_problems(tensors: Mapping[str, object], values: Mapping[str, object]) -> list[str]:
-    """Return a problem for each name that stands for two things."""
+    """Return a problem for each name of a tensor that a value has, too."""
     return [f"{fqn!r} is a tensor and a value at once" for fqn in sorted(tensors.keys() & values.keys())]
 
 
@@ -103,7 +103,7 @@ def _nesting_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _wrapper_problems(manifest: Manifest) -> Iterator[str]:
-    """Return the contradictions in what consists of tensors."""
+    """Return the contradictions in the wrappers."""
     for name, wrapper in manifest.wrappers.items():
         if name in manifest.tensors or name in manifest.values:
             yield f"{name!r} is a wrapper, and a tensor or a value at once"
@@ -127,14 +127,14 @@ def _index_problems(paths: Sequence[_Path]) -> Iterator[str]:
                 if not 0 <= step < MAX_BYTES:
                     yield f"nesting {path!r:.200} has an index outside [0, {MAX_BYTES})"
                     return
-    # Each list counts once, but finding that out takes long.
+    # A list that several paths share is counted once, but that takes long.
     max_places = num_steps + _MAX_EMPTY_PLACES
     if at_most > max_places and _num_list_places(paths) > max_places:
         yield f"nesting has lists with more than {max_places} places in all for {len(paths)} entries"
 
 
 def _is_key(key: object) -> bool:
-    """Return whether a mapping may have the JSON key `key`: a scalar, or a list of scalars for a Python tuple."""
+    """Return True if a mapping may have the JSON key `key`: a scalar, or a list of scalars for a Python tuple."""
     return all(isinstance(one, (str, int, float, type(None))) for one in (key if isinstance(key, list) else [key]))
 
 
@@ -153,12 +153,12 @@ def _num_list_places(paths: Iterable[_Path]) -> int:
 
 
 def is_safe_folder(name: str) -> bool:
-    """Return whether `name` names a folder beside a checkpoint's own and can name nothing else."""
+    """Return True if `name` names a folder beside a checkpoint's own and can name nothing else."""
     return is_safe_key(f"data/{name}/0") and "/" not in name
 
 
 def is_safe_key(key: str) -> bool:
-    """Return whether `key` names an object under a checkpoint's ``data/`` and can name nothing else."""
+    """Return True if `key` names an object under a checkpoint's ``data/`` and can name nothing else."""
     segments = key.split("/")
     return (
         len(key) <= _MAX_KEY_LENGTH
@@ -179,9 +179,9 @@ def _object_problems(objects: Sequence[StoredObject], tile_bytes: int) -> Iterat
     for index, stored in enumerate(objects):
         where = f"objects[{index}]"
         if not is_safe_key(stored.key):
-            yield f"{where}: key {stored.key!r:.200} does not lie under data/"
+            yield f"{where}: key {stored.key!r:.200} is not under data/"
         if stored.folder and not is_safe_folder(stored.folder):
-            yield f"{where}: folder {stored.folder!r:.200} is not the name of one"
+            yield f"{where}: folder {stored.folder!r:.200} cannot be the name of one"
         if (stored.folder, stored.key) in seen:
             yield f"{where}: key {stored.key!r:.200} occurs twice"
         seen.add((stored.folder, stored.key))
@@ -202,7 +202,7 @@ def _num_base64_bytes(text: str) -> int:
 
 
 def _is_one_sound_chunk(tensor: StoredTensor, objects: Sequence[StoredObject]) -> bool:
-    """Return whether one chunk certainly holds the tensor: nearly always. `_tensor_problems` names the problems."""
+    """Return True if one chunk certainly holds the tensor: nearly always. `_tensor_problems` names the problems."""
     shape, num_bytes = tensor.shape, _sound_bytes(tensor.dtype, tensor.shape)
     if len(tensor.chunks) != 1 or tensor.transforms or num_bytes is None:
         return False
@@ -260,7 +260,7 @@ def _chunk_problems(
         return
     for offset, length, extent in zip(chunk.offsets, chunk.lengths, tensor.shape, strict=True):
         if offset < 0 or length < 0 or offset + length > extent:
-            yield f"[{offset}, {offset + length}) does not lie in [0, {extent})"
+            yield f"[{offset}, {offset + length}) is not within [0, {extent})"
             return
     in_range = True
     for text in _range_problems(chunk, objects):
@@ -278,16 +278,16 @@ def _range_problems(stored: Chunk | StoredValue, objects: Sequence[StoredObject]
     if not 0 <= stored.object_index < len(objects):
         yield f"object {stored.object_index} does not exist"
     elif not 0 <= stored.begin <= stored.end <= objects[stored.object_index].size:
-        yield f"bytes [{stored.begin}, {stored.end}) do not lie in object {stored.object_index}"
+        yield f"bytes [{stored.begin}, {stored.end}) are not within object {stored.object_index}"
 
 
 def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Return whether every element of an array of `shape` lies in exactly one of `blocks` (offsets, lengths).
+    """Return True if every element of an array of `shape` is in exactly one of `blocks` (offsets, lengths).
 
     Takes time proportional to the number of blocks and dimensions. The indicator functions of the blocks add up to that
     of the whole array if and only if their mixed differences do. These are compared as polynomials at a random point:
     each position on an axis stands for a random number. If the sums differ, the chance that their values do not is
-    below 2 ** -110 for every document (Schwartz, Zippel, 1979), because nobody can know the numbers beforehand.
+    below 2 ** -110 for every document (Schwartz, Zippel, 1979), because the numbers cannot be known beforehand.
     """
     filled = [(offsets, lengths) for offsets, lengths in blocks if 0 not in lengths]
     if len(filled) == 1:  # nearly always, and large jobs have a million tensors
@@ -309,7 +309,7 @@ def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape:
 
 
 def is_sound(tensor: StoredTensor, itemsize_bytes: int, object_sizes_bytes: Integers) -> bool:
-    """Return whether the chunks certainly have no problem. `find_problems` names the problems.
+    """Return True if the chunks certainly have no problem. `find_problems` names the problems.
 
     The tensor's shape must be a shape already, of less than 2^63 bytes, so that no sum or product here overflows
     unnoticed: extents bound offsets and lengths, and a product that wraps has a zero among its factors.
@@ -340,7 +340,7 @@ def is_sound(tensor: StoredTensor, itemsize_bytes: int, object_sizes_bytes: Inte
 
 
 def _hold(lengths: Integers, begins: Integers, ends: Integers, itemsize_bytes: int) -> bool:
-    """Return whether each range is as long as its chunk's elements, and aligned to them."""
+    """Return True if each range is as long as its chunk's elements, and aligned to them."""
     num_bytes = lengths.prod(axis=1, dtype="int64") * itemsize_bytes
     return _hold_all((ends - begins == num_bytes) & (begins % itemsize_bytes == 0))
 
@@ -352,7 +352,7 @@ def _hold_all(flags: npt.NDArray[np.bool_]) -> bool:
 def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int]) -> bool:
     """Do what `fills_once` does for many blocks inside `shape`, one per row of ``[num_blocks, num_dims]``.
 
-    The same corners are counted, by sorting. Where they are too many or too far apart for that, `fills_once` decides.
+    The same corners are counted, by sorting. If they are too many or too far apart for that, `fills_once` decides.
     """
     import numpy as np  # noqa: PLC0415  # see `find_problems`
 

@@ -18,7 +18,7 @@ from cloudckpt._torch_compat import AsyncCollectiveTensor, chunks_wanted_by, is_
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 
-_NOT_TAKEN_APART = (DTensor, AsyncCollectiveTensor)  # they have the methods, and other ways to be saved
+_NOT_TAKEN_APART = (DTensor, AsyncCollectiveTensor)  # they have the methods, but are saved in other ways
 _MAX_DIVISOR = 65
 _PLAIN = frozenset({bool, int, str})
 _SEQUENCES: dict[Any, str] = {list: "", tuple: "tuple", torch.Size: "size"}
@@ -58,14 +58,14 @@ class Parts(NamedTuple):
 
 
 def is_wrapper(value: object) -> bool:
-    """Return whether a tensor is taken apart into the tensors that it consists of."""
+    """Return True if a tensor is taken apart into the tensors that it consists of."""
     if not isinstance(value, torch.Tensor) or isinstance(value, _NOT_TAKEN_APART):
         return False
     return is_wrapper_subclass(value) and not value.is_nested
 
 
 def holds_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether `take_apart` takes a tensor apart."""
+    """Return True if `take_apart` takes a tensor apart."""
     return is_wrapper(local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
@@ -124,7 +124,7 @@ def collapse(
 
 
 def describe_difference(saved: StoredWrapper, wanted: StoredWrapper) -> str | None:
-    """Return what differs between a stored wrapper and one that is to take its parts; None if it can."""
+    """Return the difference between a stored wrapper and one that is to take its parts; None if it can."""
     for what, one, other in (
         ("class", saved.kind, wanted.kind),
         ("shape", list(saved.shape), list(wanted.shape)),
@@ -153,7 +153,7 @@ def _spread_shard(
 ) -> tuple[dict[str, torch.Tensor], Any, list[str]]:
     """Return the parts of a shard as DTensors, the metadata of the whole, and the parts that all shards have alike.
 
-    How a shard relates to the whole is asked of its class: it slices the shard again.
+    The relation of a shard to the whole is found by slicing the shard once more, as its class does.
     """
     dims_of: dict[str, dict[int, int | None]] = {part: {} for part in parts}
     following: dict[tuple[Any, ...], int] = {}
@@ -207,7 +207,7 @@ def _find_following(
     whole: Any, first: Any, cut: tuple[int, int, int], place: tuple[Any, ...]
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the places of metadata that hold the length of a shard. `cut` is its dimension, and the two lengths."""
-    if whole == first or (isinstance(whole, dict) and "dtype" in whole):  # slices of some classes lose it
+    if whole == first or (isinstance(whole, dict) and "dtype" in whole):  # slices of some classes lose the dtype
         return
     if isinstance(whole, list) and isinstance(first, list) and len(whole) == len(first):
         for position, pair in enumerate(zip(whole, first, strict=True)):
@@ -248,7 +248,7 @@ def _spread(whole: DTensor, local: torch.Tensor, part: torch.Tensor, dims: Mappi
 
 
 def _shard_dim(placement: Any) -> int | None:
-    """Return the dimension that a placement shards, or None. Raises ``ValueError`` for a sum that is not made yet."""
+    """Return the dimension that a placement shards, or None. Raises ``ValueError`` for a partial sum."""
     if isinstance(placement, Replicate):
         return None
     if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
@@ -262,7 +262,7 @@ def _with_dim(placement: Any, dim: int) -> Any:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return `value` as JSON. All that JSON does not have is an object of one member, whose name says what it is.
+    """Return `value` as JSON. A value that JSON lacks becomes an object of one member, whose name is its type.
 
     Raises ``TypeError`` for what cannot be encoded.
     """
@@ -293,7 +293,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def _has_fields(kind: Any) -> bool:
-    """Return whether `kind` is a class that can be made anew of its fields: a dataclass or a named tuple."""
+    """Return True if `kind` is a class that can be made anew of its fields: a dataclass or a named tuple."""
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
 
 

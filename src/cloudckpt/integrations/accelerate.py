@@ -204,8 +204,8 @@ class AcceleratorState(LiveEntry):
         """Return the state of a stateful data loader and the epoch that it is in.
 
         At the last batch, Accelerate 1.15 already counts the epoch as ended: a loop that is resumed there would repeat
-        the whole epoch. Here the rest of that loop is empty, and the next loop is the next epoch. Dispatched batches
-        cannot be none.
+        the whole epoch. Here the rest of that loop is empty, and the next loop is the next epoch. A loop of
+        dispatched batches cannot be empty, so there this logs a warning.
         """
         state = {**loader.state_dict(), _EPOCH: loader.iteration}
         is_in_loop = any(one is loader for one in loader.gradient_state.dataloader_references)

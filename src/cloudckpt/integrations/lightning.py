@@ -54,7 +54,7 @@ _is_training_state = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_scheduler
 
 
 class _Removals:
-    """Carries out the removals that Lightning decides on, except of what the run was loaded from or another one made.
+    """Carries out the removals of Lightning, except for the checkpoint that the run was loaded from, and other runs'.
 
     For files, ``ModelCheckpoint`` itself keeps the checkpoint that the run resumed from, and all that lies outside its
     ``dirpath``. For URIs it does not.
@@ -65,9 +65,9 @@ class _Removals:
         self._saved: set[str] = set()
         self._loaded: set[str] = set()
         self._folders: set[str] = set()
-        """Those under which this run saves."""
+        """The folders under which this run saves."""
         self._early: list[tuple[str, threading.Thread]] = []
-        """Removals that a thread wanted before a save was known: `AsyncCheckpointIO` begins it in another thread."""
+        """Removals before the first save, each with its thread: `AsyncCheckpointIO` saves in another thread."""
         self._lock = threading.Lock()
         self._running: tuple[str, threading.Thread] | None = None
         """The URI of the running save, and its thread."""
@@ -247,7 +247,7 @@ class LoaderStates(Callback):
         return {"ranks": states}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take Lightning's own state of the loaders away, with which other loaders fail in torchdata."""
+        """Remove Lightning's own state of the loaders, with which torchdata fails if the loaders are others."""
         if self.state_key in checkpoint["callbacks"]:
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
@@ -263,7 +263,7 @@ class LoaderStates(Callback):
         if not saved:
             return
         loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_progress
-        # With max_steps, Lightning 2.6 runs the end of an epoch again that was saved there, and counts it twice.
+        # With max_steps, Lightning 2.6 repeats the end of an epoch at which it saved, and counts it twice.
         is_repeated = loop.restarted_on_epoch_end
         is_between = saved[0]["is_ended"] and not is_repeated
         if not is_between and len(saved) != trainer.world_size:
@@ -473,7 +473,7 @@ def _refuse_storage_options(storage_options: Any) -> None:
 
 
 def _warn_of_positions(checkpoint: Mapping[str, Any]) -> None:
-    """Warn of stateful data loaders that only Lightning's own state tells of."""
+    """Warn of stateful data loaders whose position is in Lightning's own state alone."""
     with contextlib.suppress(Exception):  # Fabric saves values of any form under these names
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
         is_lacking = LoaderStates.__qualname__ not in checkpoint["callbacks"]

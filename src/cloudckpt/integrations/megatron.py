@@ -151,11 +151,11 @@ class _ShardStager(PinnedStager):
 
 
 class _Client:
-    """Stands where Megatron expects the module ``multistorageclient``: files, paths and a reader.
+    """Takes the place of the module ``multistorageclient`` in Megatron: files, paths and a reader.
 
     Under a URI, a checkpoint seems to hold one file, ``metadata.json``, which is read from the manifest. The tracker of
-    the newest iteration is the newest committed ``iter_<n>``. Writes to the two are dropped, because the commit has
-    made what they say true.
+    the newest iteration is the newest committed ``iter_<n>``. Writes to the two are dropped, because the
+    commit has their content already.
     """
 
     def __init__(self, options: Options, *, allow_pickle: bool) -> None:
@@ -228,7 +228,7 @@ class _Client:
 
 
 class _Folder:
-    """The part of ``pathlib.Path`` that Megatron asks of a checkpoint's folder."""
+    """The part of ``pathlib.Path`` that Megatron uses of a checkpoint's folder."""
 
     def __init__(self, client: _Client, uri: str) -> None:
         self._client, self._uri, self.name = client, uri, uri.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""torch_checkpointing: a storage whose directories are checkpoints, committed by what it calls a rename."""
+"""torch_checkpointing: a storage whose directories are checkpoints, which its ``rename`` commits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CloudStorageConfig(StorageConfig):
     options: Options = field(default_factory=Options)
     """Options of all saves and loads, except ``resume`` and ``extensions``."""
     temp_dir_prefix: str = "tmp_"
-    """That of the package's ``CheckpointWriterConfig``."""
+    """The prefix in the package's ``CheckpointWriterConfig``."""
 
     def __post_init__(self) -> None:
         self.root = parse_location(self.root).uri
@@ -106,7 +106,7 @@ class _CloudStorage(Storage):
     def stream_write(self, path: Path) -> FileWriter:
         folder, inside = self._split_staged(path)
         if folder is None or not inside:
-            _refuse(f"{path} does not lie in a temporary directory ({self._prefix}…), so nothing would commit it")
+            _refuse(f"{path} is not in a temporary directory ({self._prefix}…), so nothing would commit it")
         with self._lock:
             job = self._job_at(folder) or self._begin(folder)
             return job.open(inside)
@@ -141,7 +141,7 @@ class _CloudStorage(Storage):
         found = self._look(path)
         if not isinstance(found, list):
             kind = FileNotFoundError if found is None else NotADirectoryError
-            raise kind(f"no committed checkpoint lies at or under {self.remap_path(path)}")
+            raise kind(f"no committed checkpoint is at or under {self.remap_path(path)}")
         return found
 
     def exists(self, path: Path) -> bool:
@@ -230,7 +230,7 @@ def _find_planned(metadata: bytes) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise what the package's interface demands of a place that is taken."""
+    """Raise ``FileExistsError`` for a place that is taken, as the package's interface demands."""
     try:
         yield
     except CheckpointExistsError as error:

@@ -1,4 +1,4 @@
-"""Stores: the places that checkpoints lie in. They know bytes and keys, and nothing of tensors."""
+"""Stores hold the objects of checkpoints. They know bytes and keys, and no tensors."""
 
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store

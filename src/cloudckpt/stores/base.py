@@ -28,7 +28,7 @@ from cloudckpt.errors import ChecksumRefusedError, StoreError, UnsupportedOperat
 Views = Sequence[memoryview]
 # A copy is faster than the checksum of memory that is in no cache, and each call gives up the interpreter's lock.
 _JOINED_BYTES = 512 * 1024
-_crc32c: Any = checksums.crc32c  # takes any buffer, though it says bytes
+_crc32c: Any = checksums.crc32c  # annotated with bytes, but takes any buffer
 _T = TypeVar("_T")
 _LARGE_COPY_BYTES = 256 * 1024
 
@@ -64,7 +64,7 @@ class Capabilities:
     is_private: bool = False
     """No other process sees the objects."""
     has_hidden_uploads: bool = False
-    """Unfinished uploads are hidden files beside their keys. All are ours, and a folder can refuse its listing."""
+    """Unfinished uploads are hidden files of cloudckpt beside their keys. One closed folder fails their listing."""
     copies_within: str = ""
     """The service that copies between its stores (`Store.copy_from`); empty if none does."""
     observed: str = field(default="", compare=False)
@@ -90,7 +90,7 @@ class ObjectInfo:
     key: str
     size_bytes: int
     modified_at: datetime
-    """The time of the write, as the store says it; timezone-aware."""
+    """The time of the write by the store's clock; timezone-aware."""
     changed_at: datetime | None = None
     """The time at which the object appeared, if the store knows it: a copied file can keep its time of writing."""
     version: str = ""
@@ -111,7 +111,7 @@ class UploadInfo:
     upload_id: str
     started_at: datetime
     size_bytes: int = 0
-    """Size of what was written, on a store of files. No other store tells it."""
+    """Bytes that were written, on a store of files; 0 on others, which do not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ class Store(abc.ABC):
         """Yield every unfinished multipart upload whose key starts with `prefix`."""
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that can still be written; None if the store has no such limit or does not tell it."""
+        """Return the bytes that can still be written; None if the store has no such limit or does not report it."""
         return None
 
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
@@ -248,8 +248,8 @@ class Store(abc.ABC):
         """Have the service copy the object at `source_url`, an `url` of another store of its kind, to `target_key`.
 
         No byte passes through this process. Returns the CRC32C that the service has computed from the bytes of the
-        copy; None if it says none. One endpoint and one set of credentials must reach both. `run` makes each request,
-        so that only a request that failed is made again. Raises `UnsupportedOperationError` if this store cannot copy
+        copy; None if it reports none. One endpoint and one set of credentials must reach both. `run` makes each
+        request, so that only a failed one is made again. Raises `UnsupportedOperationError` if this store cannot copy
         from there.
         """
         problem = f"this store cannot have the service copy {source_url}. Read it and write it."
@@ -369,7 +369,7 @@ def copy_into(views: Views, body: memoryview) -> None:
         if view.nbytes < _LARGE_COPY_BYTES:
             view[:] = source
         else:  # other threads run meanwhile
-            import numpy as np  # what lists checkpoints alone starts sooner without
+            import numpy as np  # a program that only lists checkpoints starts sooner without it
 
             np.copyto(np.frombuffer(view, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
         begin += view.nbytes
@@ -384,7 +384,7 @@ def crc32c_of(views: Views, previous: int = 0) -> int:
 
 def compute_tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
     """Return the CRC32C of each tile of the views' bytes, taken together; the last tile may be shorter."""
-    if len(views) == 1:  # nearly always: with little Python between the checksums, threads hardly wait for its lock
+    if len(views) == 1:  # nearly always; little Python runs between the checksums, so threads hardly wait for the GIL
         view = views[0]
         return [_crc32c(view[begin : begin + tile_bytes], 0) for begin in range(0, view.nbytes, tile_bytes)]
     values: list[int] = []
@@ -427,7 +427,7 @@ def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[me
 
 
 def join_views(views: Views) -> memoryview | bytes:
-    """Return the same bytes in one piece: a view alone as it is, others in a copy."""
+    """Return the same bytes in one piece: a single view itself, several views as a copy."""
     return views[0] if len(views) == 1 else b"".join(views)
 
 

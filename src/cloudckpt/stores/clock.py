@@ -20,7 +20,7 @@ class MachineClock:
 
     Attributes:
         newest_ns: The latest time of a commit that this process has drawn or seen.
-        ahead_s: Seconds by which this clock is ahead of that of each host, by its last answer that tells it.
+        ahead_s: Seconds by which this clock is ahead of that of each host, by its last answer with a time.
 
     """
 
@@ -73,8 +73,8 @@ def warn_of_clock(ahead_s: float, of: str, *, whose: str) -> None:
 def now() -> datetime:
     """Return the time by this machine's clock; by a store's, if this one is over an hour ahead of it.
 
-    For ages of what a store holds: a clock that is ahead makes running saves look dead. If stores differ, it is the
-    earliest time, by which the most is spared.
+    It is for the ages of objects: by a clock that is ahead, running saves look dead. If stores differ, it is the
+    earliest time, by which gc removes the least.
     """
     ahead_s = max(list(MACHINE.ahead_s.values()), default=0.0)
     return datetime.fromtimestamp(MACHINE.time_ns() / 1e9 - (ahead_s if ahead_s > _MAX_APART_S else 0.0), timezone.utc)

@@ -67,7 +67,7 @@ class FsspecStore(Store):
 
     - Objects are written whole, by one stream; there are no multipart uploads.
     - A write that fails is discarded if the file system can, and else its object is removed. Nothing half-written is
-      ever completed, not by the garbage collector either.
+      ever completed, not even by Python's garbage collector.
     - fsspec promises no create-if-absent: only `ATOMIC_SCHEMES` have it.
     - Only the file system's own timeouts bound a wait; they are among its `storage_options`.
     """
@@ -80,7 +80,7 @@ class FsspecStore(Store):
         self._location = location
         self._kind = kind
         # Host, port and user of the URI are options of the file system.
-        self._options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # how fsspec's own callers do
+        self._options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # as fsspec itself does
         self._root = str(kind._strip_protocol(location.uri)).rstrip("/")
         self._lock = threading.Lock()
         self._shared: Filesystem = None
@@ -198,7 +198,7 @@ class FsspecStore(Store):
     def _needs_root(self, operation: str, key: str) -> Iterator[None]:
         try:
             yield
-        except ObjectNotFoundError as error:  # a write can only miss what is above the key
+        except ObjectNotFoundError as error:  # a write needs only the bucket or folder above the key
             problem = (
                 "its bucket or folder does not exist, or these credentials may not see it. Create it, or correct its "
                 "name."
@@ -244,7 +244,7 @@ class FsspecStore(Store):
         return info
 
     def _check_whole(self, filesystem: Filesystem, key: str, path: str, operation: str, end_bytes: int) -> None:
-        """Raise `TransientStoreError` if the object does not end at `end_bytes`, at which a read has ended."""
+        """Raise `TransientStoreError` if the object does not end at `end_bytes`, where a read has ended."""
         size_bytes = _size(self._file_info(filesystem, key, path))
         if size_bytes > end_bytes:
             problem = f"the answer ended at byte {end_bytes:,} of {size_bytes:,}. Try again."
@@ -323,15 +323,15 @@ def _modified_at(info: Mapping[str, Any]) -> datetime:
             return value.astimezone(timezone.utc) if value.tzinfo else value.replace(tzinfo=timezone.utc)
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value, tz=timezone.utc)
-    # Unknown, so never old enough for gc.
+    # The time is unknown. An object of this moment is never old enough for gc.
     return datetime.now(tz=timezone.utc)
 
 
 def _stream(filesystem: Filesystem, path: str, views: Views) -> None:
     """Write through a file object that publishes nothing on its own, then commit it; on any failure, discard it."""
     existed = _exists(filesystem, path)
-    # Without autocommit, close() does not complete the upload, neither below nor in the garbage collector; it does for
-    # file systems that ignore the setting, hence what _discard does besides.
+    # Without autocommit, close() does not complete the upload, neither below nor in the garbage collector. Some file
+    # systems ignore the setting and complete it: `_discard` also removes the object.
     file = filesystem.open(path, "wb", autocommit=False)
     # fsspec keeps every such file for its transaction to commit, although none is under way.
     with contextlib.suppress(ValueError):
@@ -348,7 +348,7 @@ def _stream(filesystem: Filesystem, path: str, views: Views) -> None:
 
 
 def _exists(filesystem: Filesystem, path: str) -> bool:
-    # fsspec's own `exists` takes every error for absence, and what is absent is removed again where the write fails.
+    # fsspec's own `exists` takes every error for absence, and a failed write removes an object that was absent before.
     try:
         filesystem.info(path)
     except FileNotFoundError as error:
@@ -384,7 +384,7 @@ STATUS_TABLE: dict[int, type[StoreError]] = {
 
 # By name, so that a lookup imports nothing.
 BEFORE_STATUS_TABLE: dict[str, type[StoreError]] = {
-    "azure.core.exceptions.ResourceExistsError": ObjectExistsError,  # 409, like errors that pass
+    "azure.core.exceptions.ResourceExistsError": ObjectExistsError,  # with the status 409, as transient errors
 }
 CLASS_TABLE: dict[str, type[StoreError]] = {
     "aiohttp.client_exceptions.ClientConnectionError": TransientStoreError,

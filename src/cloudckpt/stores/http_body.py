@@ -236,9 +236,9 @@ class ResponseBody:
 
 
 def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
-    """Return the socket that the body can be received from past `http.client`; None if it has to be read through it.
+    """Return the socket to receive the body from without `http.client`; None if it must be read through that.
 
-    It has to be for chunked and short bodies, and if anything but the standard library lies between.
+    Chunked and short bodies must be, and those for which another class than the standard library's is between.
     """
     if not isinstance(response, http.client.HTTPResponse) or response.chunked:
         return None

@@ -97,18 +97,18 @@ class SDKClient(abc.ABC):
 
     @abc.abstractmethod
     def identity(self) -> tuple[object, ...] | None:
-        """Return what tells the credentials from others, secrets included; None if there are none. Fetches nothing."""
+        """Return values that identify the credentials, secrets included; None if there are none. Fetches nothing."""
 
     @abc.abstractmethod
     def fetch_credentials(self) -> None:
-        """Fetch credentials from where they come from, if that has not been done. Raises the SDK's errors."""
+        """Fetch the credentials from their source, unless that has been done. Raises the SDK's errors."""
 
 
 Client = TypeVar("Client", bound=SDKClient)
 
 
 class ClientCache(Generic[Config, Client]):
-    """The latest used clients of one SDK in this process: one for each configuration and environment."""
+    """The most recently used clients of one SDK in this process: one for each configuration and environment."""
 
     def __init__(self, make: Callable[[ClientKey[Config]], Client]) -> None:
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class ClientCache(Generic[Config, Client]):
             return self._make_for(key, tuple(environment))
 
     def replace(self, refused: Client, key: ClientKey[Config]) -> Client | None:
-        """Look for credentials once more, and return a client with others than the `refused` one has, if there are any.
+        """Look for credentials once more. Return a client if they differ from those of the `refused` one, or None.
 
         An agent may have renewed a file since. However many threads meet the refusal, one of them looks.
         """
@@ -165,7 +165,7 @@ def is_clear_text(endpoint_url: str) -> bool:
 def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
     """Refuse an endpoint with credentials in it; warn, once per process, if it is plain HTTP elsewhere.
 
-    `variables` says where an endpoint comes from that is not in the storage options.
+    `variables` names the sources of an endpoint that is not in the storage options.
     """
     try:
         parse_endpoint("the storage options", endpoint_url)
@@ -213,7 +213,7 @@ class CallScope:
             self._is_cancelled = True
             for connection in self._sockets:
                 with contextlib.suppress(OSError):
-                    # Not the method of a TLS socket, which would take the session from under the thread that reads.
+                    # Not the method of a TLS socket, which would end the session while a thread reads.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def follow(self, connection: socket.socket) -> None:
@@ -225,7 +225,7 @@ class CallScope:
 
 
 def follow(connection: socket.socket | None) -> None:
-    """Note that a request of this thread uses `connection`. Raises `ConnectionAbortedError` if nobody needs it."""
+    """Note that a request of this thread uses `connection`. Raises `ConnectionAbortedError` if it was cancelled."""
     scope: CallScope | None = getattr(_current, "scope", None)
     # A proxy that speaks TLS itself has another kind of connection: such a call cannot be ended from outside.
     if scope is not None and isinstance(connection, socket.socket):

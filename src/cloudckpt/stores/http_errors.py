@@ -108,7 +108,8 @@ STATUSES: Mapping[int, ErrorRule] = {
     501: CANNOT,
     507: FULL,
 }
-"""For codes that a table lacks and answers without a body. Others from 500 on are `TRY_AGAIN`, below `REQUEST`."""
+"""Rules for codes that a table lacks, and for answers without a body. For others: `TRY_AGAIN` from 500 on, `REQUEST`
+below."""
 
 
 def by_name(groups: Sequence[tuple[ErrorRule, str]]) -> dict[str, ErrorRule]:
@@ -145,7 +146,7 @@ class ErrorTable:
     """By the service's own name of an error."""
     statuses: Mapping[int, ErrorRule]
     exceptions: Mapping[str, ErrorRule]
-    """By the name of a class of the SDK. A class that is not here is taken for its nearest base that is."""
+    """By the name of a class of the SDK. Any other class has the rule of its nearest base."""
     packages: frozenset[str]
     """The packages of the SDK."""
     parsers: tuple[str, ...]

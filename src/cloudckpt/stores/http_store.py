@@ -116,7 +116,7 @@ class HTTPSession(abc.ABC):
 
     @abc.abstractmethod
     def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:
-        """Return the request for an object, or for the half-open range of it. It is made when it is called."""
+        """Return a function that requests an object, or the half-open range of it."""
 
     @abc.abstractmethod
     def open_body(self, answer: Any) -> tuple[ResponseBody, str | None, int | None]:
@@ -134,7 +134,7 @@ class HTTPSession(abc.ABC):
             translated = self.translate(error, operation, api, key)
             if translated is None:
                 raise
-            if isinstance(translated, CredentialsError) and may_open_no_file():  # not those with the credentials either
+            if isinstance(translated, CredentialsError) and may_open_no_file():  # nor those with the credentials
                 request = self.failed_request(operation, api, key)
                 translated = build_error(FILES, request, reason="the credentials' files cannot be read")
                 translated.is_unsent = True

@@ -106,7 +106,7 @@ class MemoryStore(Store):
 
     @staticmethod
     def now() -> datetime:
-        """Return the time that an object gets which is written now. Tests replace it."""
+        """Return the time for an object that is written now. Tests replace it."""
         return datetime.now(tz=timezone.utc)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -238,7 +238,7 @@ class MemoryStore(Store):
     def _bucket(self, operation: str) -> _Bucket:
         if self._pid != os.getpid():
             problem = (
-                f"this lies in the memory of process {self._pid}, and this is process {os.getpid()} (an async save by "
+                f"this is in the memory of process {self._pid}, and this is process {os.getpid()} (an async save by "
                 "PROCESS?). Use a path or another store for work that spans processes."
             )
             raise self.error(UnsupportedOperationError, operation, "", problem)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Store:
     """Return the store rooted at `uri`. Nothing is contacted before its first call.
 
-    Raises `InvalidURIError`, `InvalidOptionError` for a storage option that the store does not have or `options` or a
-    `wrap_store` that are none, and `MissingDependencyError` where its package is not installed.
+    Raises `InvalidURIError`, `InvalidOptionError` for an unknown storage option or for `options` or a `wrap_store` of
+    another class, and `MissingDependencyError` if the store's package is not installed.
     """
     refuse_in_fork()
     options = require_options(options)
@@ -30,7 +30,7 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
     wrapped = options.advanced.wrap_store(store)
     if not hasattr(wrapped, "capabilities"):
         raise InvalidOptionError(
-            f"wrap_store must return a store, but it returned {wrapped!r:.80}: give back the store that it is given, "
+            f"wrap_store must return a store, but it returned {wrapped!r:.80}: return the store that it is given, "
             "or one that stands for it"
         )
     return wrapped

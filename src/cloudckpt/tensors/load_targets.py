@@ -86,7 +86,7 @@ class RunTarget:
 
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
         if not self._bounds[0] <= begin < end <= self._bounds[-1]:
-            raise ValueError(f"bytes [{begin}, {end}) do not lie in [{self._bounds[0]}, {self._bounds[-1]})")
+            raise ValueError(f"bytes [{begin}, {end}) are not within [{self._bounds[0]}, {self._bounds[-1]})")
         first, last = bisect.bisect_right(self._bounds, begin) - 1, bisect.bisect_left(self._bounds, end)
         bounds, shifts = [begin, *self._bounds[first + 1 : last], end], self._shifts[first:last]
         begins, ends = list(map(operator.add, bounds, shifts)), list(map(operator.add, bounds[1:], shifts))
@@ -166,7 +166,7 @@ class TensorTarget(msgspec.Struct, gc=False):
         offset = run * (num_bytes // len(self.run_begins)) + begin - self.run_begins[run]
         last = offset + end - begin
         if not 0 <= offset <= last <= num_bytes:
-            raise ValueError(f"bytes [{begin}, {end}) do not lie in the chunk that begins at {self.chunk.begin}")
+            raise ValueError(f"bytes [{begin}, {end}) are not within the chunk that begins at {self.chunk.begin}")
         return view_memory(self.address + offset, last - offset, self.tensor)
 
 

@@ -138,8 +138,8 @@ def _find_contradictions(values: Mapping[str, Any]) -> list[str]:
 def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) -> Any:
     """Return the credentials of requests: of the options, or the ordinary application-default credentials.
 
-    Raises google.auth's `DefaultCredentialsError` if there are none. On a machine outside Google's cloud, that is known
-    only after its metadata address has not answered, within `timeout_s`.
+    Raises google.auth's `DefaultCredentialsError` if there are none. Outside Google's cloud, that is known only
+    once the metadata server has not answered, within `timeout_s`.
     """
     import google.auth
     from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
@@ -190,8 +190,8 @@ def _from_file(path: str) -> Any:
 class _BoundedSearch:
     """Makes google.auth's requests, until the time for all of them is over, and notes if its metadata server is busy.
 
-    google.auth takes a server that is busy for a machine outside Google's cloud. Without an answer, it is one, unless a
-    variable names the server.
+    To google.auth, a busy server means a machine outside Google's cloud. In fact only a server that does not answer
+    means this, unless a variable names the server.
     """
 
     problem: str | None = None
@@ -249,7 +249,7 @@ class GCSClient(SDKClient):
         """The arguments of every call of the library; cloudckpt.io decides about retries."""
         self.credentials = credentials
         self._renewing = threading.Lock()
-        # The number that is kept open, not a limit. Stores of one configuration share it: a save beside a load would
+        # The connections that stay open, not a limit. Stores of one configuration share it: a save beside a load would
         # otherwise close connections that both need.
         most_connections = (_STORES_AT_ONCE + MAX_HELPERS) * key.connections + _SPARE_CONNECTIONS
         self.http, self._auth_request = _make_http_session(credentials, most_connections=most_connections)
@@ -355,8 +355,8 @@ class GCSSession(HTTPSession):
     def call(self, operation: str, api: str, key: str, ask: Callable[[GCSClient], T]) -> T:
         """Call `ask`, which makes the request `api` about `key`, for the store's `operation`. Raises `StoreError`.
 
-        Calls it a second time if the access token was refused and could be renewed, and once more if there are other
-        credentials than those from which no accepted token comes.
+        Calls it a second time if the access token was refused and could be renewed, and once more if other credentials
+        are found after these gave no accepted token.
         """
         with self.translation(operation, api, key):
             client = self.client()
@@ -376,7 +376,7 @@ class GCSSession(HTTPSession):
         response = client.http.get(
             f"{client.endpoint_url}/download/storage/v1/b/{quote(self.bucket, safe='')}/o/{quote(key, safe='')}",
             params=client.query(alt="media"),
-            # Decompressed bytes would be others, and more, than the range has.
+            # Decompressed bytes would not be those of the range.
             headers={"Accept-Encoding": "identity", **headers},
             timeout=client.timeout_s,
             stream=True,
@@ -427,7 +427,7 @@ class GCSSession(HTTPSession):
             return False
 
     def foreign_answer(self, operation: str, api: str, key: str) -> StoreError:
-        """Return the error for an answer to `api` that lacks what GCS's have."""
+        """Return the error for an answer to `api` that is not GCS's."""
         problem = (
             f"the answer to {api} cannot be read: it is not GCS's. Try again; if it persists, check endpoint_url, and "
             "proxies on the way."
@@ -435,9 +435,9 @@ class GCSSession(HTTPSession):
         return self.error(TransientStoreError, operation, key, problem)
 
     def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> ErrorRule | None:
-        """Return the meaning of a 404 to `api`, which a listing tells; None if it means what the answer says.
+        """Find out by a listing what a 404 to `api` means; return None if it means what it says.
 
-        It can be the bucket that is missing. An answer that is not GCS's own is believed if the listing agrees.
+        The bucket may be missing. An answer that is not GCS's own is believed if the listing agrees.
         """
         if is_own and api == "objects.delete":
             return None  # it does not matter
@@ -549,7 +549,7 @@ def check_answer(response: Any) -> None:
 def _refuse_clear_text_credentials(credentials: Any, endpoint_url: str) -> None:
     """Raise `InvalidOptionError` if the environment alone would have a token sent in clear text to another machine.
 
-    A user who names such an endpoint in ``storage_options`` is warned, and gets it.
+    A user who names such an endpoint in ``storage_options`` is warned, and can use it.
     """
     from google.auth.credentials import AnonymousCredentials
 

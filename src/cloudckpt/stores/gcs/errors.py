@@ -200,7 +200,7 @@ def is_metadata_busy(status: int | None) -> bool:
 
 
 def describe_metadata_server(status: int | None) -> str:
-    """Return which server has given which answer."""
+    """Describe the metadata server and its answer."""
     host = os.environ.get("GCE_METADATA_HOST") or os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
     answer = "did not answer" if status is None else f"answered with status {status}"
     return f"Google's metadata server at {host} {answer}"
@@ -234,7 +234,7 @@ def _translate_answer(error: Any, status: int, request: FailedRequest, is_zonal:
     reason, detail = _parse_document(error.message)
     rule = BY_REQUEST.get((request.api, status)) or TABLE.rule_for_answer(reason, status)
     if rule in (shared.REQUEST, shared.CANNOT) and request.api in _WRITES and is_zonal():
-        # What cannot be copied from there within the service can perhaps be read.
+        # An object that the service cannot copy from there can perhaps be read.
         rule = ZONAL._replace(error=UnsupportedOperationError) if request.api == "objects.rewrite" else ZONAL
     text = f"{reason} ({status})" if reason else f"status {status}"
     return build_error(rule, request, reason=f"{text}: {detail}" if detail else text)

@@ -55,7 +55,8 @@ class GCSStore(HTTPStore):
     the application-default credentials; they are in no message and no ``repr``. `timeout_s` bounds each wait without
     progress. A store may be pickled.
 
-    The parts of an upload are temporary objects beside its key, which no listing shows and no key may be named like.
+    The parts of an upload are temporary objects beside its key. Listings leave them out, and no key may have such a
+    name.
     """
 
     capabilities = Capabilities(
@@ -145,7 +146,7 @@ class GCSStore(HTTPStore):
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """Remove every temporary object of the upload."""
         name = self.name_of(key, "abort_multipart")
-        if uploads.is_upload_id(upload_id):  # no other has ever begun
+        if uploads.is_upload_id(upload_id):  # no upload has another id
             _aborted.add(upload_id)
             self._remove_temporaries("abort_multipart", Upload(name=name, upload_id=upload_id))
 
@@ -271,7 +272,7 @@ class GCSStore(HTTPStore):
             # One listing for each page: the library's iterator ends without an error after a page has failed.
             blobs = client.storage.list_blobs(bucket, prefix=prefix, page_token=token, **arguments, **client.each_call)
             page = next(blobs.pages)
-            # Read here, where the library's failure to parse an odd answer is known from a fault of ours.
+            # Read here, where the library's failure to parse an odd answer is not taken for a fault of ours.
             return page.raw_page, list(page), list(page.prefixes)
 
         while True:

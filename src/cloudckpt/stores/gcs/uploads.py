@@ -42,7 +42,7 @@ _COMPLETE = "complete_multipart"
 
 _UPLOAD_ID = re.compile(r"[0-9a-f]{16}")
 _SUFFIX = ".~part"
-"""The end of every temporary name: a lifecycle rule of the bucket finds by it what killed processes left."""
+"""The end of every temporary name, by which a lifecycle rule can remove the remains of killed processes."""
 _TEMPORARY = re.compile(r"(.+)\.~([0-9a-f]{16})-[0-9]-[0-9]{5}-[0-9a-f]{8}" + re.escape(_SUFFIX), re.DOTALL)
 _PART = re.compile(r"0-([0-9]{5})-([0-9a-f]{8})" + re.escape(_SUFFIX))
 _TOKEN = re.compile(r"([0-9a-f]{8})-([0-9]+)(?:@([0-9a-f]{16})@(.+))?", re.DOTALL)
@@ -98,7 +98,7 @@ def is_upload_id(text: str) -> bool:
 
 
 def new_nonce() -> str:
-    """Draw what tells one request from the next: one that was given up may still be made, and must replace nothing."""
+    """Draw a text of one request alone: a request that was given up may still arrive, and must replace nothing."""
     return secrets.token_hex(4)
 
 
@@ -176,7 +176,7 @@ def insert(
 
 
 def compose_parts(session: GCSSession, upload: Upload, parts: Sequence[ObjectGeneration]) -> None:
-    """Make `parts`, in their order, the object of the upload: as a tree, since a call takes 32 of them at most.
+    """Compose `parts`, in their order, into the object of the upload: as a tree, since a call takes at most 32.
 
     A repetition finds parts gone that an earlier try has removed, and succeeds if the object exists. Raises
     `ObjectNotFoundError` if it does not, and `ChecksumRefusedError` if GCS has made another object of them.
@@ -258,7 +258,7 @@ def describe(session: GCSSession, operation: str, api: str, name: str, answer: A
 
 
 def remove(session: GCSSession, operation: str, name: str, *, generation: int | None = None) -> None:
-    """Remove one object, if it exists; or only one generation of it, since a newer one belongs to somebody else."""
+    """Remove one object, if it exists; or only one generation of it, since a newer one is another writer's."""
 
     def ask(client: GCSClient) -> None:
         bucket = client.bucket(session.bucket)

@@ -218,7 +218,7 @@ def _link(temp: str, path: str) -> None:
         os.link(temp, path, follow_symlinks=False)
     except FileExistsError:
         # Over NFS the answer to a link that worked can be lost, and the client's second try finds the first. The count
-        # of links tells (open(2), under O_EXCL).
+        # of links shows it (open(2), under O_EXCL).
         if os.stat(temp).st_nlink == 2:  # noqa: PLR2004  # the temporary name and the object's
             return
         if os.path.isdir(path):
@@ -349,7 +349,7 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
 
 
 def _was_file(entry: os.DirEntry[str]) -> bool:
-    """Return True if the directory called it a file, or said nothing about it."""
+    """Return True if the entry is a file by its directory, or of unknown type."""
     return not (entry.name.startswith(TEMP_PREFIX) or entry.is_symlink() or entry.is_dir(follow_symlinks=False))
 
 

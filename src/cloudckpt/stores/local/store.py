@@ -92,7 +92,7 @@ REFUSALS = frozenset(
 )
 """The errors with which ``link`` and ``rename`` say that they did nothing (link(2), rename(2)).
 
-Any other may come after the deed: a server may have done what its answer was lost of.
+After any other error the file may have appeared: a server's answer may be lost.
 """
 
 
@@ -272,7 +272,7 @@ class LocalStore(Store):
         if f"/{files.TEMP_PREFIX}" in f"/{key}":
             problem = f"names that begin with {files.TEMP_PREFIX!r} are kept for unfinished uploads."
             raise self.error(StoreError, operation, key, problem)
-        # Link, rename and unlink act on a link itself, so only what lies above it can lead elsewhere.
+        # Link, rename and unlink act on a link itself, so only the folders above it can lead elsewhere.
         self._refuse_way_out(operation, key, os.path.dirname(path))
         return path
 
@@ -324,7 +324,8 @@ def translating(
 ) -> Iterator[None]:
     """Translate an `OSError` of the block.
 
-    `had_no_effect` if others can see nothing of what was done; with one of the numbers in `refusals`, they cannot.
+    Pass `had_no_effect` if others can see no effect of the block. After an error with a number in `refusals`, they
+    cannot either.
     """
     try:
         yield

@@ -372,7 +372,7 @@ class S3Session(HTTPSession):
             return self.send(api, key, **members)
 
     def send(self, api: str, key: str | None, **members: Any) -> dict[str, Any]:
-        """Make a request as `call` does, within the caller's own translation: what sends data needs no frame of it.
+        """Make a request as `call` does, but let the caller translate its errors: data then passes a frame less.
 
         It is made once more after an error that a new signature or other credentials may prevent.
         """
@@ -402,7 +402,7 @@ class S3Session(HTTPSession):
     def _follow(self, error: Exception, client: S3Client, *, last_region: str) -> None:
         """Note the region of the bucket, which boto3 has not found, for the next request.
 
-        Raises `OtherRegionError` if nobody knows it, `SameRegionError` if it is `last_region`, where the request was
+        Raises `OtherRegionError` if it is unknown, `SameRegionError` if it is `last_region`, where the request was
         sent, and `ForeignAnswerError` if it is not S3 that redirects.
         """
         region = region_in(error)
@@ -410,7 +410,7 @@ class S3Session(HTTPSession):
             try:
                 answer = client.boto3_client.get_bucket_location(Bucket=self.bucket)
                 region = _LEGACY_REGIONS.get(answer.get("LocationConstraint"), answer.get("LocationConstraint"))
-            except ParseError:  # no store has answered, but what redirects all requests
+            except ParseError:  # not a store's answer: something redirects all requests
                 raise ForeignAnswerError(
                     f"status {status_of(error)}: the answer names neither a region nor an error of S3's"
                 ) from None

@@ -31,7 +31,7 @@ class MetadataServices:
         self._sessions: dict[str, _NotedSession] = {}
 
     def watch(self, core: Any) -> None:
-        """Note from now on what the providers of a botocore session hear."""
+        """From now on, note the answers that the providers of a botocore session get."""
         resolver = core.get_component("credential_provider")
         for method, name in _FETCHERS.items():
             with contextlib.suppress(AttributeError):  # a later botocore; then nothing is waited for

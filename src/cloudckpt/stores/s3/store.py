@@ -232,7 +232,7 @@ class S3Store(HTTPStore):
         return decode_crc32c(result.get("ChecksumCRC32C"))
 
     def _copy_in_parts(self, place: dict[str, str], target: str, *, size_bytes: int, run: RequestRunner) -> int | None:
-        """Copy the object at `place` part by part; return the CRC32C of the copy if the service says it.
+        """Copy the object at `place` part by part; return the CRC32C of the copy if the service reports it.
 
         Returns None too if the upload is gone at its end, because an answer to its completion may have been lost.
         """
@@ -357,5 +357,5 @@ def _check_page(session: S3Session, operation: str, key: str, page: dict[str, An
 
 
 def _normalize(text: str) -> str:
-    # Stores do not agree on what of an answer is encoded, nor how; botocore decodes what says that it is.
+    # Stores differ in which members of an answer they encode, and how. botocore decodes an answer that says it is.
     return unquote(unquote(text)).replace("+", " ")

@@ -222,6 +222,16 @@ def test_every_error_has_its_paragraph() -> None:
         assert name in bases or ("**Cause:**" in section and "**Remedy:**" in section), name
 
 
+def test_dark_page_sets_every_color_of_the_light_one() -> None:
+    """If this fails, a part of the site has the ink of the light page on a dark ground, and cannot be read."""
+    css = (ROOT / "docs/site.css").read_text()
+    blocks = (
+        css.partition(f'[data-md-color-scheme="{name}"] {{')[2].partition("}")[0] for name in ("default", "slate")
+    )
+    light, dark = (set(re.findall(r"^  (--[\w-]+):", block, re.MULTILINE)) for block in blocks)
+    assert light - dark == set()
+
+
 def test_the_navigation_has_every_document() -> None:
     """If this fails, a document is on the site, and nobody finds it there."""
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]

@@ -187,15 +187,18 @@ def test_a_copy_that_was_done_and_is_damaged_is_told_or_replaced(root_of: Root) 
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_an_upload_that_was_killed_in_the_midst_goes_on(root_of: Root, kind: str) -> None:
-    """If this fails, an object of many gigabytes is sent from its beginning again, or finished with something else."""
+@pytest.mark.parametrize("part_bytes", [5 * MIB, 7 * MIB], ids=["the same parts", "other parts"])
+def test_an_upload_that_was_killed_in_the_midst_goes_on(root_of: Root, kind: str, part_bytes: int) -> None:
+    """If this fails, an object of many gigabytes is sent from its beginning again, also where the next copy would send
+    other parts; or it is finished with something else.
+    """
     source, target = f"{root_of('path')}/a", f"{root_of(kind)}/b"
     state = {"w": torch.arange(4 * MIB)}
     save(state, source)
     died(source, target, 4, after=False, writes={"upload_part"}, part_bytes=5 * MIB)
     sent: list[int] = []
     counting = watching("upload_part", before=lambda call: sent.append(call.num_bytes))
-    options = make_options(resume=True, connections=1, part_bytes=5 * MIB, wrap_store=counting)
+    options = make_options(resume=True, connections=1, part_bytes=part_bytes, wrap_store=counting)
     report = cloudckpt.copy(source, target, target_options=options)
     assert report.num_reused_bytes == 15 * MIB
     assert sum(sent) == report.num_bytes - 15 * MIB

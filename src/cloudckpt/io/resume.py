@@ -101,10 +101,9 @@ def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, li
 class Resumption:
     """Tells, for one session's objects, what of them is on the store."""
 
-    def __init__(self, client: StoreClient, *, tile_bytes: int, connections: int) -> None:
+    def __init__(self, client: StoreClient, *, tile_bytes: int) -> None:
         self._client = client
         self._tile_bytes = tile_bytes
-        self._connections = connections
 
     def is_at(self, key: str, body: Body) -> bool:
         """Read the object at `key`. Return True if each of its tiles has the CRC32C of that of `body`."""
@@ -139,6 +138,22 @@ class Resumption:
                 )
         return None
 
+    def find_part_bytes(self, leftovers: Sequence[Leftover]) -> int | None:
+        """Return the size of the parts of an earlier attempt's upload: parts of another size could not be used."""
+        if self._client.store.capabilities.listed_parts == "none":
+            return None
+        return next(
+            (
+                part.size_bytes
+                for leftover in leftovers
+                if leftover.size_bytes is None
+                for upload_id in leftover.upload_ids
+                for part in self._list_parts(leftover.key, upload_id)
+                if part.number == 1
+            ),
+            None,
+        )
+
     def find_unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
         """Return the parts that the first useful upload holds, or all hold if parts can change uploads."""
         kind, best = self._client.store.capabilities.listed_parts, None
@@ -162,12 +177,8 @@ class Resumption:
     def _held(self, key: str, upload_id: str, body: Body, parts: Sequence[Part]) -> HeldParts:
         held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
         listed: defaultdict[int, list[FoundPart]] = defaultdict(list)
-        try:
-            for part in self._client.list_parts(key, upload_id):
-                listed[part.number].append(part)
-        except StoreError as error:
-            _log.info("the upload to %s cannot be used: %s", self._client.url(key), error)
-            return held
+        for found in self._list_parts(key, upload_id):
+            listed[found.number].append(found)
 
         def check(part: Part) -> None:
             candidates = [one for one in listed[part.number] if one.size_bytes == part.size_bytes]
@@ -186,14 +197,22 @@ class Resumption:
         self._run_all([part for part in parts if part.number in listed], check)
         return held
 
+    def _list_parts(self, key: str, upload_id: str) -> Sequence[FoundPart]:
+        """Return the parts of an upload, and none if they cannot be listed."""
+        try:
+            return self._client.list_parts(key, upload_id)
+        except StoreError as error:
+            _log.info("the upload to %s cannot be used: %s", self._client.url(key), error)
+            return ()
+
     def _known_crc32cs(self, body: Body, begin: int, end: int) -> list[int]:
         """Return the CRC32C of each tile of ``[begin, end)``, whose bounds lie on tiles."""
         assert isinstance(body, KnownBody)  # noqa: S101  # only copies are resumed
         return list(body.known_crc32cs[begin // self._tile_bytes : -(-end // self._tile_bytes)])
 
     def _run_all(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
-        done = each_done(items, work, num_threads=self._connections, name="cloudckpt-resume", on_failure=lambda: None)
-        for _ in done:
+        connections = self._client.hedger.connections
+        for _ in each_done(items, work, num_threads=connections, name="cloudckpt-resume", on_failure=lambda: None):
             pass
 
 

@@ -83,7 +83,7 @@ class UploadSession:
         self._tile_bytes = tile_bytes
         self._hedger = hedger = client.hedger
         self._resumable = resumable
-        self._resumption = Resumption(client, tile_bytes=tile_bytes, connections=hedger.connections())
+        self._resumption = Resumption(client, tile_bytes=tile_bytes)
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
@@ -145,7 +145,6 @@ class UploadSession:
                 them in turn.
 
         """
-        parts = self._plan_parts(key, body.size_bytes, part_bytes or self._part_bytes)
         finished = self._resumption.find_finished(body, leftovers)
         if finished is not None:
             with self._lock:
@@ -153,6 +152,8 @@ class UploadSession:
                 self._receipts[key] = finished
                 self._num_reused_bytes += finished.size_bytes
             return
+        part_bytes = self._resumption.find_part_bytes(leftovers) or part_bytes or self._part_bytes
+        parts = self._plan_parts(key, body.size_bytes, part_bytes)
         held = None if parts is None else self._resumption.find_unfinished(body, parts, leftovers)
         target = (
             self._new_upload(key, body, parts)

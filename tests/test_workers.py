@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -117,3 +119,24 @@ def test_a_task_that_raises_ends_no_thread_and_is_heard_of(error: BaseException)
         tasks.submit(fail)
         tasks.submit(lambda: done.append(1))
     assert done == [1]
+
+
+def test_a_task_knows_that_the_interpreter_waits_for_it():
+    """A copy beside training must not stay slow after the program has ended, whose last thread it is."""
+    program = """
+import threading
+from cloudckpt._workers import RepeatedTask
+
+def run():
+    print(task.is_awaited, flush=True)
+    has_looked.set()
+    threading.main_thread().join()
+    print(task.is_awaited, flush=True)
+
+has_looked = threading.Event()
+task = RepeatedTask(run, name="t")
+task.request()
+has_looked.wait()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert ended.stdout.split() == ["False", "True"], ended.stderr

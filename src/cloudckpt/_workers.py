@@ -114,6 +114,12 @@ class RepeatedTask:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_requested = False
+        self._num_waiting = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while a thread waits for the end of the runs, as the interpreter does at its exit."""
+        return self._num_waiting > 0 or not threading.main_thread().is_alive()
 
     def request(self) -> None:
         """Request a run. Does not wait.
@@ -134,8 +140,12 @@ class RepeatedTask:
         """Wait until no run is in progress or requested. Returns False after `timeout_s`."""
         with self._changed:
             thread = self._thread
-            if not self._changed.wait_for(lambda: self._thread is None, timeout_s):
-                return False
+            self._num_waiting += 1
+            try:
+                if not self._changed.wait_for(lambda: self._thread is None, timeout_s):
+                    return False
+            finally:
+                self._num_waiting -= 1
         if thread is not None:
             thread.join()  # it has nothing left to do
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -298,6 +299,72 @@ def test_drain_that_was_ended_sends_nothing_twice(fast: Path, root: Path) -> Non
         restore(manager)
     assert names(root) == ["step-1"]
     assert again.num_bytes(root, "put", "upload_part") == 0
+
+
+class Gate:
+    """Requests that write data to the root wait here until they are let through."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_let_through = 0
+        self._is_open = False
+        self.num_begun = self.num_in_flight = 0
+
+    def __call__(self, call: Call) -> Exception | None:
+        if "data/" not in call.key or call.operation not in ("put", "upload_part"):
+            return None
+        with self._changed:
+            self.num_begun += 1
+            self.num_in_flight += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._is_open or self._num_let_through > 0, WAIT_S)
+            self._num_let_through -= 1
+            self.num_in_flight -= 1
+        return None
+
+    def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(is_reached, WAIT_S)
+
+    def let_through(self, number: int) -> None:
+        with self._changed:
+            self._num_let_through += number
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+
+@pytest.mark.parametrize("urged_by", ["wait", "the next step that is due"])
+def test_copy_uses_few_connections_until_something_waits_for_it(fast: Path, root: Path, urged_by: str) -> None:
+    """If this fails, a copy to the bucket slows training down; or it falls behind, or a host that goes away waits for a
+    slow one.
+    """
+    num_connections, num_beside_training = 6, 2
+    gate, places = Gate(), Places()
+    places.fail(root, gate)
+    options = make_options(
+        wrap_store=places, connections=num_connections, tile_bytes=4096, object_bytes=8192, part_bytes=8192
+    )
+    with CheckpointManager(root, save_every=1, fast=fast, options=options, async_=False) as manager:
+        manager.save(1, {f"w{number}": torch.full((2048,), float(number)) for number in range(30)})
+        for num_done in range(20):
+            gate.wait_until(lambda num_done=num_done: gate.num_begun >= num_beside_training + num_done)
+            assert gate.num_in_flight <= num_beside_training
+            gate.let_through(1)
+        waiting = threading.Thread(target=manager.wait, args=(WAIT_S,))
+        if urged_by == "wait":
+            waiting.start()
+        else:
+            manager.save(2, state_of(2.0))
+        gate.let_through(1)  # a thread looks for more work when its request has ended
+        gate.wait_until(lambda: gate.num_in_flight == num_connections)
+        gate.open()
+    if urged_by == "wait":
+        waiting.join()
+    assert "step-1" in names(root)
 
 
 def test_debt_that_was_damaged_is_named(fast: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -215,18 +215,20 @@ def upload(
 
     """
     target.on_sent = progress.add
+    choose_part_bytes = functools.partial(
+        choose_buffered_part_bytes, target, budget_bytes=budget_bytes, tile_bytes=tile_bytes
+    )
     with (
         contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
         target.new_uploads(
-            part_bytes=choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes),
-            tile_bytes=tile_bytes,
-            resumable=leftovers is not None,
+            part_bytes=choose_part_bytes(), tile_bytes=tile_bytes, resumable=leftovers is not None
         ) as session,
     ):
         try:
             for group in (bodies, last or {}):
                 for key, body_in in group.items():
-                    session.submit(key, body_in(arena), (leftovers or {}).get(key, ()))
+                    found = (leftovers or {}).get(key, ())
+                    session.submit(key, body_in(arena), found, part_bytes=choose_part_bytes())
                 session.tasks.join()
                 receipts = session.receipts()
         except BaseException:

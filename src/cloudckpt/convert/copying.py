@@ -95,9 +95,15 @@ def copy(
         print(report.num_bytes, report.copy_s)
 
     """
-    conversion = Conversion(
-        source, target, options=options, target_options=target_options, overwrite=overwrite, on_progress=on_progress
+    return run_copy(
+        Conversion(
+            source, target, options=options, target_options=target_options, overwrite=overwrite, on_progress=on_progress
+        )
     )
+
+
+def run_copy(conversion: Conversion) -> CopyReport:
+    """Copy the source of a conversion to its target, as `copy` does."""
     job = CopyJob(conversion, _read_manifest(conversion.source))
     copied = job.find_earlier() or job.run()
     clients = conversion.source.client, conversion.target.client

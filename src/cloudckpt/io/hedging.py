@@ -158,6 +158,8 @@ class Hedger:
         self._limit = limit
         self.most_connections = limit.current
         """The most requests that may ever be in flight."""
+        self.get_ceiling: Callable[[], int] = lambda: self.most_connections
+        """Returns the most requests that may be in flight now, whatever the limit says. Its answers may change."""
         self._on_hedge = on_hedge
         self._budget_bytes = budget_bytes
         self._clock = clock
@@ -177,7 +179,7 @@ class Hedger:
 
     def connections(self) -> int:
         """Return how many requests may be in flight now."""
-        return self._limit.current
+        return min(self._limit.current, self.get_ceiling())
 
     @contextlib.contextmanager
     def request(

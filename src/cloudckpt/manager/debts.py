@@ -13,8 +13,8 @@ from datetime import datetime
 from typing import Any
 
 from cloudckpt._display import shown
-from cloudckpt.convert.conversion import check_apart
-from cloudckpt.convert.copying import copy
+from cloudckpt.convert.conversion import Conversion, check_apart
+from cloudckpt.convert.copying import run_copy
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -138,8 +138,18 @@ class Debts:
                 uri=self._root.uri,
             )
 
-    def drain(self, *, ends_at_s: float = math.inf) -> DrainReport:
+    @property
+    def is_behind(self) -> bool:
+        """True if the root is owed more than one step that can be copied."""
+        return len(self.promised.keys() - {uri for _, uri in self._given_up}) > 1
+
+    def drain(
+        self, *, ends_at_s: float = math.inf, get_connections: Callable[[int], int] = lambda most: most
+    ) -> DrainReport:
         """Copy what the root is owed, newest first, until a time of ``time.monotonic``.
+
+        `get_connections` is asked again and again for the number of requests that may be in flight now, and is given
+        the most that the options allow.
 
         Raises `CloudckptError` if the steps here cannot be listed. The report has all other failures.
         """
@@ -155,7 +165,7 @@ class Debts:
         while owed:
             folder, *owed = owed
             try:
-                drained += self._drain_one(folder, ends_at_s)
+                drained += self._drain_one(folder, ends_at_s, get_connections)
             except CloudckptError as error:
                 failed.append(KeptObject(uri=folder.uri, reason=str(error)))
                 if isinstance(error, StoreError) or time.monotonic() >= ends_at_s:  # the next one would fail, too
@@ -163,10 +173,10 @@ class Debts:
                     break
         return self._set_report(drained, failed)
 
-    def try_to_drain(self) -> None:
+    def try_to_drain(self, get_connections: Callable[[int], int]) -> None:
         """Run `drain`, and report its failure instead of raising it."""
         try:
-            self.drain()
+            self.drain(get_connections=get_connections)
         except BaseException as error:  # noqa: BLE001  # no caller waits for this thread, so the report has it
             reason = str(error) or repr(error)
             if not self.promised:
@@ -225,7 +235,7 @@ class Debts:
         self._settled.add((info.committed_at, uri))
         self.promised.pop(uri, None)
 
-    def _drain_one(self, folder: StepFolder, ends_at_s: float) -> list[str]:
+    def _drain_one(self, folder: StepFolder, ends_at_s: float, get_connections: Callable[[int], int]) -> list[str]:
         """Copy one step, unless the root is not owed it any more. Returns the URI of the copy, or raises the reason."""
         info, key = _info_of(folder), _key_of(folder)
         if self._settle(folder.uri, info):
@@ -241,7 +251,7 @@ class Debts:
 
         target = self._root.child(name_of(info)).uri
         try:
-            copy(
+            conversion = Conversion(
                 folder.uri,
                 target,
                 options=self.steps.options,
@@ -249,6 +259,9 @@ class Debts:
                 overwrite=folder.metadata[FAST_KEY].get("may_overwrite") is True,
                 on_progress=check_time,
             )
+            hedger = conversion.target.client.hedger
+            hedger.get_ceiling = lambda: get_connections(hedger.most_connections)
+            run_copy(conversion)
         except _FINAL as error:
             if self._settle(folder.uri, info):  # another process has copied it, or saved it again
                 return []

@@ -24,6 +24,8 @@ _log = logging.getLogger("cloudckpt")
 _TOKEN = b"cloudckpt looks whether all ranks see this place. Nothing needs this object: delete it.\n"
 _FREE = 1.05
 """Free bytes that a save needs, relative to the largest step."""
+_CONNECTIONS_BESIDE_TRAINING = 2
+"""Connections of a copy that nothing waits for. More of them cost a training loop more than 3 % of its pace."""
 
 
 class FastPlace:
@@ -201,8 +203,12 @@ class FastPlace:
         return any(one.info is not None and name_of(one.info) == name for one in folders)
 
     def _drain(self) -> None:
-        self.debts.try_to_drain()
+        self.debts.try_to_drain(self._choose_connections)
         self.retention.start_again()
+
+    def _choose_connections(self, most: int) -> int:
+        """Return how many requests of a copy may be in flight now: few while training goes on, and nothing waits."""
+        return most if self._task.is_awaited or self.debts.is_behind else min(most, _CONNECTIONS_BESIDE_TRAINING)
 
 
 def _merge(near: Sequence[StepFolder], far: Sequence[StepInfo]) -> list[tuple[StepInfo, bool]]:

@@ -111,8 +111,8 @@ class Context:
 
     @property
     def connections(self) -> int:
-        """The most requests in flight at once."""
-        return self.client.hedger.most_connections
+        """The most requests in flight at once, as of now."""
+        return self.client.hedger.get_ceiling()
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:
         """Hand an event to all listeners. Raises what the user's `Options.on_event` raises."""

@@ -22,7 +22,14 @@ from tests.manager.conftest import WAIT_S, save_all
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager
-from cloudckpt.errors import CheckpointError, CheckpointNotFoundError, InvalidOptionError, InvalidURIError, StoreError
+from cloudckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidOptionError,
+    InvalidURIError,
+    StoreError,
+)
 from cloudckpt.manager.debts import drain
 from cloudckpt.stores.base import Store
 
@@ -205,6 +212,43 @@ def test_forced_save_of_a_step_that_only_the_fast_place_has_reaches_the_bucket(f
         assert restore(manager) == (4, "fast")
         save_all(manager, 4, force=True)
     assert names(root) == ["step-3", "step-4"]
+
+
+def test_a_save_for_the_bucket_makes_training_wait_for_no_request_there(fast: Path, root: Path) -> None:
+    """If this fails, each save that is due at the root holds training up for a few round trips to it."""
+    threads: set[str] = set()
+
+    def note_thread(_call: Call) -> None:
+        threads.add(threading.current_thread().name)
+
+    places = Places()
+    with CheckpointManager(root, fast=fast, options=make_options(wrap_store=places)) as manager:
+        save_all(manager, 1)  # the first one looks at all steps, once
+        places.fail(root, note_thread)
+        save_all(manager, 2)
+    assert threads  # of the copy
+    assert threading.current_thread().name not in threads
+
+
+@pytest.mark.parametrize("made_by", ["an earlier run", "a copy", "a save straight to the root"])
+def test_step_that_the_bucket_has_is_refused_at_once(fast: Path, root: Path, made_by: str) -> None:
+    """If this fails, a job that comes back to an earlier step trains on, and learns at its end that the bucket lacks
+    it.
+    """
+    places = Places()
+    options = make_options(wrap_store=places)
+    if made_by == "an earlier run":
+        save_all(CheckpointManager(root, options=options), 1)
+    with CheckpointManager(root, fast=fast, options=options) as manager:
+        save_all(manager, 0)  # the first one looks at all steps, once
+        if made_by == "a save straight to the root":
+            places.fail(fast, full)
+        if made_by != "an earlier run":
+            save_all(manager, 1)
+        places.broken.clear()
+        shutil.rmtree(fast / "step-1", ignore_errors=True)
+        with pytest.raises(CheckpointExistsError, match="step-1"):
+            save_all(manager, 1)
 
 
 @pytest.mark.parametrize("async_", [True, False])

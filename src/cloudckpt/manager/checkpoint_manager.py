@@ -803,6 +803,7 @@ class CheckpointManager(OfThisProcess):
         if self._fast is not None and saved.is_fast:
             self._fast.note_commit(saved.uri, is_owed=saved.is_owed)
         else:
+            self._steps.known_uris.add(saved.uri)
             self._retention.start(saved.uri)
 
     def _take_failure(self, saved: _StepState, error: BaseException) -> SaveFailure | None:

@@ -268,6 +268,7 @@ class Debts:
             self._given_up[key] = error
             raise
         self._forget(folder.uri, info)
+        self.root_steps.known_uris.add(target)
         words = f"copied {folder.uri} to {target}"
         log_and_deliver(Event(name="drain.committed", uri=target, rank=0), self.steps.options, words=words)
         self._on_drained(target)

@@ -15,7 +15,7 @@ from cloudckpt.io.client import open_client
 from cloudckpt.manager.debts import Debts, is_debt
 from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, is_positive
 from cloudckpt.manager.retention import Retention
-from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, parse_folder, sort_newest_first
+from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, sort_newest_first
 from cloudckpt.stores.open import open_store
 from cloudckpt.stores.probe import Scratch
 
@@ -94,12 +94,12 @@ class FastPlace:
         A save that replaces a step of the root, or one that the root is owed, is owed, too.
         """
         try:
-            exists = (is_owed or may_overwrite) and self._is_in_root(name)
+            exists = (is_owed or may_overwrite) and self._root_steps.may_have(name)
         except CloudckptError as error:  # the copy to the root finds it out
             _log.warning("could not look if %s exists under %s: %s", name, self._root.uri, error)
             exists = may_overwrite
         if exists and not may_overwrite:
-            return False, is_owed  # the save to the root raises that the step exists
+            return False, is_owed  # the save to the root raises that the step exists, unless it was removed since
         problem = "the last save there failed" if self.has_failed else self._find_problem(name)
         if problem and problem != self._problem:  # once, and not with each save
             words = f"saving {name}, and all others until this changes, to {self._root.uri}"
@@ -197,10 +197,6 @@ class FastPlace:
         if free_bytes is not None and free_bytes < _FREE * num_bytes:
             return f"less than {size(_FREE * num_bytes)} is free, which a step needs"
         return ""
-
-    def _is_in_root(self, name: str) -> bool:
-        folders = self._root_steps.list_folders(step=parse_folder(name))
-        return any(one.info is not None and name_of(one.info) == name for one in folders)
 
     def _drain(self) -> None:
         self.debts.try_to_drain(self._choose_connections)

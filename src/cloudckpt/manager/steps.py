@@ -156,6 +156,8 @@ class Steps:
         self._times = CommitTimes()
         self._have_times = False
         self.options = options
+        self.known_uris: set[str] = set()
+        """URIs of all checkpoints that a look has found, or this process has made, also if they were removed since."""
         self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
         """The metadata and the size of each step whose manifest was read."""
 
@@ -228,6 +230,7 @@ class Steps:
             return folder, folder if folder.is_missing else None
 
         found = list(self._look_at_folders(list_names, look, client).values())
+        self.known_uris |= {one.uri for one in found if one.info is not None}
         self._have_times |= step is None
         return found
 
@@ -245,6 +248,16 @@ class Steps:
                     self.location.uri,
                     error,
                 )
+
+    def may_have(self, name: str) -> bool:
+        """Return False if the folder `name` holds no checkpoint that this process could know of.
+
+        Makes no request once all folders were looked at. Another process can commit the step at any time, so the answer
+        is no promise: a commit is conditional.
+        """
+        if not self._have_times:
+            self.list_folders()
+        return self._uri_of_folder(name) in self.known_uris
 
     def _find_foreign(self, is_foreign: Callable[[StoreClient], bool]) -> list[int]:
         """Return the steps whose folders are foreign, lowest first, once two looks at all folders agree."""

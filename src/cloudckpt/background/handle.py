@@ -49,7 +49,7 @@ def _call_and_log(callback: Callable[[Future[_T]], object], future: Future[_T]) 
 
 
 class Outcome(_HandleFuture[SavedMetadata]):
-    """A future that remembers if somebody has got its result or its exception."""
+    """A future that remembers if a caller has got its result or its exception."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Outcome(_HandleFuture[SavedMetadata]):
 
     @property
     def is_known(self) -> bool:
-        """True if somebody has got the outcome, or is about to."""
+        """True if a caller has got the outcome, or is about to."""
         return self._is_known or bool(self._asking)
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
@@ -116,7 +116,7 @@ class AsyncSave(OfThisProcess):
         self.uri = uri
         """URI of the checkpoint."""
         for future in (self.staged, self.committed):
-            future.set_running_or_notify_cancel()  # its own `cancel` would end nothing: ours does
+            future.set_running_or_notify_cancel()  # its own `cancel` would not end the save
         self._can_be_cancelled = can_be_cancelled
         self._cancellation = cancellation
         self._snapshot: SnapshotProgress | None = snapshot
@@ -145,7 +145,7 @@ class AsyncSave(OfThisProcess):
                 while not committed.done():  # ipykernel 7 notes an interrupt once the loop wakes up
                     await asyncio.wait([committed], timeout=_LOOP_WAKES_S)
             finally:
-                committed.cancel()  # no caller asks for its failure any more
+                committed.cancel()  # no caller will ask for its failure
         return committed.result()
 
     def result(self, timeout: float | None = None) -> SavedMetadata:

@@ -59,7 +59,7 @@ class HookAnswers:
 
 
 def has_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if one of `tensors` has hooks of its own, and not of its class, which answers for each instance."""
+    """Return True if one of `tensors` has hooks of its own. Those of a class answer for each instance."""
     return any(not PLANNER_HOOKS.isdisjoint(tensor.__dict__) for tensor in tensors)
 
 
@@ -72,7 +72,7 @@ def refuse_attributes(state_dict: Mapping[str, Any]) -> None:
         tensor = local_tensor_of(value) if isinstance(value, DTensor) else value
         if type(tensor) in PLAIN_TENSORS and answers_planners(tensor):
             raise UnsupportedValueError(
-                f"the stager's copy of {name!r} has attributes that say which part of a tensor it is, and they do not "
-                "go along to another process. Save without async_stager, or with AsyncCheckpointerType.THREAD",
+                f"the stager's copy of {name!r} has attributes that say which part of a tensor it is, and another "
+                "process does not get them. Save without async_stager, or with AsyncCheckpointerType.THREAD",
                 uri="",
             )

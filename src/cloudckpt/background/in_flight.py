@@ -37,7 +37,7 @@ class _Slot:
         self.beginning = threading.Lock()
         """Held while a save is begun: from finding none in flight until the new one is kept."""
         self.beginner: int | None = None
-        """The thread that holds it."""
+        """The thread that holds `beginning`."""
         self.handle: AsyncSave | None = None
         """The save in flight, or one that failed unnoticed: no caller has asked its handle for the failure."""
         self.thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class _Slot:
     def hold(self, timeout: float | None, error: BaseException) -> Iterator[None]:
         """Let no other thread begin a save in this context. Raises `error` after `timeout` seconds.
 
-        Raises `SaveInFlightError` where waiting would never end.
+        Raises `SaveInFlightError` if the wait would never end.
         """
         if self.beginner == threading.get_ident():
             raise SaveInFlightError(
@@ -163,9 +163,9 @@ def await_turn() -> None:
 
 @contextlib.contextmanager
 def earlier_failure() -> Iterator[BaseException | None]:
-    """Give the unnoticed failure of a background save, which all ranks must raise before anything else.
+    """Yield the unnoticed failure of a background save, which all ranks must raise before anything else.
 
-    It counts as known once an exception that leaves this context holds it.
+    It is known once an exception that leaves this context holds it.
     """
     previous = _slot.handle
     error = _unseen_failure(previous)
@@ -264,7 +264,7 @@ def _end(timeout: float | None, *, within_s: float | None) -> None:
 
 
 class _FailingAtTheEnd:
-    """Stands for a standard stream while the interpreter ends, and makes it end with `EXIT_CODE`.
+    """Takes the place of a standard stream while the interpreter ends, and makes it end with `EXIT_CODE`.
 
     The interpreter flushes the standard streams after all exit handlers, and has that exit code if this fails
     (documentation of ``sys.exit``). ``os._exit`` would skip the other handlers, and lose what open files buffer.

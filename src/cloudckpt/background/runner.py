@@ -42,7 +42,7 @@ from cloudckpt.tensors.copying import Snapshot
 
 
 class GlooGroupCache:
-    """Makes one gloo group of the ranks of each group, and gives it again later."""
+    """Makes one gloo group of the ranks of each group, and returns the same one later."""
 
     def __init__(self) -> None:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -50,7 +50,7 @@ class GlooGroupCache:
     def group_like(self, source: dist.ProcessGroup, *, timeout_s: float | None = None) -> dist.ProcessGroup:
         """Return the gloo group of the ranks of `source`. Collective on the first call.
 
-        `timeout_s` is that of its collectives, if this call makes it.
+        If this call makes the group, its collectives have `timeout_s`.
         """
         refuse_in_fork()
         for known, group in list(self._groups.items()):
@@ -105,7 +105,7 @@ def background_ranks(
 
 
 class ExternalSnapshot:
-    """A copy that a stager of torch's protocol makes. It does not tell how many bytes it has copied."""
+    """A copy that a stager of torch's protocol makes. The number of copied bytes is unknown."""
 
     num_bytes = copied_bytes = 0
 
@@ -128,7 +128,7 @@ class ExternalSnapshot:
 
     @classmethod
     def begin(cls, stager: AsyncStager, entries: dict[str, Any], *, is_sent: bool) -> ExternalSnapshot:
-        """Let `stager` copy `entries`. Raises what it raises."""
+        """Let `stager` copy `entries`. Raises the errors of `stager`."""
         snapshot = cls(is_sent=is_sent and not isinstance(stager, PinnedStager))
         result = stager.stage(entries)
         if isinstance(result, Future):
@@ -170,7 +170,7 @@ def begin_snapshot(
 ) -> Snapshot | ExternalSnapshot:
     """Begin to copy `entries` with `stager`, or into this process's own memory. A failure is the copy's outcome.
 
-    If there are `parameters`, nothing but them may be copied later than `Snapshot.wait_for_urgent` returns.
+    With `parameters`, only these may still be copied once `Snapshot.wait_for_urgent` has returned.
     """
     try:
         if stager is None and not by_process:
@@ -199,13 +199,13 @@ class BackgroundSave:
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The call of all ranks, if a lost one is found out."""
+        """The call of all ranks, if they can find out a lost one."""
         return self.ranks if isinstance(self.ranks, CollectiveCall) else None
 
     def begin(self, *, is_overlapped: bool) -> AsyncSave:
         """Start the save in a thread of its own. Returns when all is copied.
 
-        If `is_overlapped`, it returns when all that is urgent is copied.
+        If `is_overlapped`, it returns when all urgent tensors are copied.
 
         Raises the failure of the save if the copy failed. After any exception, the caller calls `abandon`.
         """
@@ -348,7 +348,7 @@ def _announce_copy(snapshot: Snapshot | ExternalSnapshot, lifecycle: Lifecycle, 
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
-    """Return True if the group has not been destroyed, as all are with the default one."""
+    """Return True if the group was not destroyed. All groups are destroyed together with the default one."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Snapshots of state dicts in host memory that one snapshot passes on to the next."""
+"""Snapshots of state dicts in host memory, which each snapshot leaves to the next."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _DICTS = frozenset({dict, OrderedDict})
 
 
 class CopyPlanCache:
-    """The plan of the last snapshot, and what must not have changed for it to make the next one.
+    """The plan of the last snapshot, and the layout for which it can make the next one.
 
-    It holds nothing of the state dict.
+    It holds no tensor of the state dict.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], plan: SnapshotPlan) -> None:
@@ -67,17 +67,17 @@ class CopyPlanCache:
         self._forms_of_copies = self._find_forms(plan.copies)
 
     def can_begin(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
-        """Return True if the copying may begin: each tensor is where it was, and all memory that is copied is alike.
+        """Return True if the copying may begin: each tensor is where it was, and tensors copied as memory are alike.
 
-        The other tensors are copied as tensors, which does no harm whatever they are now.
+        The others are copied as tensors, which does no harm even if they have changed.
         """
         with contextlib.suppress(RuntimeError):  # a tensor has no shape or no strides
             return self._addresses == addresses and self._forms == self._find_forms(tensors)
         return False
 
     def is_valid(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if the copies will equal the tensors. Can be called while they are made. The copies were lent, so
-        a user may have changed them, too.
+        """Return True if the copies will equal the tensors. It can be called while they are made. The user had the
+        copies, and may have changed them, too.
         """
         copies = self.plan.copies
         with contextlib.suppress(RuntimeError):
@@ -132,17 +132,17 @@ class PinnedStager(OfThisProcess, AsyncStager):
     def begin(self, state_dict: dict[str, Any], *, parameters: Iterable[torch.Tensor] | None = None) -> Snapshot:
         """Start to copy `state_dict`, which must not change until the result is complete.
 
-        With `parameters`, all but what lies in their memory, is a ``torch.nn.Parameter`` or a leaf that requires a
-        gradient may change after `Snapshot.wait_for_urgent`. It uses the memory of the previous snapshot again, even if
-        somebody still refers to it. Raises `UnsupportedValueError`, naming the key, for what cannot be copied, and
-        `MemoryError`.
+        With `parameters`, a tensor may change after `Snapshot.wait_for_urgent`, unless it is in their memory, is a
+        ``torch.nn.Parameter``, or is a leaf that requires a gradient. This uses the memory of the previous snapshot
+        again, even if it is still referred to. Raises `MemoryError`, and `UnsupportedValueError`, which names the key
+        of a value that cannot be copied.
         """
         return self._begin(state_dict, for_torch=False, parameters=parameters)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Return a copy of `state_dict` on the CPU (torch's protocol); with `overlapped`, a future of it.
 
-        It leaves the memory alone in which tensors of an earlier copy are still in use, because that is being saved.
+        It does not use memory again in which an earlier copy still has tensors, because that copy is being saved.
         """
         snapshot = self._begin(state_dict, for_torch=True)
         if self._overlapped:
@@ -251,7 +251,7 @@ class ParameterMemory:
 
 
 def _ranges_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Give the addresses ``[begin, end)`` of the elements of a parameter on this rank.
+    """Yield the addresses ``[begin, end)`` of the elements of a parameter on this rank.
 
     A wrapper has other parts too, such as scales, which a forward pass may change.
     """
@@ -375,7 +375,7 @@ class StateDictTree:
         self._finish_later(container, key, make)
 
     def _copy_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Return the attributes of the copy: those that planners may ask for; all where it is serialised."""
+        """Return the attributes of the copy: those that planners may ask for; all of them if it is serialised."""
         is_dtensor = isinstance(tensor, DTensor)
         attributes: dict[str, Any] = {}
         if type(tensor) in PLAIN_TENSORS or is_dtensor:  # other classes have their state there, and copy it

@@ -12,7 +12,7 @@ RECEIPT_SUFFIX = ".receipt"
 
 
 def new_attempt_id(mark: str = "") -> str:
-    """Draw an id, sortable by time: ``20260131T235959123Z-1f2e3d4c5b6a``, and a `mark`. No two saves ever share one."""
+    """Draw an id, sortable by time: ``20260131T235959123Z-1f2e3d4c5b6a``, and a `mark`. No two saves share one."""
     now = datetime.now(timezone.utc)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03d}Z-{secrets.token_hex(6)}{mark}"
 
@@ -20,7 +20,7 @@ def new_attempt_id(mark: str = "") -> str:
 def copy_mark(number: int, source: str) -> str:
     """Return the mark of a copy that would commit under `number`. `source` is the digest of its source's manifest.
 
-    A later copy of the same source that would commit under the same number may use what this one left
+    A later copy of the same source that would commit under the same number may use the objects that this one left
     (``docs/design/008-resumable-copies.md``).
     """
     return f"-r{number}-c{source}"

@@ -1,7 +1,7 @@
 """Remove garbage: a fence first, so that data being removed can no longer be committed.
 
-A save fixes its number before it writes any data. So once the log has an entry that it did not have when some data was
-listed, the save that wrote that data has a number that is taken, or that decides nothing.
+A save fixes its number before it writes any data. So once the log has an entry that came after data was listed, the
+save that wrote that data has a number that is taken, or that is not the highest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WalkedLocation:
     client: StoreClient
     """Rooted at the location."""
     root: StoreClient
-    """Rooted at the root: removals go through it, so that a directory's empty folders go too."""
+    """Rooted at the root: removals are made by it, so that a directory's empty folders are removed, too."""
     prefix: str
     """The prefix of the location's keys under the root; empty, or with a slash at its end."""
     found: Sequence[FoundItem]
@@ -160,7 +160,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
     """Remove a location's garbage.
 
     May be interrupted at any moment, run again, and run twice at once. Raises what `plan_collection` raises,
-    `StoreError`, and `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
+    `StoreError`, and `CommitUnknownError` if it is unknown whether a fence was put; nothing was removed then.
     """
     spent = find_spent_claims(walked, before=before, conditional=conditional, is_dry=False)
     log, plan = plan_collection(walked, before=before, spent=spent)
@@ -183,7 +183,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
             except StoreError as error:
                 # Each run would leave one more fence.
                 return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
-            # The number is taken from here on, also if it was not free.
+            # From here on the number is taken, by this fence or another entry.
             put_fence(walked.client, top + 1, keeps=log.current_number, conditional=True)
         log, second = plan_collection(walked, before=before, is_fenced=is_fenced, spent=spent)
         if is_fenced and log.highest_number <= top:
@@ -218,7 +218,7 @@ def _abort_uploads(
 def _describe(
     walked: WalkedLocation, log: Log, plan: RemovalPlan, *, done: set[str], left: dict[str, StoreError]
 ) -> Removal:
-    """Describe what was `done` of a plan: keys, and ids of uploads."""
+    """Describe a plan of which the keys and ids of uploads in `done` were removed."""
     lone_key = walked.prefix + manifest_key(log.highest_number)
     removed = replace(
         plan,
@@ -233,10 +233,10 @@ def _describe(
 
 
 def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
-    """Raise the store's refusal of deletions that change nothing, before a fence is put for those that do.
+    """Raise the store's refusal of harmless deletions, before a fence is put for the others.
 
-    It deletes a key that no object has, since a service checks the permission first; and the fences of earlier
-    removals below the top of the log, which decide nothing any more.
+    It deletes a key that no object has, since a service checks the permission first; and the fences of earlier removals
+    below the highest entry, which have no effect any more.
     """
     walked.root.delete([walked.prefix + _NO_OBJECT])
     spent = [entry.number for entry in log.entries[:-1] if entry.has_fence_size and entry.number != log.current_number]
@@ -354,7 +354,7 @@ def _is_free(item: FoundItem, claimed: Collection[str] | None) -> bool:
 
 
 def _remove_whole(walked: WalkedLocation, numbers: Sequence[int]) -> tuple[StoreError | None, bool]:
-    """Remove the `numbers` entries, and all that the walk found. Return the error that ended it, and if it is certain.
+    """Remove the entries of `numbers` and all found by the walk. Return the error that ended it, and if it is certain.
 
     It is certain if the store has refused each request that failed. Another failed request may still be carried out.
     """
@@ -386,14 +386,14 @@ def _remove_whole(walked: WalkedLocation, numbers: Sequence[int]) -> tuple[Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeletionFence:
-    """A deletion's own fence, which hides all that counted."""
+    """A deletion's own fence, above which no manifest is current."""
 
     log: Log
-    """With the fence."""
+    """The log with the fence."""
     number: int
     """The number of the fence."""
     hidden: int | None
-    """The number of the manifest that counted directly before; None if it did not, or that is not certain."""
+    """The number of the manifest that was current directly before; None if there was none, or this is uncertain."""
     document: bytes | None
     """That manifest; None if it is large or could not be read."""
 
@@ -401,7 +401,7 @@ class _DeletionFence:
 def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _DeletionFence:
     """Put a fence above all entries of the log, so that no manifest is current.
 
-    It does not rely on the fence of another deletion, which that one may take back. Unless `conditional`, the fence can
+    It does not rely on the fence of another deletion, which may be taken back. Unless `conditional`, the fence can
     replace the manifest of a save that commits at the same moment, and that manifest can replace the fence.
     """
     counted = log.current_number
@@ -418,8 +418,8 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
             return _DeletionFence(log=log, number=number, hidden=hidden, document=document)
         if log.current_number is not None and (has_laid or log.current_number != counted):
             raise CheckpointChangedError(
-                f"{client.uri} was overwritten while it was being deleted. What another save has committed there is "
-                "untouched: delete it, too, if it is to go",
+                f"{client.uri} was overwritten while it was being deleted. The commit of another save there is "
+                "untouched: delete it, too, if you do not need it",
                 uri=client.uri,
             )
         # The number has a fence of gc, which keeps the checkpoint current, or one of another deletion.

@@ -60,7 +60,7 @@ _REFUSALS = (
     UnsupportedOperationError,
 )
 MAX_FENCE_BYTES = 128
-"""Any manifest is longer. A size in a listing is mostly right, so it tells a fence from a manifest."""
+"""Any manifest is longer. A listing's size, which is mostly right, tells a fence from a manifest."""
 _FENCE_FORMAT = "cloudckpt-fence"
 _FENCE_MAJOR = 1
 _FENCE_BEGINNING = b'{"format":"%s"' % _FENCE_FORMAT.encode()
@@ -101,7 +101,7 @@ def parse_entry(key: str, info: ObjectInfo) -> Entry | None:
 
 
 def read_entry(client: StoreClient, number: int, *, prefix: str = "") -> Manifest | Fence | None:
-    """Return the entry with that number, or None if there is none (any more). Raises what the decoders raise.
+    """Return the entry with that number, or None if it does not exist, or not any more. Raises the decoders' errors.
 
     Absence and damage are confirmed.
     """
@@ -129,7 +129,7 @@ def read_document(client: StoreClient, number: int, *, prefix: str = "") -> byte
     try:
         return client.read(key, max_bytes=FREE_BYTES)
     except StoreError as error:
-        # Stores have no class of their own for what is too large.
+        # Stores have no class of their own for an object that is too large.
         if type(error) is not StoreError:
             raise
         info = client.head(key)
@@ -153,7 +153,7 @@ def max_manifest_bytes(object_sizes_bytes: Iterable[int]) -> int:
 
 
 def read_manifest(client: StoreClient, number: int) -> Manifest | None:
-    """Return the manifest with that number, or None if there is none (any more). Raises what `decode` raises.
+    """Return the manifest with that number, or None if it does not exist, or not any more. Raises as `decode`.
 
     A fence is not a manifest: the number was freed meanwhile, and a gc has put its fence there.
     """
@@ -162,7 +162,7 @@ def read_manifest(client: StoreClient, number: int) -> Manifest | None:
 
 
 def check_ours(client: StoreClient, entries: Iterable[Entry]) -> None:
-    """Raise `InvalidManifestError` for an entry that another program wrote, by how it begins."""
+    """Raise `InvalidManifestError` for an entry that another program wrote, by its first bytes."""
     for entry in entries:
         key = manifest_key(entry.number)
         beginning = bytearray(min(entry.size_bytes, len(_BEGINNING)))
@@ -195,7 +195,7 @@ class PutOutcome:
 
     @property
     def is_refused(self) -> bool:
-        """Every attempt ended with an answer that nothing was written. It may be wrong: a proxy can have given it."""
+        """True if each attempt was answered with a refusal. The answer may be wrong: a proxy can have given it."""
         return self.error is not None and not (self.is_taken or self.may_have_arrived)
 
 
@@ -252,7 +252,7 @@ def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditiona
 
 def _unknown_error(client: StoreClient, number: int, error: StoreError) -> CommitUnknownError:
     return CommitUnknownError(
-        f"{client.url(manifest_key(number))} was sent, but whether it arrived could not be found out: "
+        f"{client.url(manifest_key(number))} was sent, and it could not be found out if it arrived: "
         f"{error}. No data was removed there. Try again when the store answers",
         uri=client.uri,
     )
@@ -332,7 +332,7 @@ class _NoHeadError(Exception):
 
 
 def _read_head(client: StoreClient, key: str, size_bytes: int) -> bytes:
-    """Return the beginning of a manifest. Raises `_NoHeadError`, and `StoreError`: a denial places no checkpoint."""
+    """Return the beginning of a manifest. Raises `_NoHeadError`, and `StoreError`."""
     head = bytearray(min(size_bytes, _HEAD_BYTES))
     try:
         client.call(client.store.read_into, key, 0, [memoryview(head)])
@@ -347,7 +347,7 @@ def _is_fence(client: StoreClient, key: str) -> bool:
     try:
         document = client.read(key, max_bytes=MAX_FENCE_BYTES)
     except StoreError as error:
-        if type(error) is not StoreError:  # stores have no class of their own for what is too large
+        if type(error) is not StoreError:  # stores have no class of their own for an object that is too large
             raise
         return False
     return document is not None and is_fence(document)
@@ -360,7 +360,7 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
     version: tuple[int, int]
     id: str
     keeps: int | None
-    """The number of the manifest that counts; None where the checkpoint was deleted, or never was."""
+    """The number of the manifest that stays current; None if the checkpoint was deleted, or never existed."""
 
 
 class _FenceHead(msgspec.Struct):

@@ -26,7 +26,7 @@ _TIME_CHARACTERS = len("20260131T235959123")
 
 
 class FoundItem(NamedTuple):
-    """Something that cloudckpt wrote beside its log: data, an unfinished upload, a claim, or what a probe left."""
+    """An item that cloudckpt wrote beside its log: data, an unfinished upload, a claim, or the remains of a probe."""
 
     kind: Kind
     key: str
@@ -125,10 +125,10 @@ def plan_removal(
 ) -> RemovalPlan:
     """Plan what may be removed at `location`, of the items `found` there and of its log.
 
-    Nothing that the manifest `current` references is removed, nor what shows a sign of life that is not older than
-    `before`. `references` are the keys, relative to the location, that each manifest that can be read names, and
-    `claimed` are those of claims and of the objects that they name. With `is_fenced`, the log has grown since all that
-    was found, so that its writer can no longer commit.
+    It removes nothing that the manifest `current` references, and nothing with a sign of life since `before`.
+    `references` are the keys, relative to the location, that each readable manifest names, and `claimed` are those of
+    claims and of the objects that they name. With `is_fenced`, the log has grown since all was `found`, so that the
+    writers can no longer commit.
     """
     lives = _find_last_signs(found, entries, references=references)
     named = {location + key for key in (*claimed, *(references.get(current, ()) if current is not None else ()))}
@@ -138,14 +138,14 @@ def plan_removal(
 
     uploads = tuple(item for item in found if item.kind == "upload" and is_dead(item))
     objects = tuple(sorted(item for item in found if item.kind != "upload" and item.key not in named and is_dead(item)))
-    # A save whose data is removed must not be committed any more. A probe belongs to none, and an aborted upload makes
+    # A save must not be committed after its data is removed. A probe belongs to no save, and an aborted upload makes
     # its save fail.
     needs_fence = not is_fenced and any(item.kind == "data" for item in objects)
 
     def is_spent(entry: Entry) -> bool:
         if entry.number == current or entry.modified_at >= before:
             return False
-        if entry == entries[-1]:  # a fence: else it would count
+        if entry == entries[-1]:  # a fence, or it would be current
             return needs_fence
         return all(lives[attempt] < before for attempt in _attempts_of(references.get(entry.number, ()), lives))
 
@@ -204,7 +204,7 @@ def _attempts_of(keys: Iterable[str], lives: Mapping[str, datetime]) -> set[str]
 
 
 def _place(pattern: re.Pattern[str], key: str) -> tuple[str, str] | None:
-    """Location and attempt."""
+    """Return location and attempt; None for other keys."""
     match = pattern.fullmatch(key)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The commit: one conditional put of the manifest, and the checks that find out whether it arrived, and counts."""
+"""The commit: one conditional put of the manifest, and the checks that find out if it arrived, and is current."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _BATCH = 1000  # keys that one request of S3 can delete
 
 
 class OvertakenError(CheckpointExistsError, CommitUnknownError):
-    """Another save's commit counts, although this save's manifest was put too, under a lower number.
+    """Another save's commit is current, although this save's manifest was put too, under a lower number.
 
-    If somebody deletes the other commit, this manifest counts. So the data of this save must stay. This save must not
-    delete its manifest either: the number can have been freed since then, and a third save can have taken it.
+    If the other commit is deleted, this manifest becomes current. So the data of this save must stay. The save must
+    not delete its manifest either: the number can have been freed since then, and a third save can have taken it.
     """
 
 
@@ -58,11 +58,11 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
         conditional: Put it only if no entry has this number.
 
     Raises:
-        CheckpointExistsError: Another save's commit counts.
+        CheckpointExistsError: Another save's commit is current.
         StoreError: The store refused the put.
         UnsupportedValueError: The manifest is larger than readers accept.
         CommitUnknownError: The outcome cannot be found out.
-        OvertakenError: Another save's commit counts, and this manifest exists. It is a `CommitUnknownError`.
+        OvertakenError: Another save's commit is current, and this manifest exists. It is a `CommitUnknownError`.
 
     """
     document = encode(manifest)
@@ -85,7 +85,7 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
 
 
 def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> None:
-    """Check that the store has kept the manifest that it acknowledged, and that no higher entry counts.
+    """Check that the store has kept the manifest that it acknowledged, and that no higher entry hides it.
 
     The number can have been free only because an overwrite has removed the entry that had it. Then the log already has
     the overwrite's own entry, which is higher: it was put before the removal. A higher entry can also be a fence of gc
@@ -107,9 +107,9 @@ def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> No
 def _check_arrived(
     client: StoreClient, manifest: Manifest, error: StoreError, outcome: PutOutcome, *, number: int
 ) -> None:
-    """Return if this put has arrived, although its answer was `error`. Otherwise raise what is known.
+    """Return if this put has arrived, although its answer was `error`. Otherwise raise the error of the known state.
 
-    No answer alone shows that it has not arrived: a proxy can refuse what it has passed on.
+    No answer alone shows that it has not arrived: a proxy can answer with a refusal after it passed the put on.
     """
     key = manifest_key(number)
     entry, is_absent = _entry_at(client, number)
@@ -174,13 +174,13 @@ def _read_manifest(client: StoreClient, number: int) -> Manifest | None:
 
 
 def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None, bool]:
-    """Return the entry with that number, and True if there certainly is none; None and False if it is damaged."""
+    """Return the entry with that number, and True if it certainly does not exist; None and False if it is damaged."""
     try:
         entry = read_entry(client, number)
     except StoreError as error:
         raise _unknown_error(client, manifest_key(number), error) from error
     except CheckpointError:
-        return None, False  # broken: somebody else's, or damaged since, or on its way
+        return None, False  # another program's, or damaged since, or on its way
     return entry, entry is None
 
 
@@ -225,7 +225,7 @@ def _overtaken_error(client: StoreClient, log: Log, number: int) -> OvertakenErr
 
 def _unknown_error(client: StoreClient, key: str, why: object) -> CommitUnknownError:
     return CommitUnknownError(
-        f"the commit of {client.url(key)} was sent, but whether it arrived could not be found out: "
+        f"the commit of {client.url(key)} was sent, and it could not be found out if it arrived: "
         f"{why}. Its data was kept. When the store answers, look (cloudckpt ls) before you save there again",
         uri=client.uri,
     )
@@ -259,7 +259,7 @@ def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime |
 
 
 def check_still_next(client: StoreClient, number: int) -> None:
-    """Raise `CheckpointExistsError` if the entry before `number` is gone: a commit under `number` would not count.
+    """Raise `CheckpointExistsError` if the entry before `number` is gone: a commit under `number` would not be current.
 
     That entry was the highest one when the save began. Two things remove it: an overwrite, after it has put a higher
     entry; and gc, which removes the whole log long after a deletion, so that the numbers begin anew.

@@ -35,7 +35,7 @@ _MAX_CLAIM_BYTES = 256 * 1024 * 1024
 class _Claim(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[str]
     crc32c: int
-    """That of the keys, each with a line feed at its end."""
+    """The checksum of the keys, each with a line feed at its end."""
 
 
 _DECODER = msgspec.json.Decoder(_Claim)  # made on import, by one thread
@@ -65,7 +65,7 @@ def references_of(manifest: Manifest, *, folder: str) -> dict[str, frozenset[str
 def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *, attempt: str, folder: str) -> None:
     """Claim the objects in `references`, keys by holder, for the save `attempt` to `folder`.
 
-    A claim that exists is replaced. Where `references` names no key, it is removed: until the commit, only its own
+    A claim that exists is replaced. If `references` names no key, it is removed: until the commit, only its own
     save needs it.
     """
     for holder, keys in references.items():
@@ -78,9 +78,9 @@ def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *,
 
 
 def is_current(client: StoreClient, attempt: str) -> bool:
-    """Return True if the checkpoint of `attempt` counts at its place, and others may refer to its objects.
+    """Return True if the checkpoint of `attempt` is current at its place, and others may refer to its objects.
 
-    If it still does after a save has claimed all of its objects, every later removal of one of them sees the claim.
+    If it still is after a save has claimed all of its objects, every later removal of one of them sees the claim.
     """
     _, manifest = read_current(client)
     return manifest is not None and manifest.attempt == attempt and manifest.is_referable
@@ -142,7 +142,7 @@ def find_spent(siblings: Siblings, claims: Iterable[str], *, conditional: bool, 
 
 
 def _attempts_in(client: StoreClient, *, above: int | None = None) -> set[str]:
-    """Return the attempts of all manifests in a log, also of those that do not count.
+    """Return the attempts of all manifests in a log, including superseded ones.
 
     Raises `CheckpointError` if one cannot be read, or if no entry is `above` a number.
     """
@@ -156,7 +156,7 @@ def _attempts_in(client: StoreClient, *, above: int | None = None) -> set[str]:
 
 
 def drop_claims(siblings: Siblings, holders: Iterable[str], *, attempt: str, folder: str) -> None:
-    """Remove the claims of a save that has no commit and can have none any more. What cannot be removed is logged."""
+    """Remove the claims of a save that has no commit and can have none any more. A failure is logged."""
     for holder in holders:
         client = siblings(holder)
         try:

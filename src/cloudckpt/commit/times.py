@@ -1,7 +1,7 @@
 """The time of a commit, by which checkpoints are ordered.
 
-The coordinator draws the time of a commit, and the manifest keeps it. A store's own time is no order, since that of
-Amazon S3 has whole seconds. But it bounds the time that is drawn.
+The coordinator draws the time of a commit, and the manifest keeps it. A store's own times give no order, since those of
+Amazon S3 are whole seconds. But they bound the time that is drawn.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ _LATEST_NS = (2**63 - 1) // _TICK_NS * _TICK_NS
 """The latest time that a manifest can hold, in the year 2262. After it, the names of checkpoints decide."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _EARLIEST = datetime(2020, 1, 1, tzinfo=timezone.utc)
-"""A store that knows no times gives objects earlier ones."""
+"""Objects have earlier times only on a store that knows no times."""
 _RESOLUTION_S = 1.0
-"""The coarsest that a store's times are."""
+"""The coarsest resolution of a store's times."""
 _DIGITS = re.compile(r"([0-9]+)")
 
 
 def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: float = math.inf) -> int:
     """Return the time of a commit that begins now, later than every one that this process has drawn or seen.
 
-    A hybrid logical clock (Kulkarni et al., 2014): no clock is trusted to say that a time which was seen is wrong,
-    because it may be the wrong one itself. The store's clock, which all writers share, bounds the own one.
+    A hybrid logical clock (Kulkarni et al., 2014): a time that was seen is never taken for wrong, because this
+    machine's
+    clock may be the wrong one. The store's clock, which all writers share, bounds this machine's.
 
     Args:
         written_at: The time that the store gives the newest object of this save.
@@ -69,7 +70,7 @@ def newest_commit_time_ns() -> int:
 
 
 def parse_commit_time_ns(head: bytes) -> int | None:
-    """Return the time in the first bytes of a manifest; None if it has none there, or none that a manifest can hold."""
+    """Return the time in the first bytes of a manifest; None if there is none, or one that a manifest cannot hold."""
     match = _HEAD.match(head)
     return int(match[1]) if match is not None and int(match[1]) <= _LATEST_NS else None
 

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 Addresses: TypeAlias = Sequence[int] | npt.NDArray[np.uint64]
-_MAX_HOLLOWNESS = 2  # of a hull's bytes, how many there may be for one byte of its tensor
+_MAX_HOLLOWNESS = 2  # most bytes of a hull for each byte of its tensor
 LINE_BYTES = 64
 """The size of a cache line, to which torch aligns its memory."""
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 64 * 1024  # from here on, a segment begins on a page
 _BLOCK_BYTES = 2 * 1024 * 1024  # blocks are whole numbers of huge pages
-_GROWTH = 8  # a later block has at least this share of the bytes that there were
+_GROWTH = 8  # a later block has at least an eighth of the bytes of those before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class AddressRanges:
 def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses) -> AddressRanges:
     """Plan segments to hold views that reach over ``[begins[i], ends[i])`` and have ``own_bytes[i]`` of their own.
 
-    Views that share a byte share a segment, so that no byte is copied twice. A view with large holes is not copied as
-    it lies, unless a segment of others holds it anyway. No segment has more than twice the bytes of its views.
+    Views that share a byte share a segment, so that no byte is copied twice. A view with large holes is copied
+    without them, unless a segment of others holds it anyway. No segment has more than twice the bytes of its views.
     """
     lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
     own = np.array(own_bytes, dtype=np.uint64)
@@ -89,14 +89,14 @@ class Placement:
     blocks: list[int]
     offsets: list[int]
     new_block_bytes: int
-    """0 where all segments fit into the blocks that there are."""
+    """0 if all segments fit into the existing blocks."""
 
 
 def place_segments(segments: Iterable[tuple[int, int]], capacities: Sequence[int]) -> Placement:
     """Find places for segments of ``(address, num_bytes)`` in blocks of these capacities.
 
-    No two overlap. Within a block they lie in their order, and each as far from a multiple of 64 as its address does,
-    so that what lies in it keeps its alignment.
+    No two overlap. Within a block they keep their order, and each keeps its address modulo 64, so that its views keep
+    their alignment.
     """
     blocks: list[int] = []
     offsets: list[int] = []

@@ -38,8 +38,8 @@ def compute_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def find_runs(shape: Sequence[int], box: Box, *, max_gap: int) -> list[tuple[int, int]]:
     """Return the flat ranges of an array of `shape` that hold `box`, in order.
 
-    Runs that lie at most `max_gap` elements apart are given as one, so that with ``max_gap=0`` the ranges hold
-    exactly the box, and otherwise also what lies in between.
+    Runs at most `max_gap` elements apart are joined. With ``max_gap=0`` the ranges hold exactly the box, and otherwise
+    also the gaps.
     """
     if 0 in box.lengths:
         return []

@@ -251,8 +251,8 @@ class StoreClient:
 
         An outcome is certain at once, unless `evidence` or `errors` says that it must be confirmed. Then a result is
         certain if two looks in a row agree (`NUM_LOOKS_AT_ABSENCE`), and an error if three do (`NUM_LOOKS_AT_DAMAGE`).
-        A single look can be wrong: a proxy, a cache or a listing that lags can answer wrongly, and while it runs, a job
-        can commit what was not listed yet, or remove what was.
+        A single look can be wrong: a proxy, a cache or a listing that lags can answer wrongly, and a job can commit or
+        remove something while the look runs.
 
         Args:
             look: Makes its requests with this client, so that failures are retried there.

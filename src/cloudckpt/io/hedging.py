@@ -39,7 +39,7 @@ _WATCH_EVERY_S = 0.5  # each look is a wait for the GIL, of a training loop too
 
 
 def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
-    """Return `connections` if the user has set it; otherwise 16, or less where the ranks of one host share 128."""
+    """Return `connections` if the user has set it; otherwise 16, or less if the ranks of one host share 128."""
     if connections is not None:
         return connections
     return min(DEFAULT_CONNECTIONS, max(_MAX_PER_HOST // max(ranks_of_host, 1), 1))
@@ -285,7 +285,7 @@ class Hedger:
             # a request last that was given up.
             try:
                 held = list(store.list_parts(key, upload_id))
-            except StoreError:  # it may not be permitted, and is not what has gone wrong
+            except StoreError:  # it may not be permitted, and the first error says more
                 raise error from None
             latest = [_with_held_token(done, held) if done in twice else done for done in parts]
             if latest == list(parts):
@@ -366,7 +366,8 @@ class Hedger:
 class _Watch(AbstractContextManager[None]):
     """Calls `watch` in a thread of its own.
 
-    Not a generator: one that is never ended runs its last clause when it is collected, for a file that nobody closes at
+    Not a generator: an unfinished one runs its ``finally`` when it is collected, which for a file that is never closed
+    is
     the end of the process. The thread is stopped by then, and Python 3.13 waits for it for ever.
     """
 

@@ -56,7 +56,7 @@ def plan_reads(
 ) -> list[RangeRead]:
     """Return reads of whole tiles that bring all `wants`, each byte once, in the order in which to send them.
 
-    Ranges up to `max_gap_bytes` apart are read as one. So are others where that saves requests, the nearest first,
+    Ranges up to `max_gap_bytes` apart are read as one. So are others if that saves requests, the nearest first,
     while the gaps between them come to at most `max_over_read` of the bytes wanted. No read is longer than
     `request_bytes` (in whole tiles, at least one). Empty wants need no read.
     """
@@ -130,7 +130,7 @@ def _requests_of(
             reached = max(reached, min(want.end, high))
         yield RangeRead(
             object_index=object_index,
-            # A cut can fall into a gap, of which nothing has to be read then.
+            # A cut can fall into a gap, which is then not read.
             begin=max(low, inside[0].begin // tile_bytes * tile_bytes),
             end=min(high, -(-reached // tile_bytes) * tile_bytes),
             wanted=tuple(inside),
@@ -151,7 +151,7 @@ class Run(NamedTuple):
 def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> Iterator[Run]:
     """Yield `runs`, some joined over the gap between them; all such gaps together have at most `budget_bytes`.
 
-    `runs` are by object, and rising and apart within each. The smallest gaps come first. One is only read where that
+    `runs` are by object, and rising and apart within each. The smallest gaps come first. One is read only if that
     leaves fewer reads of at most `step_bytes`.
     """
     # For a joined run, `last_of` is right at its first index, and `first_of` at its last. No other index is looked up.
@@ -177,7 +177,7 @@ def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> It
 
 
 def _gaps(runs: Sequence[Run], most_bytes: int) -> list[tuple[int, int]]:
-    """Size and place of each gap that could be read, the smallest first."""
+    """Return size and place of each gap that could be read, the smallest first."""
     gaps = (
         (runs[index + 1].begin - runs[index].end, index)
         for index in range(len(runs) - 1)
@@ -207,8 +207,8 @@ def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
     """Order `reads`, given object by object, so that connections stay busy to the end and on many objects.
 
     Large ones come before small ones (by powers of two), so that no connection still works on a long one when the
-    others are done. Among alike ones the objects take turns: the bandwidth of one object, or of the disks it lies on,
-    bounds no phase of a load. Those that continue others follow them, so that little memory is held at once.
+    others are done. Among reads of about one size the objects take turns, so that no phase of a load is bound by one
+    object or its disks. A read that continues another one follows it, so that little memory is held at once.
     """
     num_turns: defaultdict[tuple[int, int], int] = defaultdict(int)
     placed: list[tuple[int, int, int, list[_Read]]] = []
@@ -238,6 +238,6 @@ def spread_over_connections(
 ) -> int:
     """Return the size at which `num_bytes` make `num_for_each` requests for each of `connections`, within bounds.
 
-    `most_bytes` holds where it is below `least_bytes`.
+    `most_bytes` wins if it is below `least_bytes`.
     """
     return min(max(num_bytes // (num_for_each * connections), least_bytes), most_bytes)

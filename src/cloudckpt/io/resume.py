@@ -29,7 +29,7 @@ _PIECE_BYTES = 4 * MIB  # of what is read back at once, on each connection
 
 
 class Body(Protocol):
-    """The bytes of one object, wherever they lie."""
+    """The bytes of one object, in memory or on a store."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -42,7 +42,7 @@ class Body(Protocol):
 class KnownBody(Body, Protocol):
     """A body whose checksums an earlier save recorded. It is compared by these, without being opened.
 
-    A CRC32C is proof only for what was written of the very same source.
+    A CRC32C is proof only for bytes that were written from the very same source.
     """
 
     @property
@@ -99,7 +99,7 @@ def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, li
 
 
 class Resumption:
-    """Tells, for one session's objects, what of them is on the store."""
+    """Finds the bytes of one session's objects that are on the store already."""
 
     def __init__(self, client: StoreClient, *, tile_bytes: int) -> None:
         self._client = client
@@ -155,7 +155,7 @@ class Resumption:
         )
 
     def find_unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
-        """Return the parts that the first useful upload holds, or all hold if parts can change uploads."""
+        """Return the parts of the first useful upload, or of all uploads if a part can complete any."""
         kind, best = self._client.store.capabilities.listed_parts, None
         if kind == "none":
             return None
@@ -206,7 +206,7 @@ class Resumption:
             return ()
 
     def _known_crc32cs(self, body: Body, begin: int, end: int) -> list[int]:
-        """Return the CRC32C of each tile of ``[begin, end)``, whose bounds lie on tiles."""
+        """Return the CRC32C of each tile of ``[begin, end)``, whose bounds are tiles'."""
         assert isinstance(body, KnownBody)  # noqa: S101  # only copies are resumed
         return list(body.known_crc32cs[begin // self._tile_bytes : -(-end // self._tile_bytes)])
 

@@ -139,7 +139,7 @@ class UploadSession:
         Args:
             key: The key; its receipt names another one if leftovers are used.
             body: The bytes.
-            leftovers: Objects and uploads of an earlier attempt, of which equal bytes are used and not sent again.
+            leftovers: Objects and uploads of an earlier attempt, whose equal bytes are not sent again.
             part_bytes: Size of its parts; by default the session's.
             in_memory: The body is in this host's memory, so one thread can send its parts in turn, if the store writes
                 them in turn.

@@ -228,7 +228,9 @@ def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
         error=event.error,
     )
     if event.name in LEVELS:
-        level = LEVELS[event.name] if event.rank == 0 else min(LEVELS[event.name], logging.INFO)  # once, not per rank
+        level = (
+            LEVELS[event.name] if event.rank == 0 else min(LEVELS[event.name], logging.INFO)
+        )  # one rank logs it for all
         _log.log(level, "%s", words, extra=extra)
     subscribers.deliver(event)
     if options.on_event is not None:

@@ -72,7 +72,7 @@ class Reader:
     Args:
         context: Location of the checkpoint.
         manifest: Manifest to read from.
-        copy: Copy of the same save, for the objects that cannot be had at `context`.
+        copy: Copy of the same save, for the objects that cannot be read at `context`.
         transforms: Undo what extensions did at the save. By default, the extensions of the context's options.
 
     Raises:
@@ -500,7 +500,7 @@ class CopyElsewhere:
 
     Args:
         context: Place of the copy.
-        manifest: Manifest of the save, as it stands at the nearer place.
+        manifest: Manifest of the save at the nearer place.
 
     """
 
@@ -513,7 +513,7 @@ class CopyElsewhere:
         self._place_failure: Exception | None = None
         """The timeout after which no object is read at the nearer place any more."""
         self._failures: dict[int, Exception] = {}
-        """The failure of each object that could not be had at the nearer place."""
+        """The failure of each object that could not be read at the nearer place."""
         self.read_indices: set[int] = set()
         """Objects whose copy was asked for."""
 

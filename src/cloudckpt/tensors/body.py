@@ -1,4 +1,4 @@
-"""The data objects of a save: its items packed and laid out, sent from where they lie, or copied part by part."""
+"""The data objects of a save: its items packed and laid out, sent from where they are, or copied part by part."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def new_side_streams(contents: Iterable[object]) -> dict[torch.device, CudaStrea
 class PieceBody:
     """Pieces back to back (see `cloudckpt.io.upload.Body`).
 
-    A tensor that cannot be sent from where it lies (on a GPU, or strided) is copied into a buffer of `arena` when a
+    A tensor that cannot be sent from where it is (on a GPU, or strided) is copied into a buffer of `arena` when a
     part is opened, and only that part of it. The copies of a device go to its stream in `streams`, if there is one:
     behind those of other parts, and each part waits for its own.
 
@@ -97,7 +97,7 @@ class PieceBody:
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
-        """Give views of bytes ``[begin, end)``. Bounds lie on tiles, and so never within an element."""
+        """Yield views of bytes ``[begin, end)``. Bounds are those of tiles, and so never within an element."""
         if self._snapshot is not None:
             self._wait(self._snapshot, begin, end)
         inside = list(self._pieces_between(begin, end))
@@ -131,7 +131,7 @@ class PieceBody:
                 wait_for_content(snapshot, piece.content[low:high])
 
     def _pieces_between(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
-        """Give the pieces in ``[begin, end)``, each with the range of its own bytes in it."""
+        """Yield the pieces in ``[begin, end)``, each with the range of its own bytes there."""
         for index in range(max(bisect.bisect_right(self._begins, begin) - 1, 0), len(self._pieces)):
             piece = self._pieces[index]
             if piece.begin >= end:
@@ -151,7 +151,7 @@ class _PieceCopy(NamedTuple):
 
 
 def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, CudaStream]) -> None:
-    """Return when all copies are made; or raise, and then none is still being made."""
+    """Make all copies, and wait for them. After an error, none is still being made."""
     for device in dict.fromkeys(copy.source.device for copy in copies):
         of_device = [copy for copy in copies if copy.source.device == device]
         stream = streams.get(device)
@@ -216,7 +216,7 @@ class SaveItems:
 def lay_out_objects(
     planned: SaveItems, arena: Arena, snapshot: Snapshot | None, *, object_bytes: int
 ) -> Iterator[tuple[PieceBody, Callable[..., ItemReceipts]]]:
-    """Yield the body of each data object, and what makes its receipts of the object's own (`stored_in`).
+    """Yield the body of each data object, and a function that makes its receipts from its `ObjectRef` (`stored_in`).
 
     An object has up to `object_bytes`. Aliases of one tensor are in one object, the first one first.
     """

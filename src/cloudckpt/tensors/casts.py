@@ -1,4 +1,4 @@
-"""Casts of a load, where the tensor that takes a stored one has another dtype: none may change a value in silence."""
+"""Casts of a load into a tensor of another dtype than the stored one: none may change a value in silence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cast:
         self._fqn, self._stored, self._wanted, self._uri = fqn, stored, wanted, uri
 
     def check(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return what the target copies. Raise `StateDictMismatchError` if a value is not kept.
+        """Return the elements that the target copies. Raise `StateDictMismatchError` if it would change a value.
 
         `elements` are in memory of the CPU.
         """
@@ -63,7 +63,7 @@ class Cast:
 
 
 def new_cast(fqn: str, stored: torch.dtype, tensor: torch.Tensor, *, uri: str) -> Cast | None:
-    """Return the check of what `tensor` takes; None if its dtype holds every value of the stored one.
+    """Return the check of a load into `tensor`; None if its dtype holds every value of the stored one.
 
     Raises `StateDictMismatchError` for a dtype whose range of values is unknown.
     """
@@ -77,7 +77,7 @@ def new_cast(fqn: str, stored: torch.dtype, tensor: torch.Tensor, *, uri: str) -
 
 
 def log_casts(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str) -> None:
-    """Log in one line that tensors are loaded in other dtypes. `casts` are names, stored dtypes, and those wanted.
+    """Log in one line that tensors are loaded in other dtypes. `casts` has names, stored dtypes and wanted dtypes.
 
     It is a warning if floats are rounded.
     """
@@ -115,7 +115,7 @@ def _can_lose(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _find_lost(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
-    """Return which values are lost; None if none is."""
+    """Return a mask of the values that are lost; None if none is."""
     if values.is_complex():
         parts = torch.view_as_real(values.resolve_conj())
         if wanted.is_complex:
@@ -160,7 +160,7 @@ def _find_overflows(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor |
 
 
 def _find_rounded(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
-    """Return which integers have more binary digits, apart from zeros at the end, than the float has."""
+    """Return a mask of the integers that have more binary digits, without final zeros, than the float has."""
     most, array = _exact_integers(wanted), values.numpy()
     has_zero = _least_of(wanted) < 0
     if (-most if has_zero else 1) <= int(array.min()) and int(array.max()) <= most:

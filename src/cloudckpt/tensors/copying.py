@@ -41,7 +41,7 @@ class CudaStream:
             yield
 
     def record_event(self) -> torch.cuda.Event:
-        """Return the point after all copies so far. Waiting for it raises what went wrong with them."""
+        """Return the point after all copies so far. A wait for it raises the errors of the copies."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps, and leaves the core to training
         event.record(self._stream)
         return event
@@ -56,7 +56,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one side stream of `device`. torch has few streams, and gives the same ones out again."""
+    """Return the one side stream of `device`. torch has few streams, and returns the same ones again."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]

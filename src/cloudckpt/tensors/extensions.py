@@ -95,7 +95,7 @@ class ReadTransforms:
         """Return the original bytes; None if they exceed `max_bytes`, since a few bytes can unpack to any number.
 
         Raises `UnsupportedFormatError` for an unknown descriptor, `MissingDependencyError`, and `CheckpointError` if an
-        extension fails on bytes that are those that were stored.
+        extension fails on bytes that are undamaged.
         """
         extensions = [self._find(descriptor, fqn=fqn, uri=uri) for descriptor in descriptors]
         stream: Any = io.BytesIO(stored)

@@ -34,7 +34,7 @@ _MAX_IDLE_BYTES = 512 * MIB  # as much as one save stages
 
 
 def is_cuda_in_use() -> bool:
-    """Return True if this process has initialised CUDA. The question itself does not initialise it."""
+    """Return True if this process has initialised CUDA. The call itself does not initialise it."""
     return bool(torch.cuda.is_initialized())
 
 
@@ -69,7 +69,7 @@ class Block:
     def is_lent(self) -> bool:
         """True while a tensor of the last snapshot uses the memory.
 
-        After this question, no tensor can be made until `begin_lending` is called again.
+        After this call, no tensor can be made until `begin_lending` is called again.
         """
         self._view = None  # it would count as a user
         if self._shared is not None:
@@ -136,7 +136,7 @@ class Block:
 
 
 def _map_shared_memory(num_bytes: int) -> torch.UntypedStorage:
-    """Map a memfd as a storage that torch shares with other processes. It takes no room of /dev/shm."""
+    """Map a memfd as a storage that torch shares with other processes. It takes no space of /dev/shm."""
     descriptor = os.memfd_create("cloudckpt-snapshot", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -163,7 +163,7 @@ def _unpin(address: int, num_bytes: int, process_id: int) -> None:
 class SnapshotPool:
     """The blocks of memory that hold one snapshot after the other.
 
-    If a snapshot does not fit, the pool adds one block for the rest. If a block would then hold nothing, because
+    If a snapshot does not fit, the pool adds one block for the rest. If a block would then be unused, because
     tensors have grown, one new block takes the place of all. `close` frees the memory.
     """
 
@@ -201,7 +201,7 @@ class SnapshotPool:
         sizes_bytes = [block.num_bytes for block in self._blocks]
         placement = place_segments(segments, sizes_bytes)
         if placement.new_block_bytes:
-            leaves_room = len(set(placement.blocks)) <= len(sizes_bytes)  # a block holds nothing
+            leaves_room = len(set(placement.blocks)) <= len(sizes_bytes)  # a block is unused
             if leaves_room or sum(sizes_bytes) > sum(num_bytes for _, num_bytes in segments):
                 placement = place_segments(segments, [])
                 too_small, self._blocks = self._blocks, []
@@ -225,7 +225,7 @@ class SnapshotPool:
                 self._can_pin = block.pin()
 
     def close(self) -> None:
-        """Give up all memory. The pool can be used again, and begins anew."""
+        """Release all memory. The pool can be used again, and begins anew."""
         blocks = [*self._blocks, *self._held]
         self._blocks, self._held = [], []
         for block in blocks:
@@ -322,7 +322,7 @@ class _Buffer:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A thread that asks for memory, and what it gets."""
+    """A thread that asks for memory, and the range that it gets."""
 
     num_bytes: int
     is_granted: threading.Event = field(default_factory=threading.Event)
@@ -430,7 +430,7 @@ class Arena:
         return True
 
     def _remove_unused(self, *, until_bytes: int = 0) -> list[_Buffer]:
-        """Remove buffers of which nothing is lent, until at most so many bytes are held."""
+        """Remove buffers of which nothing is lent, until the arena holds at most `until_bytes`."""
         removed = []
         for buffer in [buffer for buffer in self._buffers if buffer.is_unused]:
             if self._held_bytes > until_bytes:

@@ -55,7 +55,7 @@ class BytesTarget:
             return self._content
 
     def release(self) -> None:
-        """Let go of the bytes."""
+        """Drop the reference to the bytes."""
         self._content = None
 
     def ranges(self, number: int, *, max_gap_bytes: int) -> list[WantedRange]:  # noqa: ARG002  # one range has no gaps
@@ -69,7 +69,7 @@ class BytesTarget:
 class RunTarget:
     """Fills whole tensors that are stored one after the other, each in its own memory.
 
-    A model can have 100,000 small tensors: planning and reads meet one run, and no object of each.
+    A model can have 100,000 small tensors: planning and reads handle one run, not an object for each.
     """
 
     is_copied = False
@@ -141,7 +141,7 @@ class TensorTarget(msgspec.Struct, gc=False):
         return [] if self.is_copied else [self._memory(begin, end)]
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
+        """Take the wanted part of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
         if self.is_dropped:
             return
         first = (begin - self.chunk.begin) // self.dtype.itemsize
@@ -193,9 +193,9 @@ def find_whole_address(tensor: torch.Tensor, stored: StoredTensor) -> int:
 
 
 def find_runs_of(tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk], addresses: Sequence[int]) -> list[RunTarget]:
-    """Return what fills whole `tensors`, which are stored as `chunks`, at their addresses.
+    """Return the runs that fill whole `tensors`, which are stored as `chunks`, at their addresses.
 
-    What is stored once for several tensors, as of tied ones, is a run of its own for each.
+    Bytes that are stored once for several tensors, such as tied ones, are a run of their own for each.
     """
     columns = ("object_index", "begin", "end")
     objects, begins, ends = (np.array([*map(operator.attrgetter(name), chunks)], dtype=np.int64) for name in columns)
@@ -241,7 +241,7 @@ class _Source(NamedTuple):
 
 @contextlib.contextmanager
 def open_request(request: RangeRead, targets: Sequence[Target], arena: Arena) -> Iterator[list[memoryview]]:
-    """Give views to fill with the request's bytes, in order. The targets have them when the context ends well.
+    """Yield views to fill with the request's bytes, in order. The targets have the bytes when the context ends well.
 
     Most views are the targets' own memory. Bytes that no target wants, or that have to be converted, go through a
     buffer of `arena`. Bytes that several targets want, such as names of tied tensors, are read into one and copied.
@@ -285,7 +285,7 @@ def open_request(request: RangeRead, targets: Sequence[Target], arena: Arena) ->
 
 
 def _group_wants(request: RangeRead) -> Iterator[tuple[int, int, Sequence[WantedRange]]]:
-    """Give the wants with the ranges of the request that they want. Wants that overlap are given together."""
+    """Yield the wants with the ranges of the request that they want. Overlapping wants are yielded together."""
     low, high = request.begin, request.end
     if not request.overlapping:
         for want in request.wanted:
@@ -308,7 +308,7 @@ def _group_wants(request: RangeRead) -> Iterator[tuple[int, int, Sequence[Wanted
 def _find_direct_views(
     wants: Sequence[WantedRange], begin: int, end: int, targets: Sequence[Target]
 ) -> tuple[WantedRange | None, list[memoryview]]:
-    """Return the want whose own memory takes bytes ``[begin, end)``, and that memory. Each has to want all of it."""
+    """Return the want whose own memory takes bytes ``[begin, end)``, and that memory. All `wants` want all of it."""
     if len(wants) == 1 or all(want.begin <= begin and end <= want.end for want in wants):
         for want in wants:
             if views := targets[want.target_number].direct_views(begin, end):

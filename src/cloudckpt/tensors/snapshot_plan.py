@@ -33,7 +33,7 @@ _ORDINARY = frozenset(
 
 
 class AnsweringTensor(torch.Tensor):
-    """A plain tensor with attributes, which go along to another process; those of a plain tensor would not.
+    """A plain tensor with attributes that another process gets, too; those of a plain tensor would be lost.
 
     There it is a plain tensor again.
     """
@@ -58,7 +58,7 @@ def with_attributes(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: 
 
 
 class CopyTask(msgspec.Struct):
-    """Copies that one thread makes in one go.
+    """Copies that one thread makes without a pause.
 
     Tasks of the CPU refer to tensors by their position in the state dict, so that they can be done again.
     """
@@ -125,8 +125,8 @@ def plan_snapshot(
     """Take memory of `pool` for copies of `tensors`, which have memory addresses, and plan the copies.
 
     Those at the positions `urgent` are copied first, and then small ones. Tensors that share memory share it in their
-    copies, with the same strides. Where `whole` says so, the copy's storage is one that torch shares with other
-    processes, if the memory is shared.
+    copies, with the same strides. If `whole` is True for a tensor and the memory is shared, the
+    copy's storage is one that torch shares with other processes.
     """
     copies, segments = lay_out_copies(tensors, pool, reuse_lent=reuse_lent, urgent=urgent, whole=whole)
     # Small ones are often an optimizer's numbers, which the plan of the save waits for.
@@ -259,7 +259,7 @@ def add_tasks(
 
 
 def _find_copy(segment: SnapshotSegment, device: torch.device) -> tuple[int, Callable[..., object]]:
-    """Return the number of units that a segment is split into, and what copies units ``[begin, end)`` of it."""
+    """Return the number of units of a segment, and a function that copies units ``[begin, end)`` of it."""
     if device == CPU:
         if segment.is_small or not segment.source:
             return 1, functools.partial(_copy_elements, segment.copied, segment.number)
@@ -283,7 +283,7 @@ def _copy_memory(target: int, source: int, begin: int, end: int, _: Sequence[tor
 
 
 def _copy_elements(target: torch.Tensor, number: int, _: int, __: int, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy by numpy, which uses this thread alone: torch would start threads of its own for each of ours."""
+    """Copy by numpy, which uses this thread alone: torch would start threads of its own for each of these."""
     source = tensors[number].detach().resolve_conj().resolve_neg()
     as_carrier(target).numpy()[...] = as_carrier(source).numpy()
 

@@ -107,7 +107,7 @@ def _bytes_type(num_bits: int) -> Any:
 
 
 def viewable_address(tensor: torch.Tensor) -> int:
-    """Return `memory_address` if the bytes of `tensor` can be used where they lie; else 0."""
+    """Return `memory_address` if the bytes of `tensor` can be used where they are; else 0."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return 0
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # `is_viewable`, sooner
@@ -121,7 +121,7 @@ def viewable_address(tensor: torch.Tensor) -> int:
 
 
 class Source(NamedTuple):
-    """A value of a state dict, and what a save asks about it. See `classify`."""
+    """A value of a state dict, and the facts about it that a save needs (`classify`)."""
 
     value: Any
     tensor: torch.Tensor | None = None
@@ -135,7 +135,7 @@ class Source(NamedTuple):
 
 
 def classify(value: Any) -> Source:
-    """Find out once for a save how `value` is planned, compared with others and sent."""
+    """Find out once for a save how `value` is planned, compared and sent."""
     tensor = local_tensor_of(value) if type(value) is DTensor else value
     if type(tensor) not in PLAIN_TENSORS:
         return Source(value)
@@ -151,7 +151,7 @@ def classify(value: Any) -> Source:
 def memory_address(tensor: torch.Tensor) -> int:
     """Return where the memory of `tensor` begins; 0 if it is empty, or not strided memory of a CPU or a CUDA device.
 
-    A tensor that is larger than its storage has address 0 too. torch gives an address of memory that it does not have.
+    A tensor that is larger than its storage has address 0 too: torch returns one of memory that it does not have.
     """
     if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return 0
@@ -165,13 +165,13 @@ def memory_address(tensor: torch.Tensor) -> int:
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which torch writes to `tensors`: one of inference mode takes values in that mode alone."""
+    """Return a context in which torch writes to `tensors`: one of inference mode can be written to only there."""
     return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()
 
 
 @contextmanager
 def training_mode() -> Iterator[None]:
-    """Make tensors that can be trained, also where the caller is in ``torch.inference_mode``."""
+    """Make tensors that can be trained, even if the caller is in ``torch.inference_mode``."""
     # Outside of it, torch.inference_mode(False) would turn gradients on.
     with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
         yield
@@ -231,7 +231,7 @@ def synchronize_streams(contents: Iterable[object]) -> None:
 
 
 def is_viewable(tensor: torch.Tensor) -> bool:
-    """Return True if the bytes of `tensor` can be used where they lie."""
+    """Return True if the bytes of `tensor` can be used where they are."""
     return tensor.is_cpu and tensor.is_contiguous() and holds_its_values(tensor)
 
 

@@ -147,7 +147,7 @@ class EncodedValue:
 
     def _unloadable_error(self, error: Exception) -> UnsupportedValueError:
         # The bytes were compared with their checksums before, unless the caller has disabled that.
-        doubt = "" if self.is_verified else ", or it is damaged, which Options(verify=False) does not tell"
+        doubt = "" if self.is_verified else ", or it is damaged, which Options(verify=False) does not find out"
         return UnsupportedValueError(
             f"{self.fqn!r} of {self.uri} cannot be made here of what was saved ({type(error).__name__}: {error}): its "
             f"class has changed since, or it holds tensors of a device that this machine lacks{doubt}. Leave it out, "
@@ -169,7 +169,7 @@ def load_stored(stored: bytes | bytearray, *, is_json: bool, map_location: str |
 
 @contextlib.contextmanager
 def _allow_harmless() -> Iterator[None]:
-    """Add `_HARMLESS` to what this process allows, and afterwards remove what the user had not allowed."""
+    """Add `_HARMLESS` to the classes that this process allows. On exit, remove those that the user did not allow."""
     with _ALLOWING:
         added = [kind for kind in _HARMLESS if kind not in torch.serialization.get_safe_globals()]
         with torch.serialization.safe_globals(added):
@@ -177,7 +177,7 @@ def _allow_harmless() -> Iterator[None]:
 
 
 def describe_refusal(stored: bytes | bytearray) -> str:
-    """Return the reason for which `load_stored` refuses a pickle."""
+    """Return the reason why `load_stored` refuses a pickle."""
     names = _find_unsafe_globals(io.BytesIO(stored))
     return f"it uses {', '.join(sorted(names))}" if names else "torch's weights_only unpickler refuses it"
 
@@ -247,7 +247,7 @@ def _is_refused(value: object) -> bool:
 def _find_refusal(value: object) -> list[str] | None:
     """Return the names that a load would refuse, in the pickle of a value that is not plain; None if it would not.
 
-    A load can refuse a pickle for other reasons than a name.
+    A load can also refuse a pickle for another reason than a name.
     """
     stored = io.BytesIO()
     torch.save(value, stored)

@@ -102,7 +102,7 @@ def test_numbers_that_do_not_apply_are_blank() -> None:
     assert rows_of(Listing([unnamed]))[0][-1] == "''"
 
 
-def test_tables_are_read_at_a_glance(tmp_path: Path) -> None:
+def test_cells_of_tables_are_grouped_and_aligned(tmp_path: Path) -> None:
     """If this fails, a shape reads as two large numbers, and times and tensors are hard to compare."""
     cloudckpt.save({"w": torch.zeros(2048, 2)}, str(tmp_path / "run" / "step-1"))
     (info,) = cloudckpt.list_checkpoints(tmp_path / "run", all=True)
@@ -155,7 +155,7 @@ def test_long_results_are_shortened() -> None:
     assert "and 950 more" in compared._repr_html_()
 
 
-def test_results_of_a_run_are_shown(tmp_path: Path) -> None:
+def test_results_of_real_calls_are_shown(tmp_path: Path) -> None:
     """If this fails, a result of a real call cannot be shown, or shows other numbers than it has."""
     model = torch.nn.Linear(8, 8)
     manager = cloudckpt.CheckpointManager(tmp_path / "run", save_every=5, keep_last=1, keep_best=("loss", "min", 1))
@@ -182,7 +182,7 @@ def test_results_of_a_run_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", [KeptObject, SkippedCheckpoint])
-def test_reasons_are_shown_within_other_results(of: type[Any]) -> None:
+def test_results_show_the_reasons_in_them(of: type[Any]) -> None:
     """If this fails, a report says that something was kept or skipped, and not why."""
     if of is KeptObject:
         one = KeptObject(uri="s3://b/a", reason="it is locked")

@@ -47,7 +47,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     return threads
 
 
-def test_the_thresholds_come_back(before: tuple[int, int, int]) -> None:
+def test_a_save_restores_the_thresholds_of_the_collector(before: tuple[int, int, int]) -> None:
     """If this fails, a save changes for good how often Python looks for garbage, also one that fails."""
     with contextlib.suppress(KeyError), rare_collections():
         assert gc.get_threshold() == (1_000_000, *before[1:])
@@ -59,7 +59,7 @@ def test_the_thresholds_come_back(before: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_background_save_leaves_them_alone(
+def test_a_background_save_leaves_the_collector_alone(
     changes: list[threading.Thread], before: tuple[int, ...], *, overlap: bool
 ) -> None:
     """If this fails, a background save changes how the training loop beside it is collected."""

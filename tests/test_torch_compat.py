@@ -18,7 +18,7 @@ PACKAGE = Path(cloudckpt.__file__).parent
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: f"{private.module}.{private.name}")
-def test_the_installed_torch_has(private: PrivateName) -> None:
+def test_the_installed_torch_has_each_private_name(private: PrivateName) -> None:
     """If this fails, torch has dropped a private name: `PrivateName.without` says what no longer works."""
     assert _torch_compat.find(private.module, private.name) is not None, private.without
 

@@ -130,7 +130,7 @@ def test_a_commit_that_has_begun_is_not_cancelled(memory: Memory) -> None:
     assert fill_at(memory.uri()) == 1
 
 
-def test_progress_tells_how_far_a_save_is(memory: Memory) -> None:
+def test_progress_has_the_phase_and_the_bytes_of_a_save(memory: Memory) -> None:
     """If this fails, a job's display shows what is not so."""
     gate = Gate()
     options = options_of(on_event=gate.at_event("save.object_uploaded"))
@@ -258,7 +258,7 @@ def test_close_waits_frees_and_can_be_followed_by_another_save(memory: Memory) -
     assert fill_at(memory.uri("again")) == 2
 
 
-def test_a_second_save_is_refused_where_the_option_says_so(memory: Memory) -> None:
+def test_a_second_save_is_refused_with_async_in_flight_raise(memory: Memory) -> None:
     """If this fails, a loop that would rather skip a checkpoint than wait waits, or the save in flight suffers."""
     gate = Gate()
     memory.at("first").once_before("upload_part", "", gate)
@@ -472,7 +472,7 @@ if how == "raises":
 
 @pytest.mark.parametrize("how", ["ends", "raises", "fails"])
 @pytest.mark.slow
-def test_a_script_that_just_ends_loses_nothing(tmp_path: Path, how: str) -> None:
+def test_a_script_that_ends_without_close_completes_its_save(tmp_path: Path, how: str) -> None:
     """If this fails, the last checkpoint of a job is missing, and nothing says so."""
     uri = str(tmp_path / "c")
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, uri, how]

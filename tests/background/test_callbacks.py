@@ -214,7 +214,7 @@ def test_a_stager_that_raises_fails_the_save(memory: Memory, how: str, error: Ba
     )
 
 
-def test_a_stager_that_gives_up_fails_the_save(memory: Memory) -> None:
+def test_a_stager_whose_future_is_cancelled_fails_the_save(memory: Memory) -> None:
     """If this fails, a stager whose future is cancelled is a save that never ends."""
     future: Future[dict[str, Any]] = Future()
     stager = Stager(ValueError(), "waits")

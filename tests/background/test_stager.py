@@ -176,7 +176,7 @@ class Odd(torch.Tensor):
     """A subclass of the user's own."""
 
 
-def test_tensors_that_are_no_plain_memory_are_what_they_were(stager: PinnedStager) -> None:
+def test_tensors_without_plain_memory_keep_their_values(stager: PinnedStager) -> None:
     """If this fails, a save in the background says something else of them than a save that is waited for."""
     freed = torch.ones(15)[:10]
     part = torch.ones(15)[5:]
@@ -347,7 +347,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_change_alone_is_seen(private_stager: PinnedStager, change: str) -> None:
+def test_each_single_change_of_a_tensor_is_noticed(private_stager: PinnedStager, change: str) -> None:
     """If this fails, a checkpoint holds what a tensor was in the save before."""
     state: State = {name: torch.arange(LENGTH, dtype=torch.float32) for name in "abc"}
     for _ in range(2):
@@ -357,7 +357,7 @@ def test_each_change_alone_is_seen(private_stager: PinnedStager, change: str) ->
         assert as_values(copied(private_stager, state)) == as_values(state)
 
 
-def test_ties_that_come_and_go_are_known(private_stager: PinnedStager) -> None:
+def test_ties_that_appear_or_end_are_noticed(private_stager: PinnedStager) -> None:
     """If this fails, tied weights are stored twice, or one tensor is stored under the name of another."""
     one, two = torch.ones(100), torch.full((100,), 2.0)
     for _ in range(2):
@@ -562,7 +562,7 @@ def copied_by(stream: FakeStream, tensors: list[torch.Tensor]) -> tuple[Snapshot
     return snapshot, plan.copies
 
 
-def test_a_gpus_copies_are_there_once_their_events_are() -> None:
+def test_copies_of_a_gpu_are_done_once_their_events_have_occurred() -> None:
     """If this fails, bytes are uploaded that the GPU has not sent yet."""
     whole, stream = torch.randn(30, 50), FakeStream()
     tensors = [torch.arange(10_000), torch.ones(3), whole.t(), whole[:, ::9], torch.randn(70, 90)[:, 3::9]]

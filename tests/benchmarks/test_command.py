@@ -42,7 +42,7 @@ def run(tmp_path, *arguments):
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.timeout(900)  # it starts ten processes that import torch, which takes minutes where others do the same
-def test_small_sweep(sweep, tmp_path, capsys):
+def test_a_small_sweep_writes_its_figures(sweep, tmp_path, capsys):
     """The benchmark would not run on a machine with nothing but this package, or not record what it measured."""
     sweep(
         Cell(

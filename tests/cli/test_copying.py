@@ -86,7 +86,9 @@ def test_a_copy_that_is_complete_is_no_error_with_resume(local: LocalPlace, run:
     assert (again.code, "exists already" in again.err) == (0, True)
 
 
-def test_options_of_two_sides(local: LocalPlace, s3: Place, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_and_target_have_options_of_their_own(
+    local: LocalPlace, s3: Place, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If this fails, a bucket that needs an endpoint cannot be copied from or to a path, or from another bucket."""
     endpoint = os.environ["AWS_ENDPOINT_URL_S3"]
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
@@ -101,7 +103,7 @@ def test_options_of_two_sides(local: LocalPlace, s3: Place, run: Run, monkeypatc
     assert run("cp", local.uri("step-1"), local.uri("step-5"), *there).code == 2
 
 
-def test_an_export_and_its_way_back(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+def test_an_export_can_be_imported_again(local: LocalPlace, run: Run, tmp_path: Path) -> None:
     """If this fails, the command writes another model than the library's call, or its options do nothing."""
     save(local.uri("step-1"))
     refused = run("export", local.uri("step-1"), local.uri("out"))

@@ -23,7 +23,7 @@ def differences(run: Run, *arguments: str) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in document["differences"]}
 
 
-def test_a_name_that_nothing_has_is_not_the_same(tmp_path: Path, run: Run) -> None:
+def test_a_pattern_that_fits_no_entry_is_an_error_of_diff(tmp_path: Path, run: Run) -> None:
     """If this fails, a script with a mistyped pattern is told for ever that nothing has changed."""
     save(f"{tmp_path}/a")
     ended = run("diff", f"{tmp_path}/a", f"{tmp_path}/a", "--name", "modle.*")
@@ -84,7 +84,7 @@ def test_every_kind_of_difference_is_reported(local: LocalPlace, run: Run) -> No
     assert differences(run, local.uri("a"), local.uri("b"), "--name", "same") == {}
 
 
-def test_noise_can_be_ignored(local: LocalPlace, run: Run) -> None:
+def test_differences_within_the_tolerances_are_ignored(local: LocalPlace, run: Run) -> None:
     """If this fails, two runs that differ in the last bit cannot be told from two that differ; or what is far apart
     passes for noise."""
     before = torch.tensor([1.0, 100.0, float("inf")], dtype=torch.float64)

@@ -36,7 +36,7 @@ def through(wire: Wire, **more: Any) -> Options:
 
 
 @pytest.mark.every_store
-def test_a_place_in_order_is_left_as_it_was(place: Place) -> None:
+def test_a_healthy_place_passes_and_is_left_unchanged(place: Place) -> None:
     """If this fails, a good store is called ill, or the doctor leaves objects that are paid for."""
     report = examine(place.uri())
     assert report.is_healthy, str(report)
@@ -58,7 +58,7 @@ def test_the_command_fails_if_a_check_that_matters_failed(tmp_path: Path, run: R
     assert "put" in [check["name"] for check in document["checks"] if check["outcome"] == "failed"]
 
 
-def test_a_folder_that_was_not_there_is_not_there_afterwards(tmp_path: Path) -> None:
+def test_the_doctor_removes_the_folder_that_it_made(tmp_path: Path) -> None:
     """If this fails, a report leaves empty folders, or removes some that were there before."""
     (tmp_path / "old").mkdir()
     assert examine(tmp_path / "old" / "new" / "run").is_healthy
@@ -68,7 +68,7 @@ def test_a_folder_that_was_not_there_is_not_there_afterwards(tmp_path: Path) -> 
 
 
 @pytest.mark.every_store
-def test_a_reader_writes_nothing(place: Place) -> None:
+def test_the_doctor_writes_nothing_with_read_only(place: Place) -> None:
     """If this fails, whoever only loads is told that writing is denied."""
     place.write("checkpoint/manifest.json", b"{}")
     faults = Faults()
@@ -80,7 +80,7 @@ def test_a_reader_writes_nothing(place: Place) -> None:
     assert "cloudckpt verify" in str(report)
 
 
-def test_a_bucket_that_is_not_there(s3: S3Place) -> None:
+def test_a_missing_bucket_is_named_as_such(s3: S3Place) -> None:
     """If this fails, a mistyped bucket is called a permission or a network that is missing."""
     report = examine("s3://no-such-bucket/run")
     assert failed(report) == {"bucket"}
@@ -89,7 +89,7 @@ def test_a_bucket_that_is_not_there(s3: S3Place) -> None:
     assert report["put"].outcome == "skipped"
 
 
-def test_an_endpoint_that_is_down(s3: S3Place) -> None:
+def test_an_unreachable_endpoint_is_one_fault(s3: S3Place) -> None:
     """If this fails, a wrong endpoint_url is taken for one fault of many, or is waited for."""
     with Wire("http://127.0.0.1:1") as wire:
         url = wire.url
@@ -100,7 +100,7 @@ def test_an_endpoint_that_is_down(s3: S3Place) -> None:
     assert str(report).count("not asked") == 1
 
 
-def test_an_unknown_key(s3: S3Place) -> None:
+def test_an_unknown_access_key_is_told_from_missing_permissions(s3: S3Place) -> None:
     """If this fails, wrong credentials are not told from missing permissions."""
     body = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
     refuse = Reply(status=403, body=body)
@@ -113,7 +113,7 @@ def test_an_unknown_key(s3: S3Place) -> None:
         assert examine(s3.uri(), options=through(wire))["endpoint"].found == f"{wire.url} throttles requests"
 
 
-def test_a_clock_that_is_off(s3: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_clock_is_named_as_the_cause(s3: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, refusals because of a wrong clock are looked for in the credentials."""
     headers = Message()
     headers["date"] = formatdate(time.time() - 3600.0, usegmt=True)
@@ -166,7 +166,7 @@ def test_the_row_is_printed(s3: S3Place, run: Run) -> None:
     assert run("doctor", s3.uri(), "--json").document["service"] is None
 
 
-def test_a_store_that_ignores_the_condition(place: Place) -> None:
+def test_a_store_that_ignores_the_condition_fails_the_check(place: Place) -> None:
     """If this fails, a store on which saves overwrite one another is called good."""
 
     class Careless(WrappedStore):
@@ -194,7 +194,7 @@ def test_a_store_that_ignores_the_condition(place: Place) -> None:
         ("put", {"put"}),
     ],
 )
-def test_each_permission_that_is_missing(place: Place, operation: str, check: set[str]) -> None:
+def test_each_missing_permission_is_named(place: Place, operation: str, check: set[str]) -> None:
     """If this fails, a missing permission is not named, or hides others."""
     watched: list[FaultyStore] = []
 

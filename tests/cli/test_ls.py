@@ -23,7 +23,7 @@ from cloudckpt.stores.open import open_store
 from cloudckpt.uri import parse_location
 
 
-def test_ls_names_each_state(local: LocalPlace, run: Run) -> None:
+def test_ls_lists_checkpoints_in_each_state(local: LocalPlace, run: Run) -> None:
     """If this fails, a user takes for a checkpoint what is none, or misses one, or garbage."""
     save(local.uri("step-1"), options=cloudckpt.Options(metadata={"loss": 0.5}))
     save(local.uri("step-2"))
@@ -144,7 +144,7 @@ def test_a_save_that_died_in_its_first_file_is_listed_on_a_path(tmp_path: Path, 
     assert "0 objects and 1 unfinished upload of 4.0 KiB removed" in run("gc", root, "--older-than", "0s", "-y").out
 
 
-def test_a_run_is_followed(tmp_path: Path) -> None:
+def test_watch_follows_a_run(tmp_path: Path) -> None:
     """If this fails, who watches a run misses a checkpoint, or a script that waits for a step waits for ever."""
     root, lines = str(tmp_path), []
     save(f"{root}/step-1")

@@ -187,7 +187,9 @@ def test_gc_removes_only_with_yes(local: LocalPlace, run: Run) -> None:
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_a_user_is_asked(local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch, *, agrees: bool) -> None:
+def test_rm_and_gc_ask_before_they_remove(
+    local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch, *, agrees: bool
+) -> None:
     """If this fails, a checkpoint or garbage goes although the user said no, or stays although the user said yes."""
     monkeypatch.setattr(Console, "is_interactive", True)
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: agrees)

@@ -194,7 +194,9 @@ def gone() -> ObjectNotFoundError:
         (lambda: transient("read_into"), 1, "error"),
     ],
 )
-def test_a_head_that_cannot_be_read(memory: Memory, error: Callable[[], Exception], times: int, expected: str) -> None:
+def test_a_damaged_head_gives_the_time_of_the_store(
+    memory: Memory, error: Callable[[], Exception], times: int, expected: str
+) -> None:
     """If this fails, one answer without sense hides a checkpoint or puts it elsewhere in the order for good."""
     save(memory.uri("step-1"))
     manager = CheckpointManager(memory.root, options=Options(retries=0))

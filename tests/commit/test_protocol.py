@@ -127,7 +127,7 @@ def test_a_slow_writer_does_not_slip_below_an_overwrite() -> None:
     assert winners_of(result) == {("A",), ("B",), ("C",), ("A", "C"), ("B", "C")}
 
 
-def test_overwrites_with_lost_answers() -> None:
+def test_two_overwriters_with_lost_answers_agree_on_the_winner() -> None:
     """If this fails, an overwriter whose answer was lost removes its own data, or both overwriters succeed as one."""
     result = checked(
         [saver("B", overwrite=True), saver("C", overwrite=True)], world=committed(0, "A"), attempts="BC", num_faults=2
@@ -259,7 +259,7 @@ def test_tidying_up_does_not_outlive_a_deletion() -> None:
     ],
 )
 @pytest.mark.slow
-def test_collecting_takes_nothing_that_counts_or_can_come_to_count(
+def test_gc_removes_no_data_that_a_manifest_names_or_can_come_to_name(
     actors: list[Actor], num_faults: int, num_kills: int
 ) -> None:
     """If this fails, gc breaks a checkpoint, undoes a confirmed one, or leaves a save that becomes one without its
@@ -272,7 +272,7 @@ def test_collecting_takes_nothing_that_counts_or_can_come_to_count(
 
 @pytest.mark.parametrize("keeps", [None, 0])
 @pytest.mark.slow
-def test_collecting_behind_a_fence(keeps: int | None) -> None:
+def test_gc_behind_a_fence_keeps_the_current_checkpoint(keeps: int | None) -> None:
     """If this fails, gc forgets what the last gc kept, or a save cannot go on where gc or a deletion has been."""
     before = committed(0, "A") if keeps == 0 else ()
     world = (*before, ("manifest.1.json", fence(keeps=keeps)))
@@ -285,7 +285,7 @@ def test_collecting_behind_a_fence(keeps: int | None) -> None:
     )
 
 
-def test_collecting_where_nothing_was_ever_committed() -> None:
+def test_gc_without_a_checkpoint_lets_no_dead_save_commit() -> None:
     """If this fails, a save that gc took for dead commits a checkpoint without data, as the first of its place."""
     result = checked([collector(), zombie("B", number=0), zombie("C", number=0)], attempts="BC")
     assert () in winners_of(result)
@@ -297,7 +297,7 @@ def test_collecting_where_nothing_was_ever_committed() -> None:
     [([], 1), pytest.param([zombie("B", number=1)], 0, marks=takes_minutes)],
     ids=["deaths", "zombie"],
 )
-def test_collecting_beside_a_deletion(others: list[Actor], num_kills: int) -> None:
+def test_gc_beside_a_deletion_leaves_a_whole_checkpoint_or_none(others: list[Actor], num_kills: int) -> None:
     """If this fails, gc and a deletion between them leave half a checkpoint, or bring a deleted one back."""
 
     def inspect_both(world: World, before: Sequence[Progress], after: Sequence[Progress]) -> None:

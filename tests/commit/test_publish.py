@@ -89,7 +89,7 @@ def test_a_manifest_that_is_damaged_on_its_way_is_read_again() -> None:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["refused", "refused after it arrived"])
-def test_a_refusal_after_a_lost_answer_is_not_the_whole_truth(store: FaultyStore, after: object) -> None:
+def test_a_refusal_after_a_lost_answer_does_not_disprove_the_commit(store: FaultyStore, after: object) -> None:
     """If this fails, credentials that expire between two tries make a save remove the data of its own commit."""
     store.fail("put", after=bool(after))
     store.fail("put", error=lambda: AccessDeniedError("no", key="k", operation="put"), times=10)
@@ -102,7 +102,9 @@ def test_a_refusal_after_a_lost_answer_is_not_the_whole_truth(store: FaultyStore
 
 
 @pytest.mark.parametrize("error", [AccessDeniedError, CredentialsError, BucketNotFoundError, StoreError])
-def test_a_refusal_of_what_has_arrived_is_a_commit(store: FaultyStore, error: type[StoreError]) -> None:
+def test_a_manifest_that_arrived_is_committed_although_the_answer_is_a_refusal(
+    store: FaultyStore, error: type[StoreError]
+) -> None:
     """If this fails, a proxy that refuses what it has passed on makes a save remove the data of its own commit."""
 
     def refusal() -> StoreError:
@@ -116,7 +118,7 @@ def test_a_refusal_of_what_has_arrived_is_a_commit(store: FaultyStore, error: ty
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["known", "after a lost answer"])
-def test_write_without_effect_is_a_failure(store: FaultyStore, lost: object) -> None:
+def test_a_put_that_surely_wrote_nothing_is_a_failure(store: FaultyStore, lost: object) -> None:
     """If this fails, a full disk looks like an unknown outcome; or what was sent before it was full is forgotten."""
     if lost:
         store.fail("put")
@@ -172,7 +174,7 @@ def test_a_commit_that_the_store_did_not_keep_is_no_success(store: FaultyStore) 
         commit(store)
 
 
-def test_a_higher_number_counts(store: FaultyStore) -> None:
+def test_a_manifest_below_a_higher_number_is_not_current(store: FaultyStore) -> None:
     """If this fails, a slow save succeeds under a number that an overwrite has freed, and nobody will ever see it."""
     put_commit(store, 1, "theirs")
     with pytest.raises(OvertakenError, match=r"put manifest\.json, .* committed .*manifest\.1\.json") as caught:
@@ -183,7 +185,7 @@ def test_a_higher_number_counts(store: FaultyStore) -> None:
     assert what_counts(store) == (1, "theirs")
 
 
-def test_without_the_condition_the_last_one_counts(store: FaultyStore) -> None:
+def test_without_the_condition_the_last_put_is_current(store: FaultyStore) -> None:
     """If this fails, commit="unconditional" still needs what the store cannot do."""
     put_commit(store, 0, "theirs")
     commit(store, conditional=False)
@@ -224,7 +226,7 @@ def test_a_broken_older_manifest_does_not_stop_the_clean_up(
 
 
 @pytest.mark.parametrize("operation", ["list", "read", "delete"])
-def test_a_clean_up_that_fails_is_logged_and_no_more(
+def test_a_failed_clean_up_is_logged_and_not_raised(
     store: FaultyStore, caplog: pytest.LogCaptureFixture, operation: str
 ) -> None:
     """If this fails, a save that is committed is reported as failed."""
@@ -246,7 +248,7 @@ def test_a_clean_up_that_comes_too_late_does_nothing(store: FaultyStore, numbers
     assert numbers_in(store) == numbers
 
 
-def test_the_highest_number_counts(store: FaultyStore) -> None:
+def test_the_manifest_with_the_highest_number_is_current(store: FaultyStore) -> None:
     """If this fails, a load finds a checkpoint that was replaced."""
     for number, attempt in [(0, "a"), (9, "b"), (10, "c"), (2, "d")]:
         put_commit(store, number, attempt)

@@ -216,7 +216,7 @@ def test_places_inside_of_each_other_are_refused(tmp_path: Path, source: str, ta
         cloudckpt.copy(tmp_path / source, tmp_path / target.format(name=tmp_path.name))
 
 
-def test_a_copy_says_no_newer_version_than_it_has(root_of: Root) -> None:
+def test_a_copy_has_no_newer_format_version_than_its_fields(root_of: Root) -> None:
     """If this fails, a copy that an older cloudckpt made says that it has what a newer one added, and lacks it."""
     source, target = f"{root_of('memory')}/a", f"{root_of('memory')}/b"
     state = {"w": torch.arange(5)}
@@ -235,7 +235,7 @@ def test_a_copy_says_no_newer_version_than_it_has(root_of: Root) -> None:
 
 
 @pytest.mark.parametrize(("kind", "after"), [("memory", False), ("path", True)])
-def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, after: bool) -> None:
+def test_a_copy_that_dies_leaves_a_whole_checkpoint_or_none(root_of: Root, kind: str, *, after: bool) -> None:
     """If this fails, a copy that is killed leaves what a reader takes for a checkpoint, or what nobody removes."""
     source = f"{root_of('memory')}/step-1"
     state = small()

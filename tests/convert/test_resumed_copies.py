@@ -47,7 +47,7 @@ def died(source: str, target: str, at: int, *, after: bool, writes: set[str] = _
 
 
 @pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("path", "s3"), ("path", "gs")])
-def test_a_copy_that_is_killed_at_any_object_goes_on(root_of: Root, one: str, other: str) -> None:
+def test_a_copy_killed_at_any_object_can_be_resumed(root_of: Root, one: str, other: str) -> None:
     """If this fails, two terabytes are copied from the beginning again; or what was copied before is not looked at."""
     source = f"{root_of(one)}/step-1"
     state = saved(source)
@@ -90,7 +90,7 @@ def test_damaged_part_of_an_earlier_copy_is_copied_again(root_of: Root, one: str
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["other content", "the same content"])
-def test_nothing_of_another_save_is_used(root_of: Root, *, same: bool) -> None:
+def test_leftovers_of_another_save_are_not_used(root_of: Root, *, same: bool) -> None:
     """If this fails, a source that is overwritten between two tries, or another checkpoint that is copied to the same
     place, is mixed with what was copied before.
     """
@@ -104,7 +104,7 @@ def test_nothing_of_another_save_is_used(root_of: Root, *, same: bool) -> None:
     assert bits(loaded(state, target)) == bits(state)
 
 
-def test_two_that_go_on_at_once_commit_one(root_of: Root) -> None:
+def test_two_resumed_copies_at_once_commit_one(root_of: Root) -> None:
     """If this fails, one of two copies that take up the same objects removes them under the other's manifest."""
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     state = saved(source)
@@ -125,7 +125,7 @@ def test_two_that_go_on_at_once_commit_one(root_of: Root) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("gs", "gs")])
-def test_a_copy_that_was_done_is_done(root_of: Root, one: str, other: str) -> None:
+def test_a_complete_copy_is_not_made_again(root_of: Root, one: str, other: str) -> None:
     """If this fails, a job that is begun again after its copy was committed fails at it, or copies all once more."""
     source, target = f"{root_of(one)}/a", f"{root_of(other)}/b"
     saved(source)
@@ -169,7 +169,7 @@ def test_resumed_copy_leaves_another_checkpoint_alone(root_of: Root, what: str) 
     assert cloudckpt.compare(source, target).is_same
 
 
-def test_a_copy_that_was_done_and_is_damaged_is_told_or_replaced(root_of: Root) -> None:
+def test_a_damaged_complete_copy_is_named_or_replaced(root_of: Root) -> None:
     """If this fails, the repeated command says that all is well of a copy that cannot be loaded any more."""
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     state = saved(source)
@@ -188,7 +188,7 @@ def test_a_copy_that_was_done_and_is_damaged_is_told_or_replaced(root_of: Root) 
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
 @pytest.mark.parametrize("part_bytes", [5 * MIB, 7 * MIB], ids=["the same parts", "other parts"])
-def test_an_upload_that_was_killed_in_the_midst_goes_on(root_of: Root, kind: str, part_bytes: int) -> None:
+def test_an_upload_killed_half_way_is_continued(root_of: Root, kind: str, part_bytes: int) -> None:
     """If this fails, an object of many gigabytes is sent from its beginning again, also where the next copy would send
     other parts; or it is finished with something else.
     """

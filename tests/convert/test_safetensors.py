@@ -51,7 +51,7 @@ def _tensors(dtypes: list[torch.dtype]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "max_shard_bytes"), [("path", 60), ("s3", 60), ("gs", 1 << 40)])
-def test_an_export_is_what_the_library_reads(root_of: Root, tmp_path: Path, kind: str, max_shard_bytes: int) -> None:
+def test_the_library_reads_an_export(root_of: Root, tmp_path: Path, kind: str, max_shard_bytes: int) -> None:
     """If this fails, an export does not open elsewhere, or has other weights than the checkpoint."""
     root = root_of(kind)
     tensors = _tensors(KNOWN) | {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 4, dtype=torch.int16)}
@@ -254,7 +254,9 @@ def test_a_tensor_larger_than_the_memory_is_copied_and_converted(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("path", "folder"), ("s3", "index"), ("gs", "file")])
-def test_an_import_is_what_the_library_wrote(root_of: Root, tmp_path: Path, kind: str, layout: str) -> None:
+def test_an_import_has_the_tensors_that_the_library_wrote(
+    root_of: Root, tmp_path: Path, kind: str, layout: str
+) -> None:
     """If this fails, a model of Hugging Face's cannot be loaded, or is another one."""
     root = root_of(kind)
     tensors = _tensors(KNOWN) | {
@@ -314,7 +316,7 @@ def _header(members: Any) -> bytes:
         (_header({"a": {"dtype": "U8", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 1]}}) + bytes(1), "1 bytes"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_none_is_refused(tmp_path: Path, body: bytes, what: str) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, body: bytes, what: str) -> None:
     """If this fails, a file that was cut or made up becomes a checkpoint, or takes memory without a bound."""
     (tmp_path / "x.safetensors").write_bytes(body)
     with pytest.raises(cloudckpt.CorruptCheckpointError, match=what):
@@ -322,7 +324,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, body: bytes, what: str) 
     assert not (tmp_path / "step-1").exists()
 
 
-def test_sources_that_do_not_say_what_counts_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_sources_are_refused(tmp_path: Path) -> None:
     """If this fails, one of two tensors of a name is taken, or a model with a hole in it."""
     hub = tmp_path / "hub"
     hub.mkdir()
@@ -488,7 +490,7 @@ def _to_the_layout_itself(snapshot: Path) -> str:
     ],
     ids=["other model", "blobs are a link", "refs", "dangling", "loop"],
 )
-def test_other_links_are_refused_and_said(tmp_path: Path, target: Callable[[Path], str], reason: str) -> None:
+def test_other_links_are_refused_by_name(tmp_path: Path, target: Callable[[Path], str], reason: str) -> None:
     """If this fails, a hub cache can lead to any file, or a model is imported without the tensors behind a link."""
     snapshot = _hub(tmp_path)
     link = snapshot / "model-00003.safetensors"
@@ -511,7 +513,7 @@ def test_neighbours_by_chance_in_two_files_are_read_apart(tmp_path: Path) -> Non
     assert {name: float(value[0]) for name, value in found.items()} == {"ax": 0.0, "by": 11.0}
 
 
-def test_tensor_that_is_called_as_the_format_gets_no_second_name(tmp_path: Path) -> None:
+def test_a_tensor_called_pt_gets_no_second_name(tmp_path: Path) -> None:
     """If this fails, an import adds a tensor "format" to each model that has one called "pt"."""
     save_file({"pt": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
     cloudckpt.import_checkpoint(tmp_path / "a.safetensors", tmp_path / "imported")

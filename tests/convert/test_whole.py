@@ -24,7 +24,7 @@ KINDS = ["path", "s3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_is_what_torch_load_reads(root_of: Root, kind: str) -> None:
+def test_torch_load_reads_an_export(root_of: Root, kind: str) -> None:
     """If this fails, the file does not open with ``weights_only=True``, or is another state dict than was saved."""
     root = root_of(kind)
     state = small()
@@ -94,7 +94,7 @@ class _Evil:
         return (collections.deque, ([1],))
 
 
-def test_pickles_are_code(tmp_path: Path) -> None:
+def test_an_import_of_a_pickle_needs_consent(tmp_path: Path) -> None:
     """If this fails, an import runs whatever the file says."""
     torch.save({"w": torch.ones(2), "x": _Evil()}, tmp_path / "evil.pt")
     with pytest.raises(cloudckpt.errors.UnsafePickleError, match=r"uses .*deque.*allow_pickle"):

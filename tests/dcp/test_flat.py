@@ -67,7 +67,7 @@ states = st.dictionaries(keys, nestings, max_size=4)
 @example(state={"v": {0: PLAIN, "0": PLAIN}})
 @example(state={"optim": {"state": {0: {"step": PLAIN, "m": PLAIN}}, "groups": [{"lr": 1.0, "p": [0, 1]}]}})
 @example(state={"a": [[{}], [PLAIN, []], [[1]]], "b": [(PLAIN,)], "c": Counter({30: 1})})
-def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
+def test_the_names_of_a_flat_state_dict_are_torchs(state: dict[Any, Any]) -> None:
     """If this fails, what torch's planners saved is not found, or theirs do not find what was saved here."""
     planner = DefaultSavePlanner()
     try:
@@ -203,7 +203,7 @@ def test_a_named_tuple_of_a_class_that_is_not_found_is_refused_or_becomes_a_tupl
         assert name in caplog.text
 
 
-def test_the_nesting_of_several_ranks_is_that_of_all() -> None:
+def test_the_nestings_of_all_ranks_are_merged() -> None:
     """If this fails, what other ranks than the first saved cannot be nested again."""
     one, two = (
         Nesting.of(flatten(state, uri=URI), uri=URI)

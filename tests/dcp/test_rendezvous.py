@@ -179,7 +179,7 @@ def test_a_barrier_is_left_by_all_or_by_none_whenever_a_rank_fails(three: list[R
             one.end(call, None)
 
 
-def test_a_cancelled_call_is_heard_of_by_all_ranks_and_no_later_call_is(three: list[Rendezvous]) -> None:
+def test_a_cancel_reaches_all_ranks_and_no_later_call(three: list[Rendezvous]) -> None:
     """If this fails, a rank uploads a save to its end that another has cancelled, or a later save is cancelled."""
     heard = [threading.Event() for _ in three]
     for one in three:

@@ -213,7 +213,7 @@ def test_differing_buffer_comes_from_the_lowest_rank_and_is_named_once(caplog: p
     assert message.startswith("'other' of rank 2 differs from that of rank 0 in memory://here, and so for 2 more. ")
 
 
-def test_nothing_is_compared_and_one_rank_saves_if_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_compare_never_saves_the_entries_of_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, ranks that differ on purpose cannot save, or save a mixture."""
     states = [{"model": {f"w{n}": torch.full((100,), float(rank)) for n in range(4)}} for rank in range(3)]
     _, plans = plan(states, compare="never", synchronized=TRAINED)
@@ -285,7 +285,7 @@ class Waits:
         self.waited.append((address, num_bytes))
 
 
-def test_a_snapshot_in_progress_is_waited_for_where_it_is_compared() -> None:
+def test_a_comparison_waits_for_the_snapshot_of_what_it_reads() -> None:
     """If this fails, memory is compared before it is filled, or a save waits for tensors that no other rank holds."""
     state: dict[str, Any] = {
         "large": torch.zeros(100, 100),

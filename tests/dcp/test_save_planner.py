@@ -317,7 +317,7 @@ def test_the_plan_of_one_rank_is_torchs(state: dict[str, Any]) -> None:
         (None, []),
     ],
 )
-def test_the_verdict_of_every_torch_is_understood(
+def test_the_validation_of_every_torch_is_understood(
     monkeypatch: pytest.MonkeyPatch, verdict: object, problems: list[str]
 ) -> None:
     """If this fails, no save succeeds with the oldest torch, or what it finds wrong with a plan is overlooked."""

@@ -143,7 +143,7 @@ def test_torchs_metadata_is_rebuilt(
     assert manifest.world_size == num_ranks
 
 
-def test_the_dtype_that_was_written_counts() -> None:
+def test_the_manifest_has_the_dtype_that_was_written() -> None:
     """If this fails, a cached plan makes bfloat16 weights load as float32 garbage."""
     metadata = sample()
     receipts = receipts_of(metadata, 1)

@@ -56,7 +56,9 @@ def told(item: StagedItem) -> tuple[Any, ...]:
 
 @settings(max_examples=200)
 @given(st.lists(views(), max_size=5), st.sampled_from([torch.Tensor, torch.nn.Parameter]))
-def test_the_short_way_gives_what_the_planner_gives(samples: list[tuple[torch.Tensor, bytes]], kind: type) -> None:
+def test_tensors_sent_from_their_memory_equal_those_of_the_planner(
+    samples: list[tuple[torch.Tensor, bytes]], kind: type
+) -> None:
     """If this fails, tensors of some type or memory layout are saved as other bytes than they hold."""
     state: dict[str, Any] = {}
     for number, (tensor, _) in enumerate(samples):
@@ -72,7 +74,7 @@ def test_the_short_way_gives_what_the_planner_gives(samples: list[tuple[torch.Te
 
 
 @pytest.mark.parametrize("name", ["resolve_data", "lookup_object", "transform_object"])
-def test_a_planner_that_was_changed_is_asked(name: str) -> None:
+def test_a_planner_of_the_user_resolves_its_tensors(name: str) -> None:
     """If this fails, what a user's planner makes of a tensor is not what is saved."""
     planner = DefaultSavePlanner()
     items = planned(planner, {"w": torch.arange(6.0)})

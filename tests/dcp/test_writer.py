@@ -79,7 +79,7 @@ def _without_last_item(result: WriteResult) -> WriteResult:
     return dataclasses.replace(result, storage_data=msgspec.structs.replace(result.storage_data, **shorter))
 
 
-def test_less_than_was_planned_is_not_committed_and_removed(memory: Memory) -> None:
+def test_an_incomplete_write_is_removed_and_not_committed(memory: Memory) -> None:
     """If this fails, a save that lost a part succeeds (G3), or leaves its objects behind."""
     with pytest.raises(IncompleteSaveError, match="Nothing was committed"):
         cloudckpt.save(state_of(), storage_writer=Forgetful(memory.uri()))
@@ -136,7 +136,7 @@ def test_an_interrupt_before_the_commit_leaves_nothing(memory: Memory, name: str
     assert list(memory.at().inner.list_uploads()) == []
 
 
-def test_nothing_moves_where_a_checkpoint_lies(memory: Memory) -> None:
+def test_nothing_is_sent_to_a_place_with_a_checkpoint(memory: Memory) -> None:
     """If this fails, a save that will be refused uploads everything first."""
     cloudckpt.save(state_of(), memory.uri())
     memory.at().calls.clear()

@@ -134,7 +134,7 @@ def test_chunks_of_two_ranks_make_whole_tensors(tmp_path: Path) -> None:
     assert num_entries >= 6
 
 
-def test_the_highest_manifest_counts(tmp_path: Path) -> None:
+def test_the_manifest_with_the_highest_number_is_read(tmp_path: Path) -> None:
     """If this fails, an overwrite commits elsewhere than the document says, or leaves what it replaced."""
     directory = tmp_path / "c"
     save({"x": torch.tensor([1.0])}, directory)

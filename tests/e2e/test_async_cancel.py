@@ -90,7 +90,7 @@ def assert_only_the_next_is_there(place: Place) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "canceller", "moment"), [(2, 0, "save.set_up"), (3, 2, "save.part_uploaded"), (2, 1, "save.written")]
 )
-def test_a_rank_cancels_for_all(place: Place, num_ranks: int, canceller: int, moment: str) -> None:
+def test_one_rank_cancels_a_save_of_all_ranks(place: Place, num_ranks: int, canceller: int, moment: str) -> None:
     """If this fails, a rank that cancels leaves the others with a checkpoint, a hang, or uploads that cost money."""
     run_ranks(cancel_on_one, place.root, canceller, moment, world_size=num_ranks)
     assert_only_the_next_is_there(place)

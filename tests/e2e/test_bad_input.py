@@ -41,14 +41,14 @@ OPTIONS: list[Callable[[], object]] = [
 
 
 @pytest.mark.parametrize("call", OPTIONS)
-def test_options_that_are_none_are_refused(call: Callable[[], object]) -> None:
+def test_options_of_another_class_are_refused(call: Callable[[], object]) -> None:
     """If this fails, a dict in the place of Options ends in an attribute that it lacks."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match=r"must be a cloudckpt\.Options, not dict"):
         call()
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_bucket_that_is_not_there_is_named(bucket: BucketPlace, name: str) -> None:
+def test_a_missing_bucket_is_named(bucket: BucketPlace, name: str) -> None:
     """If this fails, a mistyped bucket looks like a missing checkpoint, or like success."""
     with pytest.raises(cloudckpt.errors.BucketNotFoundError, match="no-such-bucket"):
         CALLS[name](f"{bucket.scheme}://no-such-bucket/run")

@@ -93,7 +93,9 @@ def test_an_option_casts_as_torch_does(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["ours", "torch"])
-def test_another_dtype_is_said_once(writer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_into_another_dtype_is_logged_once(
+    writer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """If this fails, a run goes on with rounded weights and its log says nothing, or says it for each tensor."""
     caplog.set_level(logging.INFO, "cloudckpt")
     saved: dict[str, Any] = {f"w{number}": torch.ones(3) for number in range(9)} | {"n": torch.tensor([3])}
@@ -119,7 +121,7 @@ def test_another_dtype_is_said_once(writer: str, tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_moments_of_another_dtype_than_the_model_are_said(
+def test_moments_of_another_dtype_than_the_model_are_logged(
     kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, the step after a load of float32 state beside a bfloat16 model fails, and nobody said why."""

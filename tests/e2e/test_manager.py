@@ -198,7 +198,7 @@ def _writes_or_reads(root: str, scratch: Path) -> int:
 
 @pytest.mark.faults
 @pytest.mark.multirank
-def test_a_reader_in_flight_while_old_ones_go(place: Place, tmp_path: Path) -> None:
+def test_retention_does_not_disturb_a_reader(place: Place, tmp_path: Path) -> None:
     """If this fails, evaluating beside training meets damage that is none, half a checkpoint, or a fresh start."""
     last, num_loads = run_ranks(_writes_or_reads, place.root, tmp_path, world_size=2, process_group=False)
     assert last == 12
@@ -224,7 +224,7 @@ def _dies_in_retention(root: str, operation: str, part_of_key: str) -> None:
 @pytest.mark.faults
 @pytest.mark.multirank
 @pytest.mark.parametrize(("operation", "part_of_key"), KILLS, ids=["fence", "manifest", "data"])
-def test_a_job_that_dies_in_retention(place: Place, operation: str, part_of_key: str) -> None:
+def test_a_death_in_retention_loses_no_checkpoint(place: Place, operation: str, part_of_key: str) -> None:
     """If this fails, such a death leaves half a checkpoint for a whole one, loses a newer one, or blocks the next."""
     with pytest.raises(RankError, match=f"exit code -{int(signal.SIGKILL)}"):
         run_ranks(_dies_in_retention, place.root, operation, part_of_key, world_size=1, process_group=False, grace_s=0)

@@ -291,7 +291,7 @@ def test_a_save_that_does_not_end_is_not_waited_for(memory: Memory, cancelled: t
     assert isinstance(handle.exception(WAIT_S), cloudckpt.errors.SaveCancelledError)
 
 
-def test_failures_are_told(memory: Memory) -> None:
+def test_a_failed_last_save_is_reported_on_preemption(memory: Memory) -> None:
     """A job would end in the belief that its last state is saved."""
     uri = memory.uri("taken")
     cloudckpt.save(state(1.0), uri, no_dist=True)

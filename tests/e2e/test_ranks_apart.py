@@ -24,7 +24,7 @@ STATE = {"x": torch.arange(3.0)}
 
 
 @on_ranks(2)
-def test_each_rank_loads_back_its_own(root: str) -> None:
+def test_each_rank_loads_the_checkpoint_that_it_saved(root: str) -> None:
     """If this fails, a rank commits a tensor with holes or loads another's values, or a load of all finds no advice."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     uri = f"{root}/rank-{rank}"

@@ -66,7 +66,7 @@ def test_objects_are_read_where_they_are(root: Path) -> None:
     cloudckpt.verify(moved / "b")
 
 
-def test_a_claim_is_no_save(root: Path) -> None:
+def test_ls_does_not_take_a_claim_for_a_save(root: Path) -> None:
     """If this fails, `ls --all` shows a second save at a checkpoint that others refer to."""
     assert [(info.name, info.state) for info in cloudckpt.list_checkpoints(root, all=True)] == [
         ("a", "committed"),
@@ -134,7 +134,7 @@ def test_a_missing_object_is_named_where_it_was(root: Path) -> None:
         cloudckpt.verify(root / "b")
 
 
-def test_an_old_version_cannot_refer(root: Path, tmp_path: Path) -> None:
+def test_a_manifest_of_an_old_version_cannot_refer_to_others(root: Path, tmp_path: Path) -> None:
     """If this fails, a manifest that an older reader would take for another checkpoint passes here."""
     cloudckpt.save(STATE, tmp_path / "other" / "a")
     cloudckpt.save(STATE, tmp_path / "other" / "b")

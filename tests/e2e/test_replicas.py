@@ -70,7 +70,7 @@ def save_models_of_each_rank(mode: str, root: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "overlap", pytest.param("process", marks=pytest.mark.slow)])
-def test_models_of_several_ranks_do_not_become_one(mode: str, tmp_path: Path) -> None:
+def test_differing_models_of_ranks_are_refused(mode: str, tmp_path: Path) -> None:
     """If this fails, a script that forgot DDP saves a model that never existed, and hears of success."""
     run_ranks(functools.partial(refuse_models_of_each_rank, mode), str(tmp_path), world_size=2)
     assert not list(tmp_path.rglob("*.safetensors"))

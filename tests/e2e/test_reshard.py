@@ -161,7 +161,7 @@ def test_a_checkpoint_on_a_bucket_loads_in_other_layouts(bucket: BucketPlace) ->
 
 
 @on_ranks(2)
-def test_plain_and_sharded_tensors_are_one_to_a_load(uri: str) -> None:
+def test_plain_tensors_load_into_sharded_ones_and_the_reverse(uri: str) -> None:
     """If this fails, a model saved whole cannot be loaded sharded, or the other way round."""
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(64.0).reshape(8, 8)
@@ -203,7 +203,7 @@ def sharded_tensor(num_shards: int, *, fill_zero: bool) -> ShardedTensor:
 
 
 @on_ranks(2)
-def test_one_saved_chunk_may_be_wanted_as_two(root: str) -> None:
+def test_one_saved_chunk_fills_two_shards(root: str) -> None:
     """If this fails, ranks with several shards of one tensor cannot reshard: ranges in one chunk count as a clash."""
     for num_saved, num_wanted in [(2, 4), (4, 2), (2, 6), (6, 4), (4, 6)]:
         uri = f"{root}/{num_saved}-{num_wanted}"

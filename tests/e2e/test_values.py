@@ -118,7 +118,7 @@ def test_strided_targets_are_filled_where_they_are(place: Place) -> None:
     assert (line[1::2] == -1).all()
 
 
-def test_any_name_will_do(place: Place) -> None:
+def test_entries_may_have_any_name(place: Place) -> None:
     """If this fails, a name that means something to a format or a store loses or swaps its tensor."""
     names = [
         "__metadata__",
@@ -195,7 +195,7 @@ def of_a_program() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["save", "async_save", "torch"])
-def test_values_of_programs_come_back_without_consent(tmp_path: Path, way: str) -> None:
+def test_plain_values_come_back_without_consent(tmp_path: Path, way: str) -> None:
     """If this fails, what a program has beside its tensors saves without a word, and does not load."""
     state, uri = of_a_program(), f"memory://values-{way}/{tmp_path.name}"
     loaded = blank(state) | {"weight": torch.zeros(3)}

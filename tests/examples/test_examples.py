@@ -46,7 +46,7 @@ def test_async_with_faults(uri: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @on_s3
-def test_stateful(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stateful_example_resumes(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model, an optimizer and an object of one's own would not come back whole; or the example would refuse to run a
     second time, although it asks for the overwrite.
     """

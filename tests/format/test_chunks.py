@@ -65,7 +65,7 @@ def filled_by_arrays(blocks: list[Block], shape: Shape) -> bool:
 @example(((), []))
 @example(((), [((), ()), ((), ())]))
 @example(((0, 3), []))
-def test_both_ways_say_what_counting_says(case: tuple[Shape, list[Block]]) -> None:
+def test_both_checks_of_chunks_agree_with_counting(case: tuple[Shape, list[Block]]) -> None:
     """If this fails, a manifest passes in which a part of a tensor is stored twice or never, or a good one does not."""
     shape, blocks = case
     counts = np.zeros(shape, dtype=np.int64)
@@ -75,7 +75,7 @@ def test_both_ways_say_what_counting_says(case: tuple[Shape, list[Block]]) -> No
     assert filled_by_arrays(blocks, shape) == bool((counts == 1).all())
 
 
-def test_shapes_beyond_64_bits_are_judged() -> None:
+def test_chunks_of_shapes_beyond_64_bits_are_checked() -> None:
     """If this fails, corners whose positions do not fit into one number let holes and overlaps pass."""
     side = 2**31
     for shape in ((side, side, 1), (side, side, side)):
@@ -86,7 +86,7 @@ def test_shapes_beyond_64_bits_are_judged() -> None:
         assert not filled_by_arrays([*blocks[:-1], blocks[0]], shape)
 
 
-def test_many_dimensions_end_at_once() -> None:
+def test_many_dimensions_take_no_exponential_time() -> None:
     """If this fails, a tensor split along many dimensions is refused, or a short manifest keeps its reader for ever."""
     blocks = [(corner, (1,) * 9) for corner in itertools.product((0, 1), repeat=9)]
     assert fills_once(blocks, (2,) * 9)

@@ -89,7 +89,7 @@ def test_a_newer_minor_version_is_read() -> None:
 @pytest.mark.parametrize(
     "version", [None, 1, "1.0", [], [1], [1, 0, 0], [1.0, 0.0], [True, False], ["1", "0"], [-1, 0], [0, 9], [1, -1]]
 )
-def test_a_version_that_is_none_is_refused(version: object) -> None:
+def test_an_invalid_version_is_refused(version: object) -> None:
     """If this fails, a version that never existed is read as if it were this one."""
     with pytest.raises(InvalidManifestError, match="version"):
         decode(signed(json.dumps({**as_json(), "version": version}).encode()), uri=URI)

@@ -82,7 +82,7 @@ CASES: dict[str, list[Box]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_is_torchs(name: str) -> None:
+def test_the_plan_from_narrowed_metadata_is_torchs(name: str) -> None:
     """If this fails, a load of a large job's checkpoint reads other bytes than torch would, or leaves some out."""
     metadata = metadata_with(manifest_of_shards(128, 2))
     state_dict = {"w": Shards((512, 6), CASES[name])}

@@ -52,14 +52,14 @@ def test_metadata_comes_back_as_it_was(value: Any) -> None:
     assert repr(decoded) == repr(value)  # also the types within
 
 
-def test_a_number_that_is_none_comes_back() -> None:
+def test_nan_in_metadata_comes_back() -> None:
     """If this fails, NaN in the metadata is null in the manifest."""
     with torch.serialization.safe_globals([Scaled]):
         _, decoded = Registry(uri="u").find("w", stored(encode(math.nan, "it")))
     assert math.isnan(decoded)
 
 
-def test_a_part_that_is_no_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_without_a_valid_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, parts have names that are those of other entries."""
     for names in ([], ["a.b"], [""], [3]):
         monkeypatch.setattr(Scaled, "__tensor_flatten__", lambda _, names=names: (names, None))

@@ -197,7 +197,7 @@ def test_ray_train(one_bucket: str, jobs: Jobs) -> None:
     assert found["verified"] > 0
 
 
-def test_the_document(one_bucket: str, jobs: Jobs) -> None:
+def test_the_snippets_of_the_document_run(one_bucket: str, jobs: Jobs) -> None:
     """What a user copies from docs/frameworks.md would not work with the framework."""
     found = jobs.at(one_bucket, "document", num_ranks=1)
     assert set(found) == {
@@ -226,7 +226,7 @@ def test_a_uri_that_lightnings_release_breaks_is_refused() -> None:
         cloudckpt.disable()
 
 
-def test_refusals() -> None:
+def test_unsupported_settings_of_frameworks_are_refused_before_training() -> None:
     """What cannot be kept would be found out in training, not before."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="Remove save_distributed_checkpoint"):
         CloudModelParallelStrategy(save_distributed_checkpoint=False)

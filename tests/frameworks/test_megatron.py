@@ -53,7 +53,7 @@ def told_by(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
     return found
 
 
-def test_save_and_reshard(root: str) -> None:
+def test_megatrons_saves_load_on_other_ranks(root: str) -> None:
     """What two tensor-parallel ranks of Megatron save, at once, in the background or with its parallel wrapper, would
     not load on two ranks, or on one or four, or would replace what is there; or Megatron would not find the newest.
     """
@@ -79,7 +79,7 @@ def test_save_and_reshard(root: str) -> None:
     assert cloudckpt.verify(f"{root}/iter_0000011").num_tensors == 4
 
 
-def test_crash(tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_megatrons_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     """A rank that dies in the middle of Megatron's save would leave something that looks like a checkpoint."""
     assert run("crash", f"file://{tmp_path}/run", num_ranks=2).returncode != 0
     assert list((tmp_path / "run").rglob("*.safetensors*")), "rank 1 died too early"

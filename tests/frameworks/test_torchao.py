@@ -75,7 +75,7 @@ def test_the_documents_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert load_file("plain/model.safetensors")["model.0.weight"].dtype is torch.float32
 
 
-def test_on_shards(place: str, jobs: Jobs) -> None:
+def test_torchao_training_on_shards_resumes_to_the_bit(place: str, jobs: Jobs) -> None:
     """Low-bit optimizers or float8 training under FSDP2 would go on otherwise, or shards of weights have other bits."""
     found = jobs.at(place, "torchao_sharded")
     assert all(found["weights"].values()), found
@@ -84,7 +84,7 @@ def test_on_shards(place: str, jobs: Jobs) -> None:
         assert resumed == undisturbed
 
 
-def test_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
+def test_torchao_tensors_load_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
     """What two ranks saved of torchao's tensors would be something else on one."""
     jobs.at(one_place, "torchao_sharded")
     found = jobs.at(one_place, "torchao_sharded", num_ranks=1)

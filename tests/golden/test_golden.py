@@ -161,7 +161,7 @@ def test_plain_values_are_kept_without_consent(version: str) -> None:
         assert described(checkpoint.value(f"plain.{name}")) == described(neutral(PLAIN[name])), name
 
 
-def test_the_highest_number_counts(golden: Path) -> None:
+def test_the_manifest_with_the_highest_number_is_current(golden: Path) -> None:
     """If this fails, an overwritten checkpoint of this version loads what it had replaced."""
     assert {path.name for path in (golden / "overwritten").glob("manifest*")} == {"manifest.json", "manifest.1.json"}
     state: dict[str, Any] = {"weight": torch.zeros(4), "epoch": 0}

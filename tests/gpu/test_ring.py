@@ -118,7 +118,7 @@ def test_a_save_that_fails_keeps_nothing_in_use(memory: Memory) -> None:
     assert_loads(memory, state, "again")
 
 
-def test_every_layout(memory: Memory) -> None:
+def test_every_view_of_a_gpus_tensor_is_saved_by_value(memory: Memory) -> None:
     """If this fails, some view of a GPU's tensor is saved as other bytes than its values."""
     whole = torch.randn(300, 400, device=DEVICE)
     state = {

@@ -139,7 +139,7 @@ def test_a_state_of_both_devices_loads_on_either(memory: Memory) -> None:
                 assert torch.equal(found.cpu().view(torch.int32), value.cpu().contiguous().view(torch.int32)), name
 
 
-def test_casts_and_strided_targets(memory: Memory) -> None:
+def test_loads_on_a_gpu_cast_and_fill_views(memory: Memory) -> None:
     """If this fails, a load into another dtype or into a view of a GPU's tensor leaves other values there."""
     source = torch.randn(300, 200, device=DEVICE)
     cloudckpt.save({"w": source}, memory.uri())
@@ -316,7 +316,7 @@ def _sharded(num_rows: int) -> dict[str, DTensor]:
     }
 
 
-def test_another_number_of_ranks(tmp_path: Path) -> None:
+def test_shards_of_gpus_load_on_another_number_of_ranks(tmp_path: Path) -> None:
     """If this fails, shards of GPUs land elsewhere when a job resumes on more or fewer of them."""
     uri = f"{tmp_path}/checkpoint"
     assert run_ranks(_save_sharded, uri, 1200, world_size=4) == ["saved"] * 4

@@ -82,7 +82,7 @@ class TestContractOnAzure(StoreContract):
 
 
 @pytest.mark.parametrize("protocol", ["az", "abfs"])
-def test_a_run_on_azure(connection_string: str, container: str, protocol: str) -> None:
+def test_a_run_saves_restores_and_collects_on_azure(connection_string: str, container: str, protocol: str) -> None:
     """If this fails, Azure loses a checkpoint to a second save, loads other bytes, or keeps garbage."""
     options = cloudckpt.Options(storage_options={"connection_string": connection_string})
     root = f"{protocol}://{container}/run"

@@ -9,10 +9,10 @@ from tests.commit.gc.test_gc_on_stores import (
     test_a_checkpoint_that_cannot_be_judged_is_left_alone,
     test_a_damaged_checkpoint_can_be_deleted,
     test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not,
-    test_a_dry_run_says_what_would_go_and_touches_nothing,
-    test_exactly_the_litter_goes,
+    test_a_dry_run_lists_the_garbage_and_removes_nothing,
     test_gc_keeps_young_data_and_names_it,
     test_gc_removes_data_that_an_overwrite_left,
+    test_gc_removes_exactly_the_garbage,
 )
 from tests.integration.servers import Servers
 
@@ -22,10 +22,10 @@ __all__ = [
     "test_a_checkpoint_that_cannot_be_judged_is_left_alone",
     "test_a_damaged_checkpoint_can_be_deleted",
     "test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not",
-    "test_a_dry_run_says_what_would_go_and_touches_nothing",
-    "test_exactly_the_litter_goes",
+    "test_a_dry_run_lists_the_garbage_and_removes_nothing",
     "test_gc_keeps_young_data_and_names_it",
     "test_gc_removes_data_that_an_overwrite_left",
+    "test_gc_removes_exactly_the_garbage",
 ]
 
 

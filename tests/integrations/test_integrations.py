@@ -29,7 +29,7 @@ _MODULES = {re.split(r"[\[-]", name)[0]: name for name in TESTED_VERSIONS}
 
 
 @pytest.mark.parametrize("module", _MODULES)
-def test_a_framework_that_is_not_installed(module: str) -> None:
+def test_a_missing_framework_is_named_with_its_tested_version(module: str) -> None:
     """A user would see that a module is missing, and not which package in which version to install."""
     if importlib.util.find_spec(module) is not None:
         pytest.skip(f"{module} is installed")

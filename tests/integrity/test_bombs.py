@@ -21,7 +21,7 @@ OUTCOMES = {
 """Of a load and of `verify`."""
 
 
-def test_bombs_are_refused_before_they_take_memory() -> None:
+def test_decompression_bombs_are_refused_before_they_take_memory() -> None:
     """If this fails, a few kilobytes in a bucket end every process that opens it."""
     found = told_by_module("bombs")
     assert {name: tuple(classes) for name, classes in found["outcomes"].items()} == OUTCOMES

@@ -81,7 +81,7 @@ def assert_loads_or_says_why(uri: str, options: Options, state: dict[str, Any]) 
 @example(document=b"[" * 100_000)
 @example(document=b'{"format":"cloudckpt-fence","keeps":' + b"[" * 80)
 @settings(max_examples=600)
-def test_any_bytes_in_place_of_a_manifest(document: bytes) -> None:
+def test_any_bytes_as_a_manifest_are_refused(document: bytes) -> None:
     """If this fails, a file that happens to be called manifest.json crashes, or is loaded."""
     uri, options = opened({"manifest.json": document})
     with pytest.raises(CheckpointError):
@@ -130,7 +130,9 @@ NASTY = st.sampled_from(
     )
 )
 @settings(max_examples=600)
-def test_any_manifest_with_a_right_checksum(changes: list[tuple[tuple[Any, ...], Any, bool]]) -> None:
+def test_any_forged_manifest_is_refused_or_reads_its_own_bytes(
+    changes: list[tuple[tuple[Any, ...], Any, bool]],
+) -> None:
     """If this fails, whoever can write to the bucket can make a load crash, hang, or read what is not its own."""
     manifest = good_manifest()
     for path, value, drop in changes:
@@ -186,7 +188,7 @@ def verified_with(data: bytes) -> str:
 
 @given(place=st.sampled_from(sorted(_places(HEADER), key=repr)), value=st.one_of(NASTY, json_values))
 @settings(max_examples=600)
-def test_any_header_that_says_something_else(place: tuple[Any, ...], value: Any) -> None:
+def test_any_header_that_contradicts_the_manifest_is_found(place: tuple[Any, ...], value: Any) -> None:
     """If this fails, a shard opened with the safetensors library has other tensors than the checkpoint it is from."""
     header = copy.deepcopy(HEADER)
     inner: Any = header

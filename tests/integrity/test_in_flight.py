@@ -76,7 +76,7 @@ def reads_of(call: Callable[[str, Options], None], uri: str, bad: Iterable[int])
 
 
 @pytest.mark.parametrize("call", [loaded, verified])
-def test_each_read_may_be_bad_once(uri: str, call: Callable[[str, Options], None]) -> None:
+def test_one_bad_read_of_each_range_is_no_damage(uri: str, call: Callable[[str, Options], None]) -> None:
     """If this fails, a flaky network card makes good checkpoints look damaged."""
     good = reads_of(call, uri, ())
     assert len(good) >= 4

@@ -71,7 +71,7 @@ DAMAGES: dict[str, Callable[[Memory, str], None]] = {
 
 @pytest.mark.parametrize("verify_first", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_passed_over_aloud(
+def test_damaged_checkpoints_are_skipped_with_a_warning(
     run: Memory, damage: str, caplog: pytest.LogCaptureFixture, *, verify_first: bool
 ) -> None:
     """If this fails, one bad object stops a job that has older checkpoints, or its loss of steps goes unnoticed."""
@@ -91,7 +91,7 @@ def test_damage_is_passed_over_aloud(
         assert any(one.uri in record.message and one.why in record.message for record in caplog.records)
 
 
-def test_one_that_vanishes_is_passed_over(run: Memory) -> None:
+def test_a_checkpoint_that_vanishes_is_skipped(run: Memory) -> None:
     """If this fails, a checkpoint that retention removes while a job starts keeps the job from starting."""
 
     def remove() -> None:
@@ -147,7 +147,7 @@ class Unknown:
     """A class that no load knows."""
 
 
-def test_nothing_at_all_is_an_error(memory: Memory) -> None:
+def test_a_root_without_checkpoints_is_an_error(memory: Memory) -> None:
     """If this fails, a mistyped root starts training from scratch."""
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match=re.escape(memory.root)) as caught:
         cloudckpt.load_latest(state_of(), memory.root)
@@ -155,7 +155,7 @@ def test_nothing_at_all_is_an_error(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("verify_first", [False, True])
-def test_nothing_whole_is_an_error_that_lists_all(run: Memory, *, verify_first: bool) -> None:
+def test_a_root_without_a_whole_checkpoint_is_an_error_that_lists_all(run: Memory, *, verify_first: bool) -> None:
     """If this fails, training starts from scratch, or nobody learns what became of each checkpoint."""
     for step, damage in zip(STEPS, (flip, remove_data, break_manifest), strict=True):
         damage(run, f"step-{step}")
@@ -169,7 +169,7 @@ def test_nothing_whole_is_an_error_that_lists_all(run: Memory, *, verify_first: 
         assert run.uri(f"step-{step}") in str(caught.value)
 
 
-def test_verifying_first_touches_nothing_of_a_damaged_one(run: Memory) -> None:
+def test_verifying_first_fills_nothing_from_a_damaged_checkpoint(run: Memory) -> None:
     """If this fails, `verify_first` does not keep what it is for: tensors that no bad checkpoint has touched."""
     flip(run, "step-3")
     flip(run, "step-2")

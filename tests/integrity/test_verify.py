@@ -66,7 +66,7 @@ def test_memory_is_bounded_by_the_option(memory: Memory, tile_bytes: int) -> Non
         cloudckpt.verify(memory.uri(), options=allowed)
 
 
-def test_one_that_is_overwritten_meanwhile_is_verified_anew(memory: Memory) -> None:
+def test_a_checkpoint_overwritten_during_verify_is_verified_again(memory: Memory) -> None:
     """If this fails, a checkpoint that is replaced while it is verified looks damaged."""
     cloudckpt.save(state_of(1.0), memory.uri())
 

@@ -13,7 +13,7 @@ ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=12)
 
 
 @given(drawn=ranges, offset=st.sampled_from([0, HIGH, 2**63]))
-def test_exactly_those_that_share_a_byte_are_found(drawn: list[tuple[int, int]], offset: int) -> None:
+def test_exactly_the_ranges_that_share_a_byte_are_found(drawn: list[tuple[int, int]], offset: int) -> None:
     """If this fails, two reads fill one piece of memory at once, or tensors are copied for no reason."""
     spans = [set(range(begin, begin + length)) for begin, length in drawn]
     expected = {
@@ -85,7 +85,9 @@ segments = st.lists(
 
 @settings(max_examples=500)
 @given(segments, st.lists(st.integers(1, 3).map(lambda number: number * 2 * MIB), max_size=3))
-def test_places_are_apart_inside_and_aligned(wanted: list[tuple[int, int]], capacities: list[int]) -> None:
+def test_places_of_segments_are_apart_within_their_block_and_aligned(
+    wanted: list[tuple[int, int]], capacities: list[int]
+) -> None:
     """If this fails, one tensor of a snapshot overwrites another, or memory beyond the snapshot's."""
     placing = place_segments(wanted, capacities)
     sizes = [*capacities, placing.new_block_bytes]

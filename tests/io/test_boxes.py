@@ -39,7 +39,7 @@ def picked(array: np.ndarray, box: Box) -> list[int]:
 
 
 @given(st.data(), shapes_with_empty_dims)
-def test_boxes_of_tile_the_range_in_order(data: st.DataObject, shape: Shape) -> None:
+def test_the_boxes_of_a_range_fill_it_in_order(data: st.DataObject, shape: Shape) -> None:
     """If this fails, a copied part of a strided tensor has elements missing, doubled or in another order."""
     size = math.prod(shape)
     begin = data.draw(st.integers(0, size))

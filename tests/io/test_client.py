@@ -132,7 +132,9 @@ def test_refusal_outlasts_later_stops(clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2])
-def test_doubted_answer_is_checked_again(clock: FakeClock, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+def test_an_answer_to_be_confirmed_is_asked_for_again(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
     """If this fails, one bogus answer is believed, or a gateway that restarts is given no time."""
     monkeypatch.setattr("cloudckpt.io.client.FIRST_LOOK_DELAY_S", 0.1)
     look = Failing([error_of(ObjectNotFoundError) for _ in range(num_failures)])
@@ -141,7 +143,7 @@ def test_doubted_answer_is_checked_again(clock: FakeClock, monkeypatch: pytest.M
     assert [0.05 * 2**i <= wait_s <= 0.1 * 2**i for i, wait_s in enumerate(clock.waits_s)] == [True] * num_failures
 
 
-def test_unchecked_answer_is_not_believed(clock: FakeClock) -> None:
+def test_an_unconfirmed_answer_is_not_returned_after_a_stop(clock: FakeClock) -> None:
     """If this fails, a failure elsewhere makes the first bogus answer damage."""
     client = client_with(retries=9, timeout_s=60)
     look = Failing([error_of(ObjectNotFoundError)], before=client.stop)
@@ -162,7 +164,9 @@ def test_unchecked_answer_is_not_believed(clock: FakeClock) -> None:
         ("AABBAABBAABBAABB", 16, TransientStoreError),
     ],
 )
-def test_only_looks_in_a_row_count(clock: FakeClock, kinds: str, num_calls: int, end: type[StoreError] | None) -> None:
+def test_only_looks_in_a_row_confirm(
+    clock: FakeClock, kinds: str, num_calls: int, end: type[StoreError] | None
+) -> None:
     """If this fails, three bogus answers among good ones are damage, or contradictions are asked for without end."""
     errors = {"A": ObjectNotFoundError, "B": ShortObjectError}
     look = Failing([error_of(errors[kind]) for kind in kinds])
@@ -176,7 +180,7 @@ def test_only_looks_in_a_row_count(clock: FakeClock, kinds: str, num_calls: int,
     assert look.num_calls == num_calls
 
 
-def test_a_number_of_looks_is_kept_for_each_thing(clock: FakeClock) -> None:
+def test_each_confirmation_has_evidence_of_its_own(clock: FakeClock) -> None:
     """If this fails, the evidence of one call counts for the next, and its first bogus answer is believed."""
     client = client_with(retries=0, timeout_s=60)
     for _ in range(3):

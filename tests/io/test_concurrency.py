@@ -86,7 +86,7 @@ def context_at(uri: str, **settings: int) -> Context:
 @pytest.mark.parametrize(
     ("ranks_of_host", "expected"), [(None, 16), ("8", 16), ("16", 8), ("500", 1), ("0", 16), ("x", 16)]
 )
-def test_a_context_has_the_connections_of_its_rank(
+def test_the_default_of_connections_follows_the_ranks_of_the_host(
     monkeypatch: pytest.MonkeyPatch, ranks_of_host: str | None, expected: int
 ) -> None:
     """If this fails, `LOCAL_WORLD_SIZE` or `Options.connections` is ignored."""

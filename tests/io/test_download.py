@@ -211,7 +211,7 @@ TROUBLE: list[tuple[Lie, int, Lie | None, int, str]] = [
 
 
 @pytest.mark.parametrize("trouble", TROUBLE)
-def test_trouble_on_the_way_is_no_damage(clock: FakeClock, trouble: tuple[Lie, int, Lie | None, int, str]) -> None:
+def test_a_failing_store_is_no_damage(clock: FakeClock, trouble: tuple[Lie, int, Lie | None, int, str]) -> None:
     """If this fails, an answer of a load balancer sends a job back to an older step, or real damage is never told."""
     lie, times, by_head, head_times, end = trouble
     try:
@@ -231,7 +231,7 @@ lies = st.lists(st.sampled_from([None, "absent", "short", "wrong", "failed"]), m
     heads=st.lists(st.sampled_from([None, "absent", "failed"]), max_size=9),
     body=st.sampled_from([DATA, None, DATA[:90]]),
 )
-def test_nothing_is_believed_that_was_not_said_three_times(
+def test_damage_and_absence_are_believed_after_three_looks(
     reads: list[Any], heads: list[Any], body: bytes | None
 ) -> None:
     """If this fails, some order of bogus answers makes a whole object damaged, or a damaged one whole."""
@@ -270,7 +270,7 @@ def test_nothing_is_believed_that_was_not_said_three_times(
         (b"", [], [], 0),
     ],
 )
-def test_sizes_are_believed_from_three_looks(
+def test_another_size_is_believed_after_three_looks(
     clock: FakeClock, body: bytes | None, reads: list[Any], heads: list[Any], end: int | str | None
 ) -> None:
     """If this fails, one HEAD with a wrong answer makes `verify` call a checkpoint damaged, or a save fail."""

@@ -55,7 +55,7 @@ def assert_accepted(parts: list[Part], size_bytes: int, tile_bytes: int, limits:
         st.integers(1, 6),
     ),
 )
-def test_parts_are_refused_only_where_there_are_none(
+def test_an_object_is_refused_only_if_no_parts_of_it_fit_the_store(
     size_bytes: int, part_bytes: int, tile_bytes: int, limits: Limits
 ) -> None:
     """If this fails, an object is refused that fits, or cut into parts that the store refuses."""

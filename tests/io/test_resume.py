@@ -142,7 +142,7 @@ def test_neither_of_two_uploads_to_one_key_is_resumed(store: FaultyStore) -> Non
 
 
 @pytest.mark.parametrize("theirs", [DATA, changed(2 * PART_BYTES)], ids=["same", "other"])
-def test_an_upload_that_another_completes_first(store: FaultyStore, theirs: bytes) -> None:
+def test_an_upload_that_another_process_completes_first_is_compared(store: FaultyStore, theirs: bytes) -> None:
     """If this fails, an object that a dead job's rank completed with its own bytes is taken for this copy's."""
     upload_id = begun(store, [1, 2])
 

@@ -157,7 +157,7 @@ def test_an_object_with_one_writer_has_one_thread(store: FaultyStore) -> None:
     assert not one_writer.overlapping
 
 
-def test_parts_that_are_fetched_are_fetched_at_once(store: FaultyStore) -> None:
+def test_parts_of_a_copy_are_fetched_at_the_same_time(store: FaultyStore) -> None:
     """If this fails, a copy to a path reads its source one request after the other."""
     one_writer = _OneWriter(store)
     one_writer.both_have_begun = threading.Barrier(1)

@@ -122,7 +122,7 @@ def test_the_failure_of_the_last_save_is_seen(memory: Memory, *, is_in_context: 
     assert failed(manager) == [2]
 
 
-def test_a_failure_is_not_that_of_another_save(memory: Memory) -> None:
+def test_a_failed_save_does_not_stop_another_manager(memory: Memory) -> None:
     """If this fails, another manager of the process stops for a failure that this one lets pass."""
     manager = warning(memory)
     break_saves(memory, 1)
@@ -184,7 +184,7 @@ def test_a_step_that_may_have_been_committed_before_others_is_refused(memory: Me
         save(manager, 2)
 
 
-def test_another_jobs_commit_is_no_outage(memory: Memory) -> None:
+def test_a_commit_of_another_job_is_not_tolerated_as_an_outage(memory: Memory) -> None:
     """If this fails, a job that another one has overtaken trains on, and overwrites what the other has saved."""
     manager = warning(memory, async_=False)
     other = {"step": 7}
@@ -280,7 +280,7 @@ def test_a_save_that_is_cancelled_is_no_failure(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_save_beside_one_in_flight_need_not_wait(memory: Memory, *, fails: bool) -> None:
+def test_a_save_beside_one_in_flight_can_be_skipped(memory: Memory, *, fails: bool) -> None:
     """If this fails, a store that hangs holds training up although the job asked for skipped saves; or those skipped
     count for the save that is still in flight.
     """

@@ -130,7 +130,7 @@ def test_the_first_save_after_prepare_makes_no_memory(memory: Memory, monkeypatc
     assert torch.equal(restored.weight, model.weight)
 
 
-def test_a_step_that_is_there_is_refused(memory: Memory) -> None:
+def test_a_save_of_an_existing_step_is_refused(memory: Memory) -> None:
     """If this fails, a job that was started twice overwrites what the first one saved."""
     save_all(CheckpointManager(memory.root), 5)
     again = CheckpointManager(memory.root, async_=False)
@@ -413,7 +413,7 @@ def test_ctrl_c_outside_a_context_names_the_last_committed_step(end: str, is_tol
 # --- metrics
 
 
-def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
+def test_metrics_are_in_the_manifest(memory: Memory) -> None:
     """If this fails, which checkpoint is the best is known only to the process that saved it."""
     options = Options(metadata={"run": "a"})
     manager = CheckpointManager(memory.root, options=options)
@@ -517,7 +517,7 @@ def test_invalid_metric_is_refused(memory: Memory, metrics: Any) -> None:
 # --- restoring
 
 
-def test_nothing_is_a_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_root_is_a_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, the first run of a job cannot begin; or one with a wrong root begins without a word."""
     state = state_of(-1.0)
     assert CheckpointManager(memory.root).restore(state) is None
@@ -731,7 +731,7 @@ def test_a_restarted_job_resumes_from_a_step_saved_beside_a_damaged_one(memory: 
     assert names([restored]) == ["step-200-again-2"]
 
 
-def test_damage_is_raised_where_that_is_asked_for(memory: Memory) -> None:
+def test_damage_is_raised_with_on_damaged_raise(memory: Memory) -> None:
     """If this fails, a job that is to stop at damage goes back to an older step, or removes what it has not seen."""
     save_all(CheckpointManager(memory.root), 1, 2, 3)
     break_data(memory, "step-3")
@@ -752,7 +752,7 @@ def test_damage_is_raised_where_that_is_asked_for(memory: Memory) -> None:
     assert restored.step == 4
 
 
-def test_all_damaged_is_no_fresh_start(memory: Memory) -> None:
+def test_a_root_with_only_damaged_steps_is_no_fresh_start(memory: Memory) -> None:
     """If this fails, a job whose checkpoints are all damaged trains from nothing, and nobody knows."""
     save_all(CheckpointManager(memory.root), 1)
     break_data(memory, "step-1")
@@ -778,7 +778,7 @@ def test_superseded_steps_are_removed(memory: Memory) -> None:
         cloudckpt.verify(manager.uri_of(step))
 
 
-def test_a_step_that_was_removed_and_comes_again_counts(memory: Memory) -> None:
+def test_a_step_saved_again_after_its_removal_is_counted_by_retention(memory: Memory) -> None:
     """If this fails, a job that goes back to a step that retention has removed fills the bucket from there on."""
     manager = CheckpointManager(memory.root, keep_last=1)
     save_all(manager, 1, 2)
@@ -844,7 +844,7 @@ def test_retention_leaves_a_step_alone_while_it_is_overwritten(memory: Memory) -
     assert_holds(state, 5.0)
 
 
-def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_removal_does_not_end_training(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a role that may not delete ends a job that trains well; or nobody hears of it."""
     events: list[str] = []
     options = Options(on_event=lambda event: events.append(f"{event.name} {event.uri}"))
@@ -1138,7 +1138,7 @@ def test_random_generators_are_restored_only_where_that_is_asked_for(memory: Mem
     assert numbers_now() == (saved if asks else passed)
 
 
-def test_after_a_rollback_the_last_ones_are_those_that_came_last(memory: Memory) -> None:
+def test_after_a_rollback_keep_last_keeps_the_steps_committed_last(memory: Memory) -> None:
     """If this fails, a job that went back to an earlier step loses what it saves from there on."""
     save_all(CheckpointManager(memory.root, keep_last=2), 10, 20, 30)
     manager = CheckpointManager(memory.root, keep_last=2)

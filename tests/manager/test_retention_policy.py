@@ -133,7 +133,7 @@ def test_the_order_is_that_of_the_commits() -> None:
     assert [info.step for info in find_superseded([*earlier_life, *again], policy(keep_last=2))] == [100, 200, 300]
 
 
-def test_a_run_that_stood_still_keeps_its_steps() -> None:
+def test_a_run_resumed_after_weeks_keeps_its_steps() -> None:
     """If this fails, a run that is resumed after two weeks loses all of its steps but the new one, by its clock."""
     days = [step_info(day, minute=24 * 60 * day) for day in range(10)]
     kept = policy(keep_for=timedelta(days=7))

@@ -171,7 +171,7 @@ def test_files_that_another_rank_deleted_are_gone(memory: Memory) -> None:
     assert tree.open("checkpoint/model_0.pt").readall() == b"other"
 
 
-def test_trouble_is_not_absence(memory: Memory) -> None:
+def test_an_error_of_the_store_is_not_absence(memory: Memory) -> None:
     """A store that refuses to list would make a job begin anew, beside its checkpoints."""
     save(memory.uri("run/step-1"), [{"model_0.pt": b"zero"}])
     for name in ("run/step-1", "run", ""):

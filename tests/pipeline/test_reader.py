@@ -63,7 +63,7 @@ def path_of(reader: Reader, place: Path) -> Path:
     return place / reader.manifest.objects[0].key
 
 
-def test_a_new_user_needs_ten_lines(place: Path) -> None:
+def test_a_user_of_the_reader_needs_ten_lines(place: Path) -> None:
     """If this fails, a tier, an export or a merge needs a reader of its own."""
     reader = open_reader(place)
     assert torch.equal(read_bytes(reader), TENSOR)
@@ -115,7 +115,7 @@ def test_a_missing_object_is_damage_unless_the_checkpoint_was_replaced(
     assert text in str(caught.value)
 
 
-def test_a_read_is_told_of_where_it_ends(place: Path) -> None:
+def test_a_read_emits_its_event_when_it_ends(place: Path) -> None:
     """If this fails, a handler that wants to see a load under way hears of its reads when all have ended."""
     threads: set[str] = set()
 

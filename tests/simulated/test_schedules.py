@@ -78,7 +78,7 @@ class Schedules(RuleBasedStateMachine):
             self.counts["schedules"] += 1
 
 
-def test_whatever_happens_a_checkpoint_is_one_whole_save_or_none() -> None:
+def test_a_checkpoint_is_one_whole_save_or_none_in_every_schedule() -> None:
     """If this fails, there is an order of events in which a confirmed save is lost, two savers win, a reader gets a mix
     or something older than was confirmed, or gc takes away what counts (G1, G2, G5).
     """

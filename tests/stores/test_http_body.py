@@ -436,7 +436,7 @@ def test_a_body_that_stalls_is_given_up_in_time(serve: Callable[..., Line], sent
 
 @pytest.mark.parametrize("serve", ["https"], indirect=True)
 @pytest.mark.parametrize(("sent", "share_of_timeout"), [(1000, 0.25), (len(DATA) - 1000, 1000)], ids=["slow", "end"])
-def test_more_is_not_awaited_than_comes(
+def test_a_receive_waits_for_no_more_bytes_than_the_body_has(
     serve: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, sent: int, share_of_timeout: float
 ) -> None:
     """A load over a slow line would time out though bytes come, and each body's end wait for more than there is."""

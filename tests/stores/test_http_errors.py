@@ -277,7 +277,7 @@ def test_a_refusal_in_the_stores_own_words_had_no_effect(
     assert translated.had_no_effect is is_known
 
 
-def test_the_words_of_an_answer_are_kept_in_bounds_and_without_secrets() -> None:
+def test_messages_quote_an_answer_in_bounds_and_without_secrets() -> None:
     """A policy's explanation would be lost, a page of HTML drown the message, or an echoed secret be in the log."""
     request = dataclasses.replace(s3_request(), secrets=("s3cr3t/key", "a-surrogate\udcff"))
     for words in ("no policy allows it", "<html>" * 10_000, "you signed with s3cr3t/key"):

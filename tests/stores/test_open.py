@@ -70,7 +70,7 @@ def test_options_that_would_be_ignored_are_refused(location):
         ("gs://bucket/run", ["boto3", "google.cloud.storage", "gcsfs"]),  # before its first call
     ],
 )
-def test_no_client_is_imported_for_nothing(location, absent):
+def test_clients_are_imported_only_for_their_stores(location, absent):
     """Importing boto3 alone takes longer than saving a small model to a path."""
     code = (
         "import sys; from cloudckpt import Options; from cloudckpt.stores import open_store; "

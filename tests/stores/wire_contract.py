@@ -142,7 +142,7 @@ class WireContract(DeniedContract):
             again = {name: capture_outcome(functools.partial(call.run, far)) for name, call in calls.items()}
             assert not [outcome for outcome in again.values() if isinstance(outcome, Exception)], again
 
-    def test_after_a_lost_answer_any_call_can_be_made_again(self, store: Store) -> None:
+    def test_any_call_can_be_repeated_after_a_lost_answer(self, store: Store) -> None:
         """The store carried the call out, but the client does not know: a retry must be allowed and must succeed."""
         with self.open_wire(store) as (wire, far):
             for name, call in _calls_that_send(store, wire, far).items():

@@ -75,7 +75,9 @@ def test_a_part_of_two_tensors_is_copied_to_a_buffer_of_its_own_size() -> None:
 
 @settings(max_examples=300)
 @given(st.data(), st.lists(views(), max_size=4))
-def test_any_tensors_any_part(data: st.DataObject, tensors: list[tuple[torch.Tensor, bytes]]) -> None:
+def test_any_part_of_any_tensors_has_their_bytes(
+    data: st.DataObject, tensors: list[tuple[torch.Tensor, bytes]]
+) -> None:
     """If this fails, what is uploaded of some type or memory layout is not what the tensor holds."""
     tensors.sort(key=lambda pair: -pair[0].element_size())  # as objects are laid out
     header = bytes(range(TILE_BYTES))
@@ -130,7 +132,7 @@ def test_a_part_is_opened_once_its_memory_is_there() -> None:
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_only_what_a_part_holds_is_waited_for(is_told: bool) -> None:  # noqa: FBT001  # pytest's
+def test_a_part_waits_only_for_its_own_bytes(is_told: bool) -> None:  # noqa: FBT001  # pytest's
     """If this fails, the first part of a large tensor waits for all of it to be copied."""
     tensor = torch.arange(64.0)
     filling = Filling(tensor)

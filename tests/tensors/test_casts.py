@@ -146,7 +146,7 @@ def test_every_element_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.qint8, torch.float4_e2m1fn_x2, torch.bits8, torch.uint4], ids=str)
-def test_a_dtype_that_does_not_count_is_refused(other: torch.dtype) -> None:
+def test_a_dtype_without_a_known_range_is_refused(other: torch.dtype) -> None:
     """If this fails, a load into a quantized tensor clips values, or fails with torch's error without a name."""
     with pytest.raises(StateDictMismatchError, match="'w'"):
         new_cast("w", torch.float32, _Typed(other), uri="memory://a")  # type: ignore[arg-type]

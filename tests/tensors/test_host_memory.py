@@ -165,7 +165,7 @@ def test_pinned_memory_is_unpinned_before_it_is_freed(
     assert cuda.registered.pop(inherited.address)  # it is the memory of the parent, who goes on with it
 
 
-def test_the_next_save_uses_them_again(cuda: FakeCudart) -> None:
+def test_the_next_save_uses_pinned_buffers_again(cuda: FakeCudart) -> None:
     """If this fails, every save pins its staging memory anew, which takes longer than the copies."""
     source = PinnedBuffers()
     for _ in range(5):

@@ -72,7 +72,7 @@ def test_clauses_run_on_a_server_and_the_users_own_pytest_has_no_say(server, buc
     arguments = [f"s3://{bucket}/pre fix", *options_of(server), "--keys", "20", "-k", "page or lost_answer"]
     status, output = finish(start(arguments, tmp_path))
     assert status == 0, output
-    assert "test_a_lost_answer_can_be_found_out PASSED" in output
+    assert "test_a_read_after_a_lost_answer_shows_whose_object_it_is PASSED" in output
     assert [info.key for info in opened(server, bucket).list()] == ["theirs/a"]
     assert list(opened(server, bucket).list_uploads()) == []
 

@@ -61,7 +61,7 @@ class IgnoresChecksums(Broken):
         super().put(key, views, crc32c=crc32c_of(views), if_absent=if_absent)
 
 
-@fails("test_a_lost_answer_can_be_found_out")
+@fails("test_a_read_after_a_lost_answer_shows_whose_object_it_is")
 class ForgivesTheSame(Broken):
     """A create with the bytes that lie there already succeeds: of two equal writers both believe they won."""
 

@@ -102,7 +102,7 @@ def test_a_failed_call_was_carried_out_or_not(inner: MemoryStore, *, carried_out
 
 
 @pytest.mark.parametrize("after_bytes", [None, 0, 1, 500, len(BODY), 5 * len(BODY)])
-def test_a_truncated_body_has_filled_what_it_says(inner: MemoryStore, after_bytes: int | None) -> None:
+def test_a_truncated_body_has_filled_the_bytes_that_it_reports(inner: MemoryStore, after_bytes: int | None) -> None:
     """A load resumes at the byte reached: were that not filled, it would take zeros for weights."""
     put(inner, "k")
     store = Faults(Rule(fault=TruncatedBody(after_bytes=after_bytes), times=2))(inner)

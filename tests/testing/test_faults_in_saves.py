@@ -59,7 +59,7 @@ def assert_holds(uri: str, value: float, options: cloudckpt.Options, *, num_rows
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_saves_and_loads_get_over_faults(seed: int) -> None:
+def test_saves_and_loads_survive_faults(seed: int) -> None:
     """If this fails, a network that breaks now and then costs a save, or brings wrong weights into a load."""
     print(f"seed {seed}")
     uri = f"memory://faults-in-saves-{next(_numbers)}/run"
@@ -75,7 +75,7 @@ def test_saves_and_loads_get_over_faults(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_saves_and_loads_get_through_cuts(server: S3Server, seed: int) -> None:
+def test_saves_and_loads_survive_cut_connections(server: S3Server, seed: int) -> None:
     """If this fails, a network that breaks now and then loses a save, or makes of one what it was not."""
     print(f"seed {seed}")
     cuts = WireRule(action=CutSomewhere(), times=None, probability=0.2, seed=seed)
@@ -92,7 +92,7 @@ def test_saves_and_loads_get_through_cuts(server: S3Server, seed: int) -> None:
     assert_holds("s3://bucket/run", 2.0, options, num_rows=3000)
 
 
-def test_the_first_wire_rule_that_is_due_acts_all_count_and_the_rest_passes(server: S3Server) -> None:
+def test_the_first_due_wire_rule_acts_and_all_rules_count(server: S3Server) -> None:
     """If this fails, a fault hits another request than the one meant, or the wire changes what it passes on."""
     refused = Reply(status=503, body=b"slow down", headers=(("Retry-After", "1"),))
     other, content = Reply(status=429), bytes(range(256)) * 40

@@ -42,7 +42,7 @@ def test_a_model_comes_back(uri, turn):
     assert torch.equal(loaded["weights"], state["weights"])
     assert loaded["step"] == turn
 
-def test_both_stores_at_once(cloudckpt_s3_uri, cloudckpt_gcs_uri):
+def test_a_test_can_use_the_servers_of_both_stores(cloudckpt_s3_uri, cloudckpt_gcs_uri):
     for uri in (cloudckpt_s3_uri, cloudckpt_gcs_uri):
         cloudckpt.save({"weights": torch.ones(3)}, f"{uri}/step-1")
 """
@@ -50,11 +50,11 @@ def test_both_stores_at_once(cloudckpt_s3_uri, cloudckpt_gcs_uri):
 ENVIRONMENT = """
 import os
 
-def test_nothing_of_the_users_own_is_seen(cloudckpt_s3_uri, cloudckpt_s3_server):
+def test_the_users_own_credentials_are_not_seen(cloudckpt_s3_uri, cloudckpt_s3_server):
     assert not {"AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "HTTPS_PROXY"} & os.environ.keys()
     assert os.environ["AWS_ENDPOINT_URL_S3"] == cloudckpt_s3_server.endpoint_url
 
-def test_it_is_as_before(cloudckpt_s3_server):
+def test_the_environment_is_restored_after_a_fixture(cloudckpt_s3_server):
     assert os.environ["AWS_PROFILE"] == "prod"
     assert "AWS_ENDPOINT_URL_S3" not in os.environ
 """
@@ -64,11 +64,11 @@ import boto3
 import pytest
 from google.cloud import storage
 
-def test_the_servers_are_killed(cloudckpt_s3_server, cloudckpt_gcs_server):
+def test_a_test_may_kill_the_servers(cloudckpt_s3_server, cloudckpt_gcs_server):
     cloudckpt_s3_server.kill()
     cloudckpt_gcs_server.kill()
 
-def test_they_are_up_for_the_next(cloudckpt_s3_uri, cloudckpt_gcs_uri):
+def test_killed_servers_run_again_for_the_next_test(cloudckpt_s3_uri, cloudckpt_gcs_uri):
     bucket = cloudckpt_s3_uri.removeprefix("s3://")
     assert bucket in {found["Name"] for found in boto3.client("s3").list_buckets()["Buckets"]}
     client = storage.Client()

@@ -177,7 +177,7 @@ class UploadClauses(Clauses):
         assert list(store.list_uploads()) == []
         assert keys(store) == []
 
-    def test_hidden_uploads_are_told_by_their_ids(self, store: Store) -> None:
+    def test_hidden_uploads_are_recognised_by_their_ids(self, store: Store) -> None:
         """Garbage collection removes hidden uploads of any key, so each that is listed must be one of cloudckpt's."""
         if not store.capabilities.has_hidden_uploads:
             pytest.skip("uploads are not hidden beside their keys")
@@ -200,7 +200,7 @@ class UploadClauses(Clauses):
             list(store.list_parts("a", "an upload that never was"))
         pytest.skip("the store does not list the parts of an upload, and refuses the call")
 
-    def test_parts_are_listed_for_what_they_are(self, store: Store) -> None:
+    def test_parts_are_listed_with_their_number_size_and_token(self, store: Store) -> None:
         """A part that is confused with another mixes two saves in one object; an unlisted part is sent again."""
         self.require_listed_parts(store)
         bodies = make_bodies(store, 4)
@@ -275,7 +275,7 @@ class UploadClauses(Clauses):
         else:
             assert content(store, "a") == b"".join(bodies)
 
-    def test_an_upload_that_is_over_lists_nothing(self, store: Store) -> None:
+    def test_an_ended_upload_lists_no_parts(self, store: Store) -> None:
         """A save that continues such an upload would send its parts in vain."""
         self.require_listed_parts(store)
         bodies = make_bodies(store, 2)

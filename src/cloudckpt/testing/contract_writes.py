@@ -124,7 +124,7 @@ class WriteClauses(Clauses):
         assert keys(store) == ["old"]
         assert content(store, "old") == b"old"
 
-    def test_create_if_absent_refuses_what_exists(self, store: Store) -> None:
+    def test_create_if_absent_refuses_an_existing_object(self, store: Store) -> None:
         """The commit is such a call: without it one job overwrites another's checkpoint."""
         self.require_create(store)
         put(store, "manifest", b"theirs", if_absent=True)
@@ -136,7 +136,7 @@ class WriteClauses(Clauses):
         put(store, "manifest", b"two", if_absent=True)
         assert content(store, "manifest") == b"two"
 
-    def test_a_lost_answer_can_be_found_out(self, store: Store) -> None:
+    def test_a_read_after_a_lost_answer_shows_whose_object_it_is(self, store: Store) -> None:
         """If the answer to a commit is lost, a second try is refused, and a read shows whose manifest it is."""
         self.require_create(store)
         put(store, "manifest", b"ours", if_absent=True)

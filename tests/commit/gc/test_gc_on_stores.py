@@ -27,7 +27,7 @@ def littered(root: str) -> set[str]:
     return litter
 
 
-def test_a_dry_run_says_what_would_go_and_touches_nothing(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_the_garbage_and_removes_nothing(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     """If this fails, looking before removing removes, or what is shown is not what goes."""
     litter = littered(root)
     before = keys_in(root)
@@ -46,7 +46,7 @@ def test_a_dry_run_says_what_would_go_and_touches_nothing(root: str, capsys: pyt
     assert capsys.readouterr().out == ""
 
 
-def test_exactly_the_litter_goes(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_removes_exactly_the_garbage(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     """If this fails, gc costs a checkpoint, or something that is not cloudckpt's, or leaves what it is for."""
     litter = littered(root)
     before = keys_in(root)
@@ -135,14 +135,14 @@ def test_a_damaged_checkpoint_can_be_deleted(root: str) -> None:
 
 
 @pytest.mark.parametrize("older_than", [-1, float("nan"), float("inf"), timedelta(-1), "1 day", True, 1e300, 1e12])
-def test_an_age_that_is_none_is_refused(older_than: object) -> None:
+def test_an_invalid_age_is_refused(older_than: object) -> None:
     """If this fails, a typing error makes gc take everything, or nothing."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="older_than"):
         cloudckpt.gc("memory://never", older_than=older_than)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dry_run", [None, 0, "", "no"])
-def test_a_dry_run_that_is_neither_is_refused(dry_run: object) -> None:
+def test_a_dry_run_other_than_true_or_false_is_refused(dry_run: object) -> None:
     """If this fails, an unset variable that is passed on makes gc remove."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="dry_run"):
         cloudckpt.gc("memory://never", dry_run=dry_run)  # type: ignore[arg-type]

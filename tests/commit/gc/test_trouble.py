@@ -51,7 +51,7 @@ def test_a_manifest_that_cannot_be_removed_keeps_its_data(memory: Memory, uri: s
     assert memory.data_keys() == before
 
 
-def test_without_a_fence_nothing_goes(memory: Memory, uri: str) -> None:
+def test_gc_removes_nothing_without_a_fence(memory: Memory, uri: str) -> None:
     """If this fails, gc removes data that a save can still commit."""
     before = memory.all_keys()
     memory.at().fail("put", error=denied)
@@ -98,7 +98,7 @@ def test_another_manifest_in_one_answer_removes_nothing(memory: Memory, uri: str
     assert_holds(loaded(uri), 1.0)
 
 
-def test_a_store_without_uploads_is_kept_tidy_too(memory: Memory, uri: str) -> None:
+def test_gc_works_on_a_store_without_uploads(memory: Memory, uri: str) -> None:
     """If this fails, gc works on no file system of fsspec's."""
     refusal = UnsupportedOperationError("no", key="k", operation="list_uploads")
     memory.at().fail("list_uploads", error=lambda: refusal, times=9)
@@ -179,7 +179,7 @@ def test_another_programs_manifest_is_not_overwritten(root: str) -> None:
     assert at(root).read("web/manifest.json", max_bytes=100)
 
 
-def test_a_copy_that_is_being_made_is_young(tmp_path: Path) -> None:
+def test_gc_spares_a_copy_under_way(tmp_path: Path) -> None:
     """If this fails, gc takes the data of an old checkpoint that somebody is just copying, with its times."""
     source, target = tmp_path / "run" / "step-1", tmp_path / "copies" / "step-1"
     save(str(source), 1)

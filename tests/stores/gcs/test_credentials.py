@@ -118,7 +118,7 @@ def user(token_uri: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("way", ["option", "GOOGLE_APPLICATION_CREDENTIALS", "gcloud"])
 @pytest.mark.parametrize("kind", [user, service_account])
-def test_the_ways_to_credentials(
+def test_each_source_of_credentials_is_used(
     scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, kind: Callable[[str], dict[str, str]]
 ) -> None:
     """Users would have to do for cloudckpt what they have done for every other tool. And what is used is sent."""
@@ -314,7 +314,7 @@ def test_googles_endpoints_are_told_by_their_names(endpoint_url: str, expected: 
     assert is_googles(endpoint_url) is expected
 
 
-def test_google_is_not_asked() -> None:
+def test_the_probe_sends_nothing_to_google() -> None:
     """If this fails, a role without the right to delete leaves an object in the bucket with each job."""
     store = GCSStore("bucket", "", storage_options={"anonymous": True}, timeout_s=1, connections=1)
     assert store.probe() == store.capabilities  # nothing answers under that name here

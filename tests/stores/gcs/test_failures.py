@@ -261,7 +261,9 @@ def test_parts_that_may_not_be_removed_do_not_fail_a_completed_upload(
     assert "gs://bucket/k is complete, but its parts stay" in caplog.text
 
 
-def test_a_bucket_that_keeps_its_parts_gets_no_more_of_them(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bucket_that_refuses_to_remove_parts_gets_objects_without_parts(
+    scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Under a retention policy, each save would leave its parts for ever, and warn for each object."""
     gcs = scripted.any_gcs()
 

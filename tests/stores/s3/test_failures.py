@@ -70,7 +70,7 @@ def test_an_early_refusal_of_a_large_body_is_heard(scripted: Any) -> None:
         (400, "ExpiredToken", errors.CredentialsError, "expired"),
     ],
 )
-def test_head_finds_out_what_its_answer_cannot_say(
+def test_a_failed_head_asks_by_get_for_the_reason(
     scripted: Any, status: int, code: str, expected: type[errors.StoreError], words: str
 ) -> None:
     """HEAD's answers have no body: a misspelt bucket would look like a missing checkpoint and be saved to."""

@@ -89,7 +89,7 @@ def retried(store: S3Store) -> Any:
     return StoreClient(store, retries=3, timeout_s=WAIT_S).call(store.probe)
 
 
-def test_an_honest_store_is_asked_once(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_is_probed_once_for_each_process(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A save would cost more requests than said, again and again; or leave its own objects in the bucket."""
     bucket, server = served(scripted)
     with caplog.at_level("INFO", logger="cloudckpt"):
@@ -155,7 +155,7 @@ def test_a_missing_permission_is_named_and_nothing_else_is_said(
     assert server.store().probe().conditional_create
 
 
-def test_credentials_that_may_only_put_go_by_the_answers(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_probe_works_with_credentials_that_may_only_put(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A trainer in a bucket that it may only add to could not save; or what it leaves there would not be named."""
     bucket, server = served(scripted, denied=frozenset({"GET", "DELETE"}))
     with caplog.at_level("WARNING", logger="cloudckpt"):
@@ -169,7 +169,7 @@ def test_credentials_that_may_only_put_go_by_the_answers(scripted: Any, caplog: 
 
 
 @pytest.mark.parametrize("lost", range(5))
-def test_a_lost_answer_is_not_taken_for_another(scripted: Any, lost: int) -> None:
+def test_a_lost_answer_of_the_probe_is_not_taken_for_a_refusal(scripted: Any, lost: int) -> None:
     """The object of a put whose answer was lost would be taken for a refusal, and the save be refused for good."""
     bucket, server = served(scripted, lost_answer=lost)
     found = retried(server.store(prefix="run"))
@@ -207,7 +207,7 @@ def test_amazons_own_endpoints_are_told_from_others(endpoint_url: str, amazons: 
 
 
 @pytest.mark.parametrize("region", ["eu-west-1", "cn-north-1", "us-gov-west-1", "us-iso-east-1"])
-def test_amazon_is_not_asked(monkeypatch: pytest.MonkeyPatch, region: str) -> None:
+def test_the_probe_sends_nothing_to_amazon(monkeypatch: pytest.MonkeyPatch, region: str) -> None:
     """Each process of each save would cost six requests and a permission to delete that it may not have."""
     monkeypatch.setattr("cloudckpt.stores.s3.client.S3Client.request_for", lambda *_, **__: pytest.fail("a request"))
     options = {"region": region, "access_key_id": "a", "secret_access_key": "b"}

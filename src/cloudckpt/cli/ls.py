@@ -179,7 +179,7 @@ def du(
         console.table(
             ["SIZE", "OBJECTS", "NAME"], [*rows, [size(total_bytes), f"{num_objects:,}", "(all)"]], right=_RIGHT
         )
-        _advise(console, root, found)
+        _print_advice(console, root, found)
     for one in found:
         if one.num_bytes is None:
             console.warn(f"{one.name}: its size is not known ({one.state})")
@@ -218,10 +218,10 @@ def _print_list(
     for one in found:
         if one.problem:
             console.warn(f"{one.name}: {one.problem}")
-    _advise(console, root, found)
+    _print_advice(console, root, found)
 
 
-def _advise(console: Console, root: str, found: Sequence[CheckpointInfo]) -> None:
+def _print_advice(console: Console, root: str, found: Sequence[CheckpointInfo]) -> None:
     """Say how to remove what dead saves left."""
     from cloudckpt.errors import gc_advice
 

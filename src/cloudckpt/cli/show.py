@@ -126,10 +126,10 @@ def show(
             )
     if name and not tensors and not others and not wrappers:
         known = [*(one.name for one in found.tensors), *(one.name for one in found.values)]
-        _fail_to_find(console, found.uri, name, known)
+        _exit_without_match(console, found.uri, name, known)
 
 
-def _fail_to_find(console: Console, where: str, patterns: Sequence[str], known: Collection[str]) -> NoReturn:
+def _exit_without_match(console: Console, where: str, patterns: Sequence[str], known: Collection[str]) -> NoReturn:
     near = dict.fromkeys(find_near_entry(one.rstrip("*").rstrip("."), known) for one in patterns)
     console.warn(f"Nothing in {where} has a name like {' or '.join(patterns)}{did_you_mean(*near) or '.'}")
     raise typer.Exit(NOT_FOUND)
@@ -321,7 +321,7 @@ def diff(
     else:
         _print_differences(console, found)
     if name and not found.differences and not found.num_same:
-        _fail_to_find(console, f"{found.before} or {found.after}", name, known)
+        _exit_without_match(console, f"{found.before} or {found.after}", name, known)
     if not found.is_same:
         raise typer.Exit(NO)
 

@@ -289,9 +289,9 @@ def check_conditional_create(client: StoreClient) -> None:
     """Raise `NoConditionalCommitError` unless the store can create an object only if it is absent."""
     capabilities = client.call(client.store.probe)
     if not capabilities.conditional_create:
-        saw = capabilities.observed or "this store cannot create an object only if it is absent"
+        behaviour = capabilities.observed or "this store cannot create an object only if it is absent"
         raise NoConditionalCommitError(
-            f"{client.uri}: {saw}. So nothing would keep two saves from overwriting each other, and nothing was "
+            f"{client.uri}: {behaviour}. So nothing would keep two saves from overwriting each other, and nothing was "
             "written. Use another store, a newer version of this one's server, or, on Ceph, a bucket without "
             "versioning; or accept that with Options(commit='unconditional')",
             uri=client.uri,

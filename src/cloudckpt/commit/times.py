@@ -61,7 +61,7 @@ def note_commit_time_ns(seen_ns: int | None, *, url: str = "") -> None:
         machine.newest_ns = max(machine.newest_ns, seen_ns)
     if url:
         ahead_s = min(0.0, (machine.time_ns() - seen_ns) / 1e9)
-        clock.warn_of_clock(ahead_s, f"the time of commit that {url} has", whose="machine")
+        clock.warn_of_clock(ahead_s, f"the time of commit that {url} has", kind="machine")
 
 
 def newest_commit_time_ns() -> int:

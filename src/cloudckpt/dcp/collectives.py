@@ -228,7 +228,7 @@ def begin_call(
     Returns None if there is no other rank, or if the backend of the group is none of `_GUARDED_BACKENDS`. Raises a
     `RankLostError` as torch's ``CheckpointException``.
     """
-    source = _guardable(process_group)
+    source = _find_guarded_group(process_group)
     if source is None:
         return None
     try:
@@ -332,7 +332,7 @@ def _unpickle(tensor: torch.Tensor) -> Any:
     return pickle.loads(tensor.numpy().data)  # noqa: S301  # from the job's other ranks, as torch does; loads ignores padding
 
 
-def _guardable(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _find_guarded_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
         return None
     refuse_in_fork()
@@ -348,5 +348,5 @@ def _find_store_keeper(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     # Under torchrun its agent keeps the store, else the first rank of all does.
-    is_a_ranks = isinstance(store, c10d.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return (dist.get_group_rank(source, 0),) if is_a_ranks and 0 in dist.get_process_group_ranks(source) else ()
+    is_in_rank = isinstance(store, c10d.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return (dist.get_group_rank(source, 0),) if is_in_rank and 0 in dist.get_process_group_ranks(source) else ()

@@ -152,7 +152,7 @@ def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], ke
     return [
         name
         for name in names
-        if not name.startswith(states) and _RANK.sub(".rank", name) not in of_any_rank and _holds(saved[name])
+        if not name.startswith(states) and _RANK.sub(".rank", name) not in of_any_rank and _has_elements(saved[name])
     ]
 
 
@@ -180,12 +180,12 @@ def _find_left(saved: Mapping[str, Any], asked: set[str], whole: Collection[str]
         and (whole is None or _top_of(name) in whole)
         and _RANK.sub(".rank", name) not in of_any_rank
         and not name.startswith("random_state.")
-        and _holds(saved[name])
+        and _has_elements(saved[name])
     ]
 
 
 def _find_left_state(saved: Mapping[str, Any], asked: set[str], state: str) -> list[str]:
-    left = [name for name in saved if name.startswith(state) and name not in asked and _holds(saved[name])]
+    left = [name for name in saved if name.startswith(state) and name not in asked and _has_elements(saved[name])]
     if not left:
         return []
     of_asked_state = {_param_of(name, state) for name in asked if name.startswith(state)}
@@ -217,7 +217,7 @@ def _top_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _holds(entry: Any) -> bool:
+def _has_elements(entry: Any) -> bool:
     """Return False for a tensor without elements, which no plan reads."""
     return not isinstance(entry, TensorStorageMetadata) or 0 not in entry.size
 
@@ -308,8 +308,8 @@ def _add(state: Any, extra: Any, *, is_strict: bool) -> Any:
         return _replace(state, {key: one for key, one in changed.items() if one is not NO_PLACE})
     if isinstance(state, list) and state and isinstance(extra, list):
         made = [_add(*pair, is_strict=is_strict) for pair in zip(state, extra, strict=False)]
-        beside = [NO_PLACE if one is None else make_empty(one) for one in extra[len(state) :] if is_strict]
-        return [*made, *state[len(extra) :], *itertools.takewhile(lambda one: one is not NO_PLACE, beside)]
+        appended = [NO_PLACE if one is None else make_empty(one) for one in extra[len(state) :] if is_strict]
+        return [*made, *state[len(extra) :], *itertools.takewhile(lambda one: one is not NO_PLACE, appended)]
     made = NO_PLACE if isinstance(state, tuple) and state else make_empty(extra)
     return state if made is NO_PLACE else made
 

@@ -49,14 +49,14 @@ def describe_loader(loader: Any) -> dict[str, Any]:
 def find_differences(saved: Mapping[str, Any], held: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the settings that differ, as saved and as held; None if all settings that both have are equal."""
     names = [name for name in saved if name in held and saved[name] != held[name]]
-    then, now = (", ".join(f"{name}={of[name]}" for name in names) for of in (saved, held))
-    return (then, now) if names else None
+    before, after = (", ".join(f"{name}={of[name]}" for name in names) for of in (saved, held))
+    return (before, after) if names else None
 
 
-def make_position_error(what: str, then: str, now: str, *, advice: str, uri: str) -> StateDictMismatchError:
+def make_position_error(subject: str, saved_with: str, held: str, *, advice: str, uri: str) -> StateDictMismatchError:
     """Return the error for a position in data that other batches follow in this job."""
-    text = f"{what} of {uri} was saved with {then}, and this job has {now}, so it would give other batches. {advice}"
-    return StateDictMismatchError(text, uri=uri)
+    text = f"{subject} of {uri} was saved with {saved_with}, and this job has {held}, so it would give other batches"
+    return StateDictMismatchError(f"{text}. {advice}", uri=uri)
 
 
 class LoaderEntry(LiveEntry):

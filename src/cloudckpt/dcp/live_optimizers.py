@@ -89,7 +89,7 @@ class OptimizerEntry(LiveEntry):
         groups = [group for part in parts for group in part[_GROUPS]]
         num_by_name = Counter(name for group in groups for name in group[_PARAMS])
         shared = [name for name, number in num_by_name.items() if number > 1]
-        others = [str(key) for part in parts for key in _others_of(part)]
+        others = [str(key) for part in parts for key in _other_entries_of(part)]
         if shared or others:
             reason = f"update the same parameters, {quote_names(shared)}" if shared else f"have {quote_names(others)}"
             raise InvalidOptionError(
@@ -133,7 +133,7 @@ class OptimizerEntry(LiveEntry):
                     "before the load, which replaces all state",
                     uri=source.uri,
                 ) from None
-        return {**make_empty(_others_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
+        return {**make_empty(_other_entries_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
     def find_unused(self, where: str) -> list[str]:
         updated = {id(param) for one in self._optimizers for group in one.param_groups for param in group[_PARAMS]}
@@ -182,7 +182,7 @@ class OptimizerEntry(LiveEntry):
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
         held = optimizer.state_dict()
-        others = _others_of(held)
+        others = _other_entries_of(held)
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
             _refuse_containers(optimizer)
@@ -211,7 +211,7 @@ class OptimizerEntry(LiveEntry):
     def _load_one(
         self, optimizer: Optimizer, saved: dict[str, Any], position_by_name: Mapping[str, int], *, where: str
     ) -> None:
-        loaded, others = saved[_STATE], _others_of(saved)
+        loaded, others = saved[_STATE], _other_entries_of(saved)
         match = partial(self._match_groups, optimizer, saved_groups=saved[_GROUPS], position_by_name=position_by_name)
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
@@ -579,7 +579,7 @@ def _sharded_fsdp1(module: nn.Module) -> Any:
     )
 
 
-def _others_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
+def _other_entries_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the entries of an optimizer's state dict that a class or a hook of the user's adds."""
     return {key: value for key, value in state.items() if key not in {_STATE, _GROUPS}}
 

@@ -147,11 +147,11 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             # The reader has the plans of all ranks. It finds out if no rank asks for the entries that were saved there.
             return dataclasses.replace(plan, planner_data=self._empty) if self._empty else plan
         except (RuntimeError, ValueError) as error:
-            missing, reshaped, unlike = self._mismatches()
+            missing, reshaped, unlike = self._find_mismatches()
             if not missing and not reshaped and not unlike:
                 raise
             # The search for similar names takes long, so only shown ones get it.
-            missing_texts = (self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN_PROBLEMS])
+            missing_texts = (self._describe_missing(fqn) for fqn in missing[:_MAX_SHOWN_PROBLEMS])
             problems = [*unlike, *reshaped.values(), *missing_texts][:_MAX_SHOWN_PROBLEMS]
             num_more = len(missing) + len(reshaped) + len(unlike) - len(problems)
             more = f"; and {num_more} more" if num_more else ""
@@ -201,7 +201,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return [self.state_dict[fqn] for fqn in fqns]
 
     def _create_plan(self) -> LoadPlan:
-        if any(self._wrapper_problems()):
+        if any(self._find_wrapper_problems()):
             raise ValueError  # `create_local_plan` says why
         missing = self._saved.keys() - self.state_dict.keys()
         if not self._containers.keys().isdisjoint(missing):
@@ -255,11 +255,11 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             if isinstance(value, torch.Tensor) and self._holds_value(fqn):
                 raise ValueError(f"{fqn!r} is not a tensor")
 
-    def _mismatches(self) -> tuple[list[str], dict[str, str], list[str]]:
+    def _find_mismatches(self) -> tuple[list[str], dict[str, str], list[str]]:
         """Return the FQNs that the checkpoint lacks, and sentences for those of other shapes and of other kinds."""
         missing: list[str] = []
         reshaped: dict[str, str] = {}
-        unlike = list(self._wrapper_problems())
+        unlike = list(self._find_wrapper_problems())
         explained = tuple(f"{name}." for name in self._wrappers if name in self._saved)
         for fqn, value in self.state_dict.items():
             entry = self._saved.get(fqn)
@@ -280,7 +280,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 reshaped[fqn] = f"{fqn!r} was saved with shape {tuple(entry.size)}, and has shape {here} here"
         return missing, reshaped, unlike
 
-    def _wrapper_problems(self) -> Iterator[str]:
+    def _find_wrapper_problems(self) -> Iterator[str]:
         """Yield a sentence for each tensor that consists of others here or in the checkpoint, and does not fit."""
         for name, wanted in self._wrappers.items():
             saved = self._saved_wrappers.get(name)
@@ -308,7 +308,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         tops = {str(self.mappings[name][0]) for name in missing}
         return [name for name in unasked if any(is_below(name, top) for top in tops)] or unasked
 
-    def _missing_text(self, fqn: str) -> str:
+    def _describe_missing(self, fqn: str) -> str:
         return f"{fqn!r} is not in it{did_you_mean(find_near_entry(fqn, self._saved))}"
 
 

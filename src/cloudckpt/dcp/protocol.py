@@ -348,8 +348,8 @@ def _load(
             num_ranks=ranks.get_world_size(),
         )
         planner.set_up_planner(entries, planner.metadata, ranks.is_coordinator)
-        behind = [name for name in left if name not in planner.state_dict]
-        refuse_unloaded(behind, stateful, is_strict=reader.is_strict, rank=ranks.rank, uri=reader.checkpoint_id)
+        unloaded = [name for name in left if name not in planner.state_dict]
+        refuse_unloaded(unloaded, stateful, is_strict=reader.is_strict, rank=ranks.rank, uri=reader.checkpoint_id)
         return reader.prepare_local_plan(planner.create_local_plan(), unused=plan.storage_data.unused)
 
     plan = ranks.reduce_scatter("plan", plan_locally, plan_globally)

@@ -62,42 +62,42 @@ class Renaming:
                     "function return None for it",
                     uri=uri,
                 )
-        expected = [_FUNCTION] if self._function is not None else [_part(*pair) for pair in self._pairs]
+        expected = [_FUNCTION] if self._function is not None else [_part_text(*pair) for pair in self._pairs]
         if unused := [part for part in expected if part not in self.given]:
             raise StateDictMismatchError(self._explain(unused, names, keys), uri=uri)
 
     def _explain(self, unused: Collection[str], names: Collection[str], keys: Collection[str]) -> str:
         """Describe the `unused` parts, and those that lead to none of `keys`; suggest a map."""
 
-        def leads_astray(new: str) -> bool:
+        def leads_nowhere(new: str) -> bool:
             return bool(keys) and not any(is_below(key, new) or is_below(new, key) for key in keys)
 
-        astray: list[str] = []
-        meant: dict[str, str] = {}
+        unloaded: list[str] = []
+        suggested: dict[str, str] = {}
         is_reversed = False
         for old, new in self._pairs:
-            part, near_old, near_new = _part(old, new), old, new
+            part, near_old, near_new = _part_text(old, new), old, new
             if part in unused:
                 near_old = find_near_entry(old, names)
                 is_there = bool(new) and any(is_below(name, new) for name in names)
-                if is_there and not leads_astray(old) and (leads_astray(new) or not near_old):
-                    meant[new], is_reversed = old, True
+                if is_there and not leads_nowhere(old) and (leads_nowhere(new) or not near_old):
+                    suggested[new], is_reversed = old, True
                     continue
-            if leads_astray(new):
+            if leads_nowhere(new):
                 top, dot, rest = new.partition(".")
                 near_new = f"{near}{dot}{rest}" if (near := find_near(top, keys)) else ""
-                astray.append(part)
+                unloaded.append(part)
             if near_old and near_new:
-                meant[near_old] = near_new
+                suggested[near_old] = near_new
         tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
-        also = f"; and {', '.join(astray)} leads to nothing that is loaded" if astray else ""
-        way = ", not the other way round" if is_reversed else ""
-        given = [(old, new) for old, new in self._pairs if _part(old, new) not in unused]
-        is_clear = len({*meant.values()}) == len(meant)
-        advice = f". Did you mean rename={meant}?" if is_clear and meant.items() - given else ""
+        unloaded_text = f"; and {', '.join(unloaded)} leads to nothing that is loaded" if unloaded else ""
+        direction = ", not the other way round" if is_reversed else ""
+        given = [(old, new) for old, new in self._pairs if _part_text(old, new) not in unused]
+        is_clear = len({*suggested.values()}) == len(suggested)
+        advice = f". Did you mean rename={suggested}?" if is_clear and suggested.items() - given else ""
         return (
-            f"rename={', '.join(unused)} changes no name of {self._uri}, which has {quote_names(tops)}{also}. "
-            f"{_ADVICE}{way}{advice}"
+            f"rename={', '.join(unused)} changes no name of {self._uri}, which has {quote_names(tops)}{unloaded_text}. "
+            f"{_ADVICE}{direction}{advice}"
         )
 
     def _find(self, old: str) -> tuple[str | None, str]:
@@ -113,7 +113,7 @@ class Renaming:
         for prefix, other in self._pairs:
             if is_below(old, prefix):
                 rest = old[len(prefix) :].removeprefix(".") if prefix else old
-                return ".".join(filter(None, (other, rest))), _part(prefix, other)
+                return ".".join(filter(None, (other, rest))), _part_text(prefix, other)
         return (None if any(is_below(old, other) for _, other in self._pairs) else old), ""
 
     def pairs_to(self, keys: Collection[str]) -> dict[str, str]:
@@ -154,7 +154,7 @@ class Renaming:
             }
             (head, *others) = heads
             if others or (head is None and any(news)):
-                raise self._taken_apart(old, wrapper.kind)
+                raise self._taken_apart_error(old, wrapper.kind)
             self.new_names[old] = head
             if head is not None:
                 wrappers[head] = wrapper
@@ -162,8 +162,8 @@ class Renaming:
         nesting = manifest.nesting
         containers = [*manifest.empty_mappings, *(one.path for one in manifest.tuples)]
         found = self._find_places({**(nesting or {}), **typed}) if containers else {}
-        tuples = [(one.kind, self._place(one.path, found)) for one in manifest.tuples]
-        empty = [self._place(path, found) for path in manifest.empty_mappings]
+        tuples = [(one.kind, self._find_new_path(one.path, found)) for one in manifest.tuples]
+        empty = [self._find_new_path(path, found) for path in manifest.empty_mappings]
         return msgspec.structs.replace(
             manifest,
             tensors=self.by_new_name(manifest.tensors),
@@ -206,7 +206,7 @@ class Renaming:
                 found.setdefault(tuple(path[:depth]), set()).add(changed[: -len(tail)] if is_same else new)
         return found
 
-    def _place(self, path: Iterable[Any], found: Mapping[Path, set[Path | str | None]]) -> list[Any] | None:
+    def _find_new_path(self, path: Iterable[Any], found: Mapping[Path, set[Path | str | None]]) -> list[Any] | None:
         """Return the new path of a tuple or of an empty dict, which moves with what is beside it; None if hidden."""
         typed = path_from_json(path)
         name = name_path(typed)
@@ -220,10 +220,10 @@ class Renaming:
             if len(heads) == 1 and (depth < len(typed) or len(places) == 1):
                 return path_to_json((*heads[0], *typed[depth:]))
             if places and depth == len(typed):
-                raise self._taken_apart(name, "tuple")
+                raise self._taken_apart_error(name, "tuple")
         return None
 
-    def _taken_apart(self, name: str, kind: str) -> StateDictMismatchError:
+    def _taken_apart_error(self, name: str, kind: str) -> StateDictMismatchError:
         return StateDictMismatchError(
             f"rename takes {name!r} of {self._uri} apart, which is a {kind}: it leaves out or renames a part of it. "
             "Rename all of it alike",
@@ -257,7 +257,7 @@ def check_rename(rename: Rename | None) -> None:
         raise InvalidOptionError(f"{_ADVICE}: pass a dict, as in {{'ema': 'model'}}, or a function, not {rename!r}")
 
 
-def _part(old: str, new: str) -> str:
+def _part_text(old: str, new: str) -> str:
     return f"{{{old!r}: {new!r}}}"
 
 

@@ -286,7 +286,7 @@ class Rendezvous:
                 # The state last: it is then no older than the heartbeats that the next decision is about.
                 found = self._read(store, [*keys, _STATE_KEY])
                 with self._changed:
-                    self._take_in(found)
+                    self._note_heartbeats(found)
                     if mine.has_ended:
                         return
                     cancelled_by = self._state.cancelled_by if self._state.cancelled_call == mine.call else ()
@@ -315,7 +315,7 @@ class Rendezvous:
         life = str(connection.add(f"life-{self.rank}", 1))
         self.store = c10d.PrefixStore(life, self.store)
         connection = c10d.PrefixStore(life, connection)
-        self._take_state(connection.compare_set(_STATE_KEY, "", _encode(GroupState())))
+        self._set_state(connection.compare_set(_STATE_KEY, "", _encode(GroupState())))
         return connection
 
     def _read(self, store: Any, keys: list[str]) -> dict[str, bytes]:
@@ -326,16 +326,16 @@ class Rendezvous:
             return dict(zip(known, store.multi_get(known), strict=True))
         return {key: store.get(key) for key in known}
 
-    def _take_in(self, found: dict[str, bytes]) -> None:
+    def _note_heartbeats(self, found: dict[str, bytes]) -> None:
         now_s = self._answered_s = time.monotonic()
         for key, text in found.items():
             if key == _STATE_KEY:
-                self._take_state(text)
+                self._set_state(text)
             elif self._others.get(int(key)) != (heartbeat := msgspec.json.decode(text, type=Heartbeat)):
                 self._others[int(key)], self._heard_s[int(key)] = heartbeat, now_s
         self._changed.notify_all()
 
-    def _take_state(self, text: bytes) -> None:
+    def _set_state(self, text: bytes) -> None:
         if not self._state.failure.is_final:  # also not if this rank alone has lost the store
             self._state = msgspec.json.decode(text, type=GroupState)
 
@@ -347,7 +347,7 @@ class Rendezvous:
                 return
             found = store.compare_set(_STATE_KEY, _encode(present), _encode(wanted))
             with self._changed:
-                self._take_state(found)
+                self._set_state(found)
                 self._changed.notify_all()
 
     def _has_news(self) -> bool:

@@ -231,10 +231,10 @@ def check_agreement(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Sequ
     if disputed:
         more = f", and so for {len(disputed) - _MAX_NAMES} more" if len(disputed) > _MAX_NAMES else ""
         shown = "; ".join(_describe_name(fqn, plans) for fqn in sorted(disputed)[:_MAX_NAMES])
-        raise _different_things(shown + more, uri)
+        raise _different_things_error(shown + more, uri)
 
 
-def _different_things(described: str, uri: str) -> StateDictMismatchError:
+def _different_things_error(described: str, uri: str) -> StateDictMismatchError:
     return StateDictMismatchError(
         f"the ranks that save {uri} have different things under one name: {described}. Nothing was written. Give "
         "a name one structure, shape, dtype and quantization on all ranks, or each rank names of its own",
@@ -266,9 +266,9 @@ def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
         for path, kind in kinds.items():
             first = containers.setdefault(path, (kind, rank))
             if first[0] != kind:
-                raise _different_containers(path, first, (kind, rank), uri)
+                raise _different_containers_error(path, first, (kind, rank), uri)
     for path in entries.keys() & containers.keys():
-        raise _different_containers(path, containers[path], ("value or a tensor", entries[path]), uri)
+        raise _different_containers_error(path, containers[path], ("value or a tensor", entries[path]), uri)
 
 
 def _find_containers(paths: Iterable[Path], nesting: Nesting) -> dict[Path, str]:
@@ -282,9 +282,11 @@ def _find_containers(paths: Iterable[Path], nesting: Nesting) -> dict[Path, str]
     return kinds | {path: kind or "tuple" for path, kind in nesting.tuples.items()}
 
 
-def _different_containers(path: Path, one: tuple[str, int], other: tuple[str, int], uri: str) -> StateDictMismatchError:
+def _different_containers_error(
+    path: Path, one: tuple[str, int], other: tuple[str, int], uri: str
+) -> StateDictMismatchError:
     described = f"{name_path(path)!r} is a {one[0]} on rank {one[1]}, a {other[0]} on rank {other[1]}"
-    return _different_things(described, uri)
+    return _different_things_error(described, uri)
 
 
 def check_wrappers(nestings: Sequence[Nesting], names: Collection[str], *, uri: str) -> None:
@@ -298,9 +300,9 @@ def check_wrappers(nestings: Sequence[Nesting], names: Collection[str], *, uri: 
             first, first_rank = wrappers.setdefault(name, (stored, rank))
             difference = describe_difference(first, stored)
             if difference is not None:
-                raise _different_things(f"{name!r} of ranks {first_rank}, {rank} has the {difference}", uri)
+                raise _different_things_error(f"{name!r} of ranks {first_rank}, {rank} has the {difference}", uri)
             if name in names:
-                raise _different_things(
+                raise _different_things_error(
                     f"{name!r} is a wrapper of class {stored.kind} on rank {rank}, a plain tensor or value on another",
                     uri,
                 )

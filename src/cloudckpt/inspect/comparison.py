@@ -132,7 +132,7 @@ def compare(
     for batch in _batches(comparer.pieces()):
         memory = [_read_pieces(reader, batch) for reader in readers]
         for piece, first, second in zip(batch, *memory, strict=True):
-            comparer.judge(piece, first, second, rtol=rtol, atol=atol)
+            comparer.compare_piece(piece, first, second, rtol=rtol, atol=atol)
         del memory, first, second  # before the next batch takes as much
         if on_progress is not None:
             on_progress(comparer.num_compared, comparer.num_bytes)
@@ -218,7 +218,7 @@ class _Comparer:
             for begin in range(0, num_bytes, step_bytes):
                 yield _Piece(name=name, begin=begin, end=min(begin + step_bytes, num_bytes), dtype=tensor.dtype)
 
-    def judge(self, piece: _Piece, before: Any, after: Any, *, rtol: float, atol: float) -> None:
+    def compare_piece(self, piece: _Piece, before: Any, after: Any, *, rtol: float, atol: float) -> None:
         """Compare a piece that was read from both."""
         if piece.dtype:
             self._tallies[piece.name].add(before, after, rtol=rtol, atol=atol)

@@ -47,26 +47,26 @@ def compare_with_store(date: str | None, age: str | None, host: str) -> None:
     except (ValueError, TypeError):
         return
     MACHINE.ahead_s[host] = ahead_s
-    warn_of_clock(ahead_s, f"that of {host}", whose="store")
+    warn_of_clock(ahead_s, f"that of {host}", kind="store")
 
 
-def warn_of_clock(ahead_s: float, of: str, *, whose: str) -> None:
+def warn_of_clock(ahead_s: float, other: str, *, kind: str) -> None:
     """Warn, once per process and kind of clock, if this machine's clock is over an hour off.
 
     Args:
         ahead_s: Seconds by which this machine's clock is ahead; negative if it is behind.
-        of: The time that it was compared with, in words.
-        whose: The kind of the other clock. One warning for each.
+        other: The other clock or time, in words.
+        kind: Kind of the other clock. Each kind gets one warning.
 
     """
-    if abs(ahead_s) <= _MAX_APART_S or not is_first_warning("clock", whose):
+    if abs(ahead_s) <= _MAX_APART_S or not is_first_warning("clock", kind):
         return
     _log.warning(
         "this machine's clock is %.1f hours %s %s. One of the two is wrong: set it (NTP). Checkpoints keep the order "
         "of their commits, but show wrong times, and gc can take a running save for dead",
         abs(ahead_s) / 3600,
         "ahead of" if ahead_s > 0 else "behind",
-        of,
+        other,
     )
 
 

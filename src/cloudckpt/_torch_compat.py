@@ -321,12 +321,12 @@ def materialize_meta_tensors(entries: dict[str, Any]) -> None:
 
 
 def validate_global_plan(plans: Sequence[Any], metadata: Any) -> list[str]:
-    """Return what is wrong with the plans of all ranks together, such as shards that overlap."""
+    """Return the problems of the plans of all ranks together, such as shards that overlap."""
     return [] if _validate_global_plan is None else problems_in(_validate_global_plan(plans, metadata))
 
 
 def problems_in(verdict: Any) -> list[str]:
-    """Return what a torch's check of a plan found: a list of problems, or True."""
+    """Return the problems that the check of a plan by torch has found: it returns a list of them, or a bool."""
     if isinstance(verdict, bool):  # torch 2.11 logs what is wrong
         return [] if verdict else ["see torch's log"]
     return list(verdict or ())

@@ -171,7 +171,7 @@ class RepeatedTask:
 
 @contextlib.contextmanager
 def logging_failures(text: str, *values: object) -> Iterator[None]:
-    """Log what a callback raises in this context. Others wait for the thread that calls it, so it must not end.
+    """Log the exceptions of a callback in this context. The thread must not end, since others wait for it.
 
     Raises an interrupt or an exit of the main thread, which ends the program.
     """
@@ -192,10 +192,10 @@ def each_done(
     name: str,
     on_failure: Callable[[], None],
 ) -> Generator[_T, None, None]:
-    """Run `work` on all `items` in threads, and give each item in this thread once it is done.
+    """Run `work` on all `items` in threads, and yield each item in this thread once it is done.
 
-    Raises the first failure; what has not begun by then, or when the iterator is closed, is not begun any more. Ends,
-    in every case, only when nothing is running; `on_failure` is called before that is waited for.
+    Raises the first failure. After a failure, or once the iterator is closed, no other item is begun, and `on_failure`
+    is called. In every case, it ends only when no `work` runs any more.
     """
     ended: queue.SimpleQueue[tuple[_T, BaseException | None]] = queue.SimpleQueue()
     stopped = threading.Event()

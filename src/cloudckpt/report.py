@@ -102,7 +102,7 @@ class LoadReport:
     num_hedges: int = 0
     """Ranges that were requested once more on another connection, because they took far longer than their peers."""
     num_objects_of_copy: int = 0
-    """Objects that were read from the copy in another place, because they could not be had at `uri`."""
+    """Objects that were read from the copy in another place, because they could not be read at `uri`."""
     plan_s: float
     """Seconds of planning: the manifest, and the collectives."""
     manifest_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The classes of what calls take and return, for annotations and ``isinstance``."""
+"""The classes of arguments and results of calls, for annotations and ``isinstance``."""
 
 from typing import TYPE_CHECKING
 

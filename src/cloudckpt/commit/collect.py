@@ -386,7 +386,7 @@ def _remove_whole(walked: WalkedLocation, numbers: Sequence[int]) -> tuple[Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeletionFence:
-    """A deletion's own fence, above which no manifest is current."""
+    """A deletion's own fence, which hides the manifest that was current."""
 
     log: Log
     """The log with the fence."""

@@ -150,8 +150,8 @@ class StatefulEntry(LiveEntry):
         refuse_class(self._value, where=where)
         if isinstance(saved, Mapping):
             self._refuse_group(saved, where=where, source=source)
-        # Only the object's own state says which tensors are DTensors. A data loader, which has no tensors of floats, is
-        # not asked for it, because it would begin to iterate.
+        # Only the object's own state says which tensors are DTensors. An object without floats is not asked for it,
+        # because a data loader would begin to iterate.
         has_floats = any(one.properties.dtype.is_floating_point and one.size for one in tensors_in(saved))
         is_asked = has_floats or has_parts_of_ranks(saved)
         made = make_empty(saved, ask_state(self, where=where) if is_asked else None)

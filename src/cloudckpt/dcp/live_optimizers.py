@@ -452,7 +452,7 @@ class _Layout:
             return made
         found = self._find_stepped(path)
         if any(found is one for one in self._handed_out):  # the saved list is longer than the held one
-            return found.clone()  # torchao's low-bit states cannot do this, and need it only once
+            return found.clone()  # torchao's low-bit states have no clone()
         self._handed_out.append(found)
         return found
 

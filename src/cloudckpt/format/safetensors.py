@@ -133,7 +133,7 @@ class ObjectContents:
     def __init__(self, placed: Sequence[PlacedEntry]) -> None:
         self.placed = sorted(placed, key=lambda one: (one.begin, one.end))
         self._begins = [one.begin for one in self.placed]
-        # Entries overlap only in a forged manifest. This list rises even then.
+        # Entries may overlap in a forged manifest. This list rises even then.
         self._reached = list(accumulate((one.end for one in self.placed), max))
 
     def names(self, begin: int, end: int) -> str:

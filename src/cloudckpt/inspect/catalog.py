@@ -293,7 +293,7 @@ class _Listing:
         return sorted({"", *of_uploads, *self.list_names()})
 
     def find_commit(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
-        """Return the checkpoint in a folder, or else the log, which has no current manifest."""
+        """Return the checkpoint in a folder, or else the log, in which no existing manifest is current."""
         log = read_log_once(self._client, prefix=f"{name}/", is_lenient=True)
         entry, time = log.current_entry, None
         if entry is not None:

@@ -6,7 +6,8 @@ import itertools
 import logging
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,29 @@ def test_numbers_and_values_of_live_objects_are_compared(make: Any, caplog: pyte
     assert not caplog.messages
 
 
-def test_values_that_have_no_equal_text_are_not_compared() -> None:
+OF_USERS: dict[str, Callable[[int], Any]] = {
+    "set": lambda rank: {"a", f"b{rank}"},
+    "array": lambda rank: np.arange(8).reshape(2, 4)[:, ::2] + rank,
+    "dates": lambda rank: np.array([f"2020-01-0{rank + 1}"], dtype="M8[D]"),
+    "shape": lambda rank: np.zeros((rank, 3)),
+    "nested": lambda rank: ["a", ({rank}, 1)],
+    "class": lambda rank: object() if rank else None,
+}
+
+
+@pytest.mark.parametrize("make", OF_USERS.values(), ids=OF_USERS)
+def test_values_of_users_that_differ_are_named(make: Callable[[int], Any], caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, all ranks get the value of rank 0 after a restore, and nobody is told; or equal ones are named."""
+    synchronized = SynchronizedNames(users=frozenset({"extra"}))
+    plan([{"extra": {"same": make(0), "w": torch.ones(3)}} for _ in range(2)], synchronized=synchronized)
+    assert not caplog.messages
+    name = uuid.uuid4().hex  # each is named once in a process
+    plan([{"extra": {name: make(rank)}} for rank in range(2)], synchronized=synchronized)
+    (message,) = caplog.messages
+    assert message.startswith(f"'extra.{name}' of rank 1 differs from that of rank 0 in memory://here")
+
+
+def test_objects_of_one_class_are_not_compared() -> None:
     """If this fails, ranks whose optimizer has a function or an object among its settings cannot save."""
     states = [{"model": {"f": object(), "g": (object(), 1), "h": SynchronizedNames()}} for _ in range(2)]
     _, plans = plan(states, synchronized=TRAINED)

@@ -133,7 +133,7 @@ def take_fingerprints(
     """Return the fingerprints of the items of a plan. A tensor that this rank alone holds has none.
 
     `common` are names of tensors that are always compared whole. If the copies are in a `snapshot`, this waits for
-    the bytes that it compares. Values that consist of Python's own types are compared as `synchronized` says.
+    the bytes that it compares. Values are compared as `synchronized` says.
     """
     found = Fingerprints(
         of_items=array("Q", bytes(8 * len(items))), synchronized=synchronized, common=frozenset(common)
@@ -165,18 +165,25 @@ def take_fingerprints(
 
 
 def _fingerprint_value(value: Any) -> int:
-    text = _text_of(value)
-    return 0 if text is None else _COMPARED | crc32c_of([memoryview(text.encode())])
+    return _COMPARED | crc32c_of([memoryview(_text_of(value).encode())])
 
 
-def _text_of(value: Any) -> str | None:
-    """Return a text that is equal for equal values of Python's own types; None for any other value."""
+def _text_of(value: Any) -> str:
+    """Return a text that is equal for equal values. Objects of classes that are not known are compared by the class."""
     if isinstance(value, np.generic):  # such as the learning rate of many schedulers
         value = value.item()
-    if type(value) in {list, tuple}:
-        texts = [_text_of(one) for one in value]
-        return None if None in texts else repr(texts)
-    return ascii(value) if type(value) in LEAVES else None
+    kind = type(value)
+    if kind in LEAVES:
+        return ascii(value)
+    if kind in {list, tuple}:
+        return repr([_text_of(one) for one in value])
+    if kind in {set, frozenset}:  # strings have another order in each process
+        return repr({"set": sorted(map(_text_of, value))})
+    if kind is np.ndarray and not value.dtype.hasobject:
+        memory = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        sample = crc32c_of([memory[begin:end] for begin, end in windows_of(value.nbytes)])
+        return f"array {value.dtype} {value.shape} {sample}"
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _find_readable(item: WriteItem, held: Any, uri: str) -> tuple[torch.Tensor | None, int]:

@@ -156,7 +156,7 @@ class RepeatedTask:
                 self._run_once()
         finally:
             with self._changed:
-                if self._thread is threading.current_thread():  # it ends by an error: nobody waits for it
+                if self._thread is threading.current_thread():  # it ends by an error, and no thread waits for it
                     self._thread = None
                     self._changed.notify_all()
 

@@ -347,7 +347,7 @@ def async_save(
                 end_bar = bar.pop_all().close
                 handle.committed.add_done_callback(lambda _: end_bar())
                 return handle
-        except BaseException as error:  # nobody gets the handle, and the others must not wait for this rank
+        except BaseException as error:  # no caller gets the handle, and the others must not wait for this rank
             if save is not None:
                 save.abandon(error)
             elif call is not None:

@@ -1,6 +1,6 @@
 """Parse the URIs and paths of checkpoints.
 
-`pathlib.Path` turns ``s3://bucket`` into ``s3:/bucket``: such a mangled path is recognised and refused. A URI is taken
+`pathlib.Path` turns ``s3://bucket`` into ``s3:/bucket``: such a mangled path is recognized and refused. A URI is taken
 literally, as S3 and fsspec do: ``%20`` is three characters. No message repeats a password or a signature.
 """
 
@@ -350,7 +350,7 @@ def _unknown_scheme_message(shown: str, scheme: str) -> str:
     if scheme in _LAYERS:
         return (
             f"{shown!r}: {scheme!r} is a layer over another file system, which could serve stale bytes; "
-            f"pass the URI of what lies below."
+            f"pass the URI of the file system below it."
         )
     near = find_near(scheme, SERVICES, cutoff=0.5) or find_near(scheme, sorted(known_schemes()), cutoff=0.75)
     hint = did_you_mean(near and f"{near}://")
@@ -365,7 +365,7 @@ def redact(location: object) -> str:
     text = os.fsdecode(location) if isinstance(location, (str, bytes, os.PathLike)) else str(location)
     text, question, _ = text.partition("?")
     scheme, slashes, rest = _SCHEME_OF_ANY.match(text).groups()  # type: ignore[union-attr]  # it matches every text
-    # A password may itself contain slashes, so the last "@" counts; without one, only what stands in the authority.
+    # A password may contain slashes, so credentials end at the last "@". A user without a password has no slash.
     user, at, after = rest.rpartition("@")
     if slashes and at and (_COLON.search(user) or "/" not in user):
         rest = f"***@{after}"

@@ -268,7 +268,7 @@ def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
 
 
 @pytest.mark.parametrize("number", [None, 0, 7, 10**18 - 1])
-def test_drawn_attempt_ids_are_recognised(number):
+def test_drawn_attempt_ids_are_recognized(number):
     """Garbage collection would take a running save's data for somebody else's, or leave its own for ever."""
     mark = "" if number is None else copy_mark(number, 32 * "f")
     drawn = [new_attempt_id(mark) for _ in range(200)]

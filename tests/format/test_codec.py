@@ -62,7 +62,7 @@ def test_no_truncation_or_addition_is_accepted() -> None:
         (b'{"format": "caf\xe9"}', "truncated"),
     ],
 )
-def test_foreign_manifest_is_recognised(foreign: bytes, says: str) -> None:
+def test_foreign_manifest_is_recognized(foreign: bytes, says: str) -> None:
     """If this fails, somebody who points at the wrong place reads that a checkpoint is damaged."""
     with pytest.raises(InvalidManifestError, match=says) as caught:
         decode(foreign, uri=URI)

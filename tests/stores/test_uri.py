@@ -128,7 +128,7 @@ def test_a_scheme_of_fsspec_with_an_underscore_is_accepted():
 @pytest.mark.parametrize(
     "mangled", [Path("s3://bucket/x"), Path("gs://bucket/x"), Path("s3://bucket/x").absolute(), "s3:/bucket/x"]
 )
-def test_a_uri_that_went_through_path_is_recognised(mangled):
+def test_a_uri_that_went_through_path_is_recognized(mangled):
     """A job would otherwise fill a local directory named ``s3:`` and lose it with the machine (Lightning #18786)."""
     with pytest.raises(InvalidURIError, match=r"pathlib\.Path has removed the other\. Pass the URI as a str"):
         parse_location(mangled)

@@ -487,7 +487,7 @@ class StateDictTree:
         self._finishers.append(finish)
 
     def _add_sharded(self, tensor: ShardedTensor, container: Any, key: Any) -> None:
-        """Add a `ShardedTensor` that lies on the CPU and shares nothing."""
+        """Add a `ShardedTensor` that is on the CPU and shares nothing."""
         metadata = copy.deepcopy(tensor.metadata())
         shards = tensor.local_shards()
         placed = [copy.deepcopy(shard.metadata) for shard in shards]

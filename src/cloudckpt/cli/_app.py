@@ -42,7 +42,7 @@ class _Commands(TyperGroup):
         sys.exit(code)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Move options of a command that stand before its name behind it: ``cloudckpt --timeout 8 ls ROOT``."""
+        """Move the options before the name of a command behind it: ``cloudckpt --timeout 8 ls ROOT``."""
         of_all = self.get_params(ctx)
         params = [one for each in self.commands.values() for one in each.params] + of_all
         known = {flag: one for one in params for flag in one.opts}

@@ -130,7 +130,7 @@ class Series(NamedTuple):
     best: tuple[int, float] | None = None
     """The point to mark."""
     gaps: Sequence[int] = ()
-    """The steps whose value cannot be drawn, in order. No line goes across them."""
+    """The steps whose value cannot be drawn, in order. No line is drawn across them."""
 
     @property
     def title(self) -> str:
@@ -182,7 +182,7 @@ def draw_series(series: Series) -> Figure:
 
 
 def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
-    """Draw a bar for each row of a label, a value and its text. Labels stand above the bars, so they may be long."""
+    """Draw a bar for each row of a label, a value and its text. Labels are above the bars, so they may be long."""
     most = max((value for _, value, _ in rows), default=0) or 1
     shapes: list[Shape] = [Text(0, 14, title, "ink", 13, is_bold=True)]
     for number, (label, value, text) in enumerate(rows):

@@ -41,7 +41,7 @@ class CopiedBody:
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
-        """Lend views of bytes ``[begin, end)``. Bounds lie on tiles."""
+        """Lend views of bytes ``[begin, end)``. Bounds are those of tiles."""
         with self._arena.lend(end - begin) as buffer:
             views = [bytes_view(buffer)]
             self._reader.read_tiles(
@@ -57,7 +57,7 @@ class TensorReader(Protocol):
     """A source of tensors."""
 
     def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
-        """Fill all buffers. Bounds never lie inside an element. Several threads call it."""
+        """Fill all buffers. No bound is inside an element. Several threads call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class _TensorsBody:
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
-        """Lend views of bytes ``[begin, end)``. Bounds lie on tiles, and so never inside an element."""
+        """Lend views of bytes ``[begin, end)``. Bounds are those of tiles, and so never inside an element."""
         with self._arena.lend(end - begin) as buffer:
             view = bytes_view(buffer)
             head = self._header[begin:end]

@@ -134,7 +134,7 @@ class Progress:
 class Conversion:
     """One copy, export or import: its two ends, and the arguments that all of them have.
 
-    Raises `InvalidURIError` if both ends are the same place, or one lies inside the other.
+    Raises `InvalidURIError` if both ends are the same place, or one is inside the other.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ def folder_and_name(location: Location) -> tuple[Location, str]:
 
 
 def check_apart(source: Context, target: Context) -> None:
-    """Raise `InvalidURIError` if both are the same place, or one lies inside the other."""
+    """Raise `InvalidURIError` if both are the same place, or one is inside the other."""
     one, other = _path_of(source.location), _path_of(target.location)
     if _server_of(source) != _server_of(target):
         return

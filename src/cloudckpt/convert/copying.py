@@ -72,7 +72,7 @@ def copy(
 
     Args:
         source: URI of the checkpoint.
-        target: URI of the copy. It must not lie inside `source`, nor the reverse.
+        target: URI of the copy. It must not be inside `source`, nor the reverse.
         overwrite: Replace a checkpoint at `target`, at the instant of the commit.
         options: Options for the source.
         target_options: Options for the target.
@@ -86,7 +86,7 @@ def copy(
         CheckpointChangedError: The source was overwritten or removed during the copy.
         CheckpointExistsError: A checkpoint exists at `target`.
         CheckpointNotFoundError: No checkpoint exists at `source`.
-        InvalidURIError: One place lies inside the other.
+        InvalidURIError: One of the places is inside the other.
         StoreError: A request failed; ``key`` names its object.
 
     Example::

@@ -155,7 +155,7 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
 
 
 def make_torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
-    """Return torch's description of one tensor, without its layout in the memory of a rank: chunks lie row by row."""
+    """Return torch's description of one tensor, whose chunks are in row-major order, whatever a rank's memory had."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
         size=torch.Size(tensor.shape),

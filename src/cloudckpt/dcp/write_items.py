@@ -200,7 +200,7 @@ class _WholeLayout(msgspec.Struct, frozen=True):
 
 
 def _stage_in_place(item: WriteItem, source: Source, layouts: dict[int, _WholeLayout | None]) -> StagedItem | None:
-    """Return the item with its data, if it is a whole plain tensor that is sent from where it lies; else None.
+    """Return the item with its data, if it is a whole plain tensor that is sent from where it is; else None.
 
     `layouts` caches the layout of each ``tensor_data``: many items share one.
     """

@@ -213,7 +213,7 @@ class _Collection:
             self._fail(uri, error)
             return
         except (CheckpointError, InvalidURIError) as error:
-            # The manifest.json of another program is skipped silently if no data of ours lies beside it.
+            # The manifest.json of another program is skipped silently if no data of cloudckpt is beside it.
             if inventory.at(prefix):
                 self._skipped.append(KeptObject(uri=uri, reason=str(error)))
             return

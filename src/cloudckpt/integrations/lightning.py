@@ -56,7 +56,7 @@ _is_training_state = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_scheduler
 class _Removals:
     """Carries out the removals of Lightning, except for the checkpoint that the run was loaded from, and other runs'.
 
-    For files, ``ModelCheckpoint`` itself keeps the checkpoint that the run resumed from, and all that lies outside its
+    For files, ``ModelCheckpoint`` itself keeps the checkpoint that the run resumed from, and every one outside its
     ``dirpath``. For URIs it does not.
     """
 

@@ -31,7 +31,7 @@ class AddressRanges:
     ends: list[int]
     """The segments' ends in the memory of the views."""
     segment_of: list[int]
-    """The position of the segment that each view lies in; -1 if its elements are copied alone."""
+    """The position of the segment that holds each view; -1 if its elements are copied alone."""
 
 
 def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses) -> AddressRanges:

@@ -1,4 +1,4 @@
-"""Limit the requests in flight, and repeat a request that takes far longer than its peers; the first to end counts.
+"""Limit the requests in flight, and repeat a request that takes far longer than its peers. The first answer is used.
 
 See ``docs/design/014-concurrency-and-tails.md``.
 """
@@ -125,7 +125,7 @@ class HedgedRequest(Generic[_T]):
 
 
 class Hedger:
-    """Send a second request where one takes far longer than its peers, and take the first answer of the two.
+    """Send a second request if one takes far longer than its peers, and take the first answer of the two.
 
     Peers are the last requests of the same kind and of about the same size. `upload_part` and `read_into` make
     requests; `watch` finds the stragglers among those in flight and repeats them, each in a thread of its own.

@@ -70,7 +70,7 @@ class Debts:
         on_drained: Called with the URI of each copy.
 
     Raises:
-        InvalidURIError: One of the places lies inside the other.
+        InvalidURIError: One of the places is inside the other.
 
     """
 
@@ -299,7 +299,7 @@ def drain(
 
     Raises:
         CheckpointNotFoundError: `fast` has no step, or only steps of another root.
-        InvalidURIError: One of the places lies inside the other.
+        InvalidURIError: One of the places is inside the other.
         StoreError: The steps in `fast` cannot be listed.
 
     Example::

@@ -146,7 +146,7 @@ def parse_endpoint(instead_of_credentials: str, value: Any) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if `host` is this machine, so that nobody can listen on the way."""
+    """Return True if `host` is this machine, so that no other machine can listen."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

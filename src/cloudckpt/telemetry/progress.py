@@ -58,7 +58,7 @@ def _end(bar: contextlib.ExitStack) -> None:
 
 
 class _Bar(abc.ABC):
-    """Counts the bytes that the events of one save or load tell, and draws them."""
+    """Counts the bytes in the events of one save or load, and draws them."""
 
     def __init__(self, verb: str, uri: str) -> None:
         self._verb, self._uri = verb, uri
@@ -96,7 +96,7 @@ class _Bar(abc.ABC):
 
 
 class _TerminalBar(_Bar):
-    """A bar of rich, which goes away if the save or load fails."""
+    """A bar of rich, which disappears if the save or load fails."""
 
     def __enter__(self) -> None:
         self._bar = new_bar(redirect_stdout=False, redirect_stderr=False, refresh_per_second=4)

@@ -1,4 +1,4 @@
-"""Record what takes the time of a save or load: thread-seconds by phase, and a timeline if the options name a file.
+"""Record where the time of a save or load is spent: thread-seconds by phase, and a timeline if the options name a file.
 
 The timeline of a rank is a file in the Trace Event Format,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, which https://ui.perfetto.dev and

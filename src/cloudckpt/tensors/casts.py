@@ -24,7 +24,7 @@ _FLOATS = frozenset(
 )
 _COMPLEX = frozenset({torch.complex128, torch.complex64, torch.complex32})
 _KNOWN = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
-_SLICE_ELEMENTS = 1 << 18  # what a check takes beside the tensors stays in the cache of a core
+_SLICE_ELEMENTS = 1 << 18  # so that the memory of a check stays in the cache of a core
 
 ALLOW_LOSSY_CASTS_HINT = Hint(
     advice="To cast as torch's copy_() does, {option}.", option="Options.allow_lossy_casts", value="True"

@@ -129,7 +129,7 @@ class Source(NamedTuple):
     address: int = 0
     """The address of the tensor's first element; 0 if it has none."""
     is_whole: bool = False
-    """True if the value is the tensor itself, and tells planners nothing else."""
+    """True if the value is the tensor itself, and has nothing else for planners."""
     is_in_place: bool = False
     """True if the tensor's bytes can be used where they are."""
 

@@ -177,7 +177,7 @@ class UploadClauses(Clauses):
         assert list(store.list_uploads()) == []
         assert keys(store) == []
 
-    def test_hidden_uploads_are_recognised_by_their_ids(self, store: Store) -> None:
+    def test_hidden_uploads_are_recognized_by_their_ids(self, store: Store) -> None:
         """Garbage collection removes hidden uploads of any key, so each that is listed must be one of cloudckpt's."""
         if not store.capabilities.has_hidden_uploads:
             pytest.skip("uploads are not hidden beside their keys")

@@ -272,7 +272,7 @@ class GCSStore(HTTPStore):
             # One listing for each page: the library's iterator ends without an error after a page has failed.
             blobs = client.storage.list_blobs(bucket, prefix=prefix, page_token=token, **arguments, **client.each_call)
             page = next(blobs.pages)
-            # Read here, where the library's failure to parse an odd answer is not taken for a fault of ours.
+            # Read here, where the library's failure to parse an odd answer is not taken for a fault of cloudckpt.
             return page.raw_page, list(page), list(page.prefixes)
 
         while True:

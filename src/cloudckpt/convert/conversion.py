@@ -254,7 +254,7 @@ def naming_missing_file() -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
-        raise CheckpointNotFoundError(f"{error} Check the URI", uri=error.key) from error
+        raise CheckpointNotFoundError(f"{str(error).rstrip('.')}. Check the URI", uri=error.key) from error
 
 
 def head_file(context: Context, key: str) -> ObjectInfo:

@@ -111,6 +111,10 @@ class SafetensorsSource:
         if source.location.name.endswith((_SUFFIX, _INDEX_SUFFIX)):
             folder, self._name = folder_and_name(source.location)
             self._context = Context(folder, source.options, rank=source.rank)
+        elif (path := source.location.local_path) is not None and Path(path).is_file():
+            raise CheckpointNotFoundError(
+                f"{source.uri} is no {_SUFFIX} file. Import a file of torch.save in the format 'torch'", uri=source.uri
+            )
         self.tensors: dict[str, SourceTensor] = {}
         """Tensors by their names, in the order of the files and of the bytes in them."""
         self._metadata: dict[str, str] = {}

@@ -351,19 +351,20 @@ def explain_debt(uri: str, metadata: Mapping[str, Any], committed_at: datetime, 
     """
     place, _, name = uri.rpartition("/")
     folder = StepFolder(uri=uri, metadata=metadata)
-    if not is_debt(folder) or root_of(folder) == place:
+    root = root_of(folder)
+    if not is_debt(folder) or root in ("", place):
         return ""
-    root = parse_location(root_of(folder))
-    if not root.is_of_kind(parse_location(uri)):
-        options = dataclasses.replace(options, storage_options={})
     try:
-        found = Steps(root, options).list_folders(step=parse_folder(name))
+        location = parse_location(root)
+        if not location.is_of_kind(parse_location(uri)):
+            options = dataclasses.replace(options, storage_options={})
+        found = Steps(location, options).list_folders(step=parse_folder(name))
         raise_if_denied(found)
     except CloudckptError as error:
-        return f"{root.uri} was owed it, and cannot be asked for its copy: {error}"
+        return f"{root} was owed it, and cannot be asked for its copy: {error}"
     if any(one.info is not None and one.info.committed_at >= committed_at for one in found):
         return ""
-    return f"{root.uri} is owed it, and has no copy: run 'cloudckpt drain {place} {root.uri}' first"
+    return f"{root} is owed it, and has no copy: run 'cloudckpt drain {place} {root}' first"
 
 
 def _info_of(folder: StepFolder) -> StepInfo:

@@ -7,9 +7,14 @@ step that is whole somewhere, and the bucket gets what it is owed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,6 +29,7 @@ from tests.kit.wrapped import die
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager
 from cloudckpt.errors import CheckpointError
+from cloudckpt.stores.base import Store
 from cloudckpt.testing.faults import Faults, Rule, Tell
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
@@ -197,6 +203,68 @@ def check_kill(directory: Path, at: int, harm: Harm, world_size: int, *, async_:
     for place in (fast, root):
         check_nothing_left(place)
     assert whole_steps(root) == kept
+
+
+def _life_that_is_told_to_stop(directory: Path, deadline_s: float, bucket_answers: bool) -> None:  # noqa: FBT001
+    """A job that saves to the fast place alone until SIGTERM comes, and then uses the time that is left."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another handler, such as that of coverage, would end it
+    never = threading.Event()
+    hang = Rule(fault=Tell(before=lambda _: never.wait()), operations=_WRITES, times=None)
+
+    def wrap(store: Store) -> Store:
+        return store if bucket_answers or "/bucket" not in store.uri else Faults(hang)(store)
+
+    manager = CheckpointManager(
+        directory / "bucket",
+        save_every=10**6,
+        fast=directory / "fast",
+        fast_every=1,
+        options=make_options(wrap_store=wrap),
+    )
+    with cloudckpt.on_sigterm(deadline_s=deadline_s) as preemption:
+        for step in itertools.count(1):
+            manager.save(step, state_of(step))
+            manager.wait(WAIT_S)
+            (directory / f"saved-{step}").touch()
+            if preemption.agreed():
+                report = preemption.finish(lambda step=step: manager.save(step, state_of(step), force=True))
+                (directory / f"last-{step}-{report.last}").touch()
+                with contextlib.suppress(TimeoutError):
+                    manager.close(preemption.remaining_s)
+                os.kill(os.getpid(), signal.SIGKILL)  # as the scheduler does
+
+
+@pytest.mark.parametrize("bucket_answers", [True, False])
+def test_the_last_save_before_a_host_goes_away_uses_the_time_that_is_left(
+    tmp_path: Path, *, bucket_answers: bool
+) -> None:
+    """If this fails, a job that is told to stop sends its last step to the bucket alone, and has too little time for
+    it; or it does not copy it there in the time that is left; or the next job does not copy it.
+    """
+    deadline_s = WAIT_S if bucket_answers else 3.0
+    job = multiprocessing.get_context("spawn").Process(
+        target=_life_that_is_told_to_stop, args=(tmp_path, deadline_s, bucket_answers)
+    )
+    job.start()
+    try:
+        ends_at_s = time.monotonic() + WAIT_S
+        while not (tmp_path / "saved-2").exists():
+            assert job.is_alive()
+            assert time.monotonic() < ends_at_s
+        job.terminate()
+        job.join(WAIT_S)
+    finally:
+        job.kill()
+    assert job.exitcode == -signal.SIGKILL
+    (last,) = tmp_path.glob("last-*")
+    _, number, outcome = last.name.split("-")
+    step = int(number)
+    assert outcome == "committed"
+    assert is_owed(Path(whole_steps(tmp_path / "fast")[step]))
+    assert list(whole_steps(tmp_path / "bucket")) == ([step] if bucket_answers else [])
+    can_restore = True
+    (life,) = run_ranks(_second_life, tmp_path, can_restore, world_size=1, process_group=False)
+    assert (life.restored, life.newest_in_bucket) == (step, step)
 
 
 @pytest.mark.parametrize(("at", "harm"), KILLS)

@@ -98,6 +98,8 @@ class _StepState:
     is_owed: bool = False
     """It was due at the root, so a fast place has to copy it there."""
     may_overwrite: bool = False
+    is_again: bool = False
+    """The fast place has the step, and does not owe it to the root: a save there replaces it."""
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
     rank: int = 0
@@ -487,8 +489,10 @@ class CheckpointManager(OfThisProcess):
             self._schedule.note_save()
         if self._fast is not None and self._fast.schedule is not None and not is_saved:
             self._fast.schedule.note_save()
-        saved = _StepState(step=step, is_owed=is_owed, may_overwrite=overwrite, numbers=numbers, rank=rank)
-        if fast is not None and not is_saved:  # a step that is only there is sent to the root
+        saved = _StepState(
+            step=step, is_owed=is_owed, may_overwrite=overwrite, is_again=is_saved, numbers=numbers, rank=rank
+        )
+        if fast is not None:
             decide = functools.partial(fast.takes, folder, is_owed=is_owed, may_overwrite=overwrite)
             ranks = self._make_rank_calls("choosing the place of a step under")
             saved.is_fast, saved.is_owed = ranks.broadcast("find", decide)
@@ -510,7 +514,8 @@ class CheckpointManager(OfThisProcess):
             _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
         call = async_save if self._is_async else save
         try:
-            writer = ObjectStoreWriter(saved.uri, options=options, overwrite=saved.may_overwrite, _via="manager")
+            overwrite = saved.may_overwrite or (saved.is_fast and saved.is_again)
+            writer = ObjectStoreWriter(saved.uri, options=options, overwrite=overwrite, _via="manager")
             saved.result = call(state_dict, storage_writer=writer, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
             if saved.is_fast and is_store_failure(error):

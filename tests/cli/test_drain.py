@@ -56,6 +56,27 @@ def test_a_step_that_stays_owed_is_named_and_fails(tmp_path: Path, run: Run) -> 
     assert [info.name for info in cloudckpt.list_checkpoints(root)] == ["step-2"]
 
 
+def test_ls_says_in_which_places_a_step_is(tmp_path: Path, run: Run) -> None:
+    """If this fails, a user gives a host back that has the only copy of a step."""
+    fast, root = make_debt(tmp_path)
+    with CheckpointManager(root, save_every=10, fast=fast, fast_every=1, fast_keep=9) as manager:
+        assert [(one.step, one.place) for one in manager.steps()] == [(1, "owed"), (2, "owed")]
+        manager.save(3, state_of(3.0))  # its end copies what is owed
+    with CheckpointManager(tmp_path / "other", fast=fast, fast_keep=9) as other:
+        other.save(9, state_of(9.0))
+    cloudckpt.delete(f"{fast}/step-1")
+    with CheckpointManager(root, fast=fast, save_every=10, fast_every=1, fast_keep=9) as manager:
+        assert [(one.step, one.place) for one in manager.steps()] == [(1, "root"), (2, "both"), (3, "fast")]
+    cloudckpt.delete(f"{root}/step-2")
+    places = {one["name"]: one["place"] for one in run("ls", root, "--fast", fast, "--json").document}
+    assert places == {"step-1": "root", "step-2": "owed", "step-3": "fast", "step-9": f"fast, of {tmp_path / 'other'}"}
+    assert run("drain", fast, root).code == 0
+    lines = run("ls", root, "--fast", fast, "--columns", "name,place").out.splitlines()
+    assert lines[0].split() == ["NAME", "PLACE"]
+    assert "step-2 both" in [" ".join(line.split()) for line in lines]
+    assert "place" not in run("ls", root, "--json").document[0]
+
+
 def test_nothing_is_sent_after_the_deadline(tmp_path: Path) -> None:
     """If this fails, a host is given back in the middle of a copy."""
     fast, root = make_debt(tmp_path)

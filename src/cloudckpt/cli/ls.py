@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 import os
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _USUAL, _LONG = 5, 10
 """The number of columns without an option, and with ``--long``."""
+_PLACE = "place"
+"""The column that ``--fast`` adds."""
 _RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "MANIFEST", "DURATION")
 _HOUR: Any = "1h"  # Typer parses it
 _INTERVAL: Any = "10s"
@@ -53,12 +57,13 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
 }
 
 
-def _parse_columns(text: str) -> list[str]:
+def _parse_columns(text: str, *, has_places: bool) -> list[str]:
     columns = [one.strip() for one in text.split(",")]
-    unknown = [one for one in columns if one not in _COLUMNS]
+    known = [*_COLUMNS, *([_PLACE] if has_places else [])]
+    unknown = [one for one in columns if one not in known]
     if unknown:
         raise typer.BadParameter(
-            f"there is no column {unknown[0]!r}; the columns are {', '.join(_COLUMNS)}", param_hint="--columns"
+            f"there is no column {unknown[0]!r}; the columns are {', '.join(known)}", param_hint="--columns"
         )
     return columns
 
@@ -87,6 +92,10 @@ def ls(
         bool, typer.Option("--metrics", "-m", help="Also a column for each metric, with a mark at the best value.")
     ] = False,
     best: BEST = None,
+    fast: Annotated[
+        str | None,
+        typer.Option(metavar="PLACE", help="Also the steps in this fast place of the run, and where each step is."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Also check each manifest's entries of tensors; `verify` checks the data.")
     ] = False,
@@ -99,9 +108,14 @@ def ls(
     from cloudckpt.inspect.catalog import list_checkpoints
 
     console = common.console
-    names = _parse_columns(columns) if columns is not None else list(_COLUMNS)[: _LONG if long else _USUAL]
+    usual = [*list(_COLUMNS)[: _LONG if long else _USUAL], *([] if fast is None else [_PLACE])]
+    names = _parse_columns(columns, has_places=fast is not None) if columns is not None else usual
     options = common.options()
-    found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
+    list_all = functools.partial(list_checkpoints, all=True, alive_within=alive_within, check=check)
+    found = list_all(root, options=options)
+    places: dict[int, str] = {}
+    if fast is not None:
+        places = _add_fast(found, list_all(fast, options=_options_of(fast, root, options)), root)
     if not found:
         _print_no_checkpoint(console, root, options)
     modes = choose_modes(found, best) if metrics or best else None
@@ -110,7 +124,8 @@ def ls(
         found.sort(key=lambda one: one.name)
     elif sort is _Order.size:
         found.sort(key=lambda one: one.num_bytes or 0)
-    _print_list(console, root, found[::-1] if reverse else found, names, long=long, best_of=best_of)
+    shown = found[::-1] if reverse else found
+    _print_list(console, root, shown, names, long=long, best_of=best_of, places=places)
     if modes and best_of and not common.as_json:
         console.say(f"* marks the best: {describe_modes(modes, best_of)}. For others: --best min:METRIC or max:METRIC.")
     elif modes is not None and found and not find_metrics(found):
@@ -195,19 +210,23 @@ def _print_list(
     *,
     long: bool,
     best_of: Mapping[str, CheckpointInfo] | None,
+    places: Mapping[int, str],
 ) -> None:
     if console.as_json:
         documents = [document_of(one) for one in found]
         for one, document in zip(found, documents, strict=True) if best_of is not None else ():
             document["best"] = [name for name, best in (best_of or {}).items() if best is one]
+        for one, document in zip(found, documents, strict=True) if places else ():
+            document[_PLACE] = places[id(one)]
         console.document(documents)
         return
     if not found:
         return
     metrics = find_metrics(found) if best_of is not None else []
     titles = [*map(title_of, metrics)]
+    cell_of: dict[str, Callable[[CheckpointInfo], str]] = {**_COLUMNS, _PLACE: lambda one: places[id(one)]}
     rows = [
-        [*(_COLUMNS[name](one) for name in columns), *(mark_best(one, name, best_of or {}) for name in metrics)]
+        [*(cell_of[name](one) for name in columns), *(mark_best(one, name, best_of or {}) for name in metrics)]
         for one in found
     ]
     console.table([*(name.upper() for name in columns), *titles], rows, right=[*_RIGHT, *titles])
@@ -219,6 +238,38 @@ def _print_list(
         if one.problem:
             console.warn(f"{one.name}: {one.problem}")
     _print_advice(console, root, found)
+
+
+def _options_of(fast: str, root: str, options: Options) -> Options:
+    """Return the options for a fast place: those of the store are for the root, unless both are of one kind."""
+    from cloudckpt.uri import parse_location
+
+    if parse_location(fast).is_of_kind(parse_location(root)):
+        return options
+    return dataclasses.replace(options, storage_options={})
+
+
+def _add_fast(found: list[CheckpointInfo], near: Sequence[CheckpointInfo], root: str) -> dict[int, str]:
+    """Add to the checkpoints of a root those that only its fast place has. Return where each is, by its `id`."""
+    from cloudckpt.manager.debts import FAST_KEY
+    from cloudckpt.uri import parse_location
+
+    committed = {(one.name, one.committed_at): one for one in found if one.state == "committed"}
+    newest = dict(sorted(committed))
+    places = {id(one): "root" for one in found}
+    for one in near:
+        record = one.metadata.get(FAST_KEY)
+        record = record if isinstance(record, dict) else {}
+        copy = committed.get((one.name, one.committed_at)) if one.state == "committed" else None
+        if copy is not None:
+            places[id(copy)] = "both"
+            continue
+        is_owed = record.get("is_owed") is True and not (one.name in newest and newest[one.name] >= one.committed_at)
+        is_own = record.get("root", parse_location(root).uri) == parse_location(root).uri
+        places[id(one)] = ("owed" if is_owed else "fast") if is_own else f"fast, of {record['root']}"
+        found.append(one)
+    found.sort(key=lambda one: one.committed_at)
+    return places
 
 
 def _print_advice(console: Console, root: str, found: Sequence[CheckpointInfo]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from cloudckpt._display import size
@@ -150,7 +150,7 @@ class FastPlace:
                 f"is there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
                 uri=self._root.uri,
             )
-        return [found for found in _merge(near, far) if step in (None, found[0].step)]
+        return [found for found in _merge(near, far, self.debts.is_unsettled) if step in (None, found[0].step)]
 
     def start(self) -> None:
         """Start to copy what the root is owed. Does not wait and never raises.
@@ -207,7 +207,9 @@ class FastPlace:
         return most if self._task.is_awaited or self.debts.is_behind else min(most, _CONNECTIONS_BESIDE_TRAINING)
 
 
-def _merge(near: Sequence[StepFolder], far: Sequence[StepInfo]) -> list[tuple[StepInfo, bool]]:
+def _merge(
+    near: Sequence[StepFolder], far: Sequence[StepInfo], is_unsettled: Callable[[StepFolder], bool]
+) -> list[tuple[StepInfo, bool]]:
     """Merge the committed steps of a fast place and those of its root, as `FastPlace.find_committed`.
 
     A save that both have is one step, that of the fast place: its copy has the same name and commit time. Steps that
@@ -223,7 +225,10 @@ def _merge(near: Sequence[StepFolder], far: Sequence[StepInfo]) -> list[tuple[St
         if info is None or (folder.problem and name_of(info) in names):
             continue
         copy_info = copies.pop((name_of(info), info.committed_at), None)
-        merged.append(info if copy_info is None else dataclasses.replace(info, copy_uri=copy_info.uri))
+        if copy_info is not None:
+            merged.append(dataclasses.replace(info, place="both", copy_uri=copy_info.uri))
+        else:
+            merged.append(dataclasses.replace(info, place="owed" if is_unsettled(folder) else "fast"))
         if not folder.problem and not is_debt(folder):
             unowed.add(info.uri)
     return [(info, info.uri not in unowed) for info in sort_newest_first([*merged, *copies.values()])]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 
 from cloudckpt._display import shown
 from cloudckpt._this_process import is_first_warning
@@ -35,6 +35,8 @@ _log = logging.getLogger("cloudckpt")
 
 STEP_KEY = "step"
 """A key in the ``metadata`` of a manifest, as `METRICS_KEY` is."""
+
+Place: TypeAlias = Literal["root", "fast", "both", "owed"]
 
 _MAX_SHOWN_STEPS = 5
 _T = TypeVar("_T")
@@ -102,6 +104,9 @@ class StepInfo:
     """Size of the data objects. None if the manifest is damaged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were saved with it. NaN stands for a value that was not finite."""
+    place: Place = "root"
+    """Where it is: at the ``"root"``, in the ``"fast"`` place in front of it, or in ``"both"``. ``"owed"``: in the fast
+    place, and the root does not have the copy yet that it is owed."""
     copy_uri: str | None = None
     """URI of the same save under the root, if `uri` is that in the fast place and both have it."""
 

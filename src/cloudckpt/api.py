@@ -160,7 +160,8 @@ def load(
     Args:
         state_dict: The state dict to fill; or `uri`, if live objects are passed. A ``Stateful`` in it also gets what
             was saved of it and its ``state_dict()`` does not ask for, unless `strict` is False.
-        uri: Place of the checkpoint.
+        uri: Place of the checkpoint; or of safetensors files, which hold a model and no checksums: one file, or a
+            folder in Hugging Face's layout.
         model: Models to fill, as `save` takes them. So are `optimizer`, `scheduler`, `dataloader` and `extra`.
         optimizer: See `model`.
         scheduler: See `model`.

@@ -184,6 +184,13 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
     return parsed
 
 
+def folder_and_name(location: Location) -> tuple[Location, str]:
+    """Split the location of a file into its folder and its name."""
+    if not location.name:
+        raise InvalidURIError(f"{location.uri} names no file: add a name such as model.pt")
+    return location.parent, location.name
+
+
 def _refuse_blank(name: str, *, of: str) -> None:
     if name != name.strip():
         raise InvalidURIError(f"The location {redact(of)!r} begins or ends with a blank: remove it.")

@@ -311,7 +311,6 @@ def _header(members: Any) -> bytes:
         (_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), "it was cut"),
         (_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + bytes(4), "4 bytes"),
         (_header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}) + bytes(8), "back to back"),
-        (_header({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}) + bytes(1), "'F4'"),
         (_header({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}) + bytes(1), "impossible"),
         (_header({"a": {"dtype": "U8", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 1]}}) + bytes(1), "1 bytes"),
     ],
@@ -344,7 +343,7 @@ def test_ambiguous_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(cloudckpt.errors.UnsupportedValueError, match="'w' is in"):
         cloudckpt.import_checkpoint(hub, tmp_path / "step-1")
     for weight_map, error in (
-        ({"w": "c.safetensors"}, cloudckpt.CheckpointNotFoundError),
+        ({"w": "c.safetensors"}, cloudckpt.CorruptCheckpointError),
         ({"w": "a.safetensors", "v": "b.safetensors"}, cloudckpt.CorruptCheckpointError),
         ({"w": "../a.safetensors"}, cloudckpt.CorruptCheckpointError),
         ({}, cloudckpt.CorruptCheckpointError),
@@ -374,7 +373,7 @@ def test_a_file_that_is_replaced_meanwhile_is_noticed(root_of: Root, tmp_path: P
         if written is not None:
             os.utime(source, ns=(written.st_atime_ns, written.st_mtime_ns))
 
-    faults = Faults(Rule(fault=Tell(before=replace), operations={"read_into"}, skip=2, times=None))
+    faults = Faults(Rule(fault=Tell(before=replace), operations={"read_into"}, skip=1, times=None))
     with pytest.raises(cloudckpt.errors.CheckpointChangedError):
         cloudckpt.import_checkpoint(source, tmp_path / "step-1", options=make_options(wrap_store=faults))
     assert not contents(str(tmp_path / "step-1"))

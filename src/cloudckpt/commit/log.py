@@ -19,6 +19,7 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
 )
 from cloudckpt.format.model import Manifest
+from cloudckpt.format.safetensors import SINGLE_NAME
 from cloudckpt.io.client import StoreClient
 
 TORCH_METADATA_KEY = ".metadata"
@@ -194,7 +195,11 @@ def resolve(client: StoreClient) -> Resolved:
 
     Raises `CheckpointNotFoundError` if there is none, and what `read_current` raises.
     """
-    log, manifest = read_current(client)
+    return require_current(client, *read_current(client))
+
+
+def require_current(client: StoreClient, log: Log, manifest: Manifest | None) -> Resolved:
+    """Return the manifest that `read_current` has found, or raise the error of `resolve`."""
     if log.current_number is None:
         raise _not_found_error(client, was_fenced=bool(log.entries))
     if manifest is None:
@@ -235,22 +240,28 @@ def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotF
     else:
         try:
             folders = list_kept_folders(client)
-            is_empty = not client.list(most=1)
+            is_empty, has_files = not client.list(most=1), bool(client.list(SINGLE_NAME, most=1))
         except StoreError:  # it is a hint, so no failure matters
             hint = "check the URI"
         else:
-            hint = _describe_content(client.uri, folders, is_empty=is_empty)
+            hint = _describe_content(client.uri, folders, is_empty=is_empty, has_files=has_files)
     return CheckpointNotFoundError(f"no checkpoint is committed at {client.uri}: {hint}", uri=client.uri)
 
 
-def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool) -> str:
+def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool, has_files: bool) -> str:
     if folders:
         return f"it has the {describe_folders(folders)}. Name the checkpoint itself: `cloudckpt ls {uri}` lists them"
     if is_empty:
         return "the location is empty. Check the URI, or list the checkpoints with `cloudckpt ls ROOT`"
+    if has_files:
+        return (
+            "these are safetensors files, which have no checksums. load, read, show and diff take them as they are; "
+            "for all else, `cloudckpt import` makes a checkpoint of them"
+        )
     return (
-        "the location holds other files, or the remains of deleted checkpoints. Check the URI. "
-        "`cloudckpt import` makes a checkpoint of files, and `cloudckpt export` writes files to any store"
+        "the location holds other files, or the remains of deleted checkpoints. Check the URI. A folder of safetensors "
+        f"has {SINGLE_NAME} or its index; name any other such file itself. `cloudckpt import` makes a checkpoint of "
+        "files, and `cloudckpt export` writes files to any store"
     )
 
 

@@ -281,13 +281,6 @@ def replaced_error(uri: str) -> CheckpointChangedError:
     )
 
 
-def folder_and_name(location: Location) -> tuple[Location, str]:
-    """Split the location of a file into its folder and its name."""
-    if not location.name:
-        raise InvalidURIError(f"{location.uri} names no file: add a name such as model.pt")
-    return location.parent, location.name
-
-
 def check_apart(source: Context, target: Context) -> None:
     """Raise `InvalidURIError` if both are the same place, or one is inside the other."""
     one, other = _path_of(source.location), _path_of(target.location)

@@ -26,10 +26,8 @@ from cloudckpt.convert.conversion import (
     Conversion,
     ConversionReport,
     OnProgress,
-    folder_and_name,
     upload,
 )
-from cloudckpt.convert.safetensors_source import INDEX_NAME
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -42,20 +40,20 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.chunks import dtype_name, dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, StoredTensor
-from cloudckpt.format.safetensors import lay_out
+from cloudckpt.format.safetensors import INDEX_NAME, SINGLE_NAME, lay_out
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.tensors.body import PieceBody, new_piece
+from cloudckpt.uri import folder_and_name
 
 _log = logging.getLogger("cloudckpt")
 
 ExportFormat: TypeAlias = Literal["safetensors", "torch"]
 
-_SINGLE_NAME = "model.safetensors"
-_SAFETENSORS_PATTERNS = (_SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
+_SAFETENSORS_PATTERNS = (SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
 _RESERVED_NAME = "__metadata__"
 _MAX_SHOWN_URLS = 3
 _CONNECTIONS_OF_EACH = 2
@@ -164,7 +162,7 @@ def export_checkpoint(
 def _export_safetensors(
     conversion: Conversion, *, max_shard_bytes: int, skip_non_tensors: bool, dequantize: bool
 ) -> ConversionReport:
-    source, target, single_name = conversion.source, conversion.target, _SINGLE_NAME
+    source, target, single_name = conversion.source, conversion.target, SINGLE_NAME
     patterns: Sequence[str] = _SAFETENSORS_PATTERNS
     path = target.location.path
     is_folder = target.location.local_path is not None and Path(path).is_dir()
@@ -178,7 +176,7 @@ def _export_safetensors(
         folder, single_name = folder_and_name(target.location)
         target = Context(folder, target.options, rank=0)
         # Beside the index of an earlier export, readers would take the shards that it names.
-        patterns = (glob.escape(single_name),) if single_name != _SINGLE_NAME else _SAFETENSORS_PATTERNS
+        patterns = (glob.escape(single_name),) if single_name != SINGLE_NAME else _SAFETENSORS_PATTERNS
     manifest = resolve(source.client).manifest
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
@@ -253,7 +251,7 @@ def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor],
 
 
 def name_shards(
-    tensors: Mapping[str, StoredTensor], *, max_shard_bytes: int, single_name: str = _SINGLE_NAME
+    tensors: Mapping[str, StoredTensor], *, max_shard_bytes: int, single_name: str = SINGLE_NAME
 ) -> dict[str, TensorFile]:
     """Plan the files of an export, by their names. One file alone is called `single_name`."""
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}

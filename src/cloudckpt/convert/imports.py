@@ -27,11 +27,9 @@ from cloudckpt.convert.conversion import (
     OnProgress,
     check_unchanged,
     choose_buffered_part_bytes,
-    folder_and_name,
     head_file,
     replaced_error,
 )
-from cloudckpt.convert.safetensors_source import SafetensorsSource
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import (
     ALLOW_PICKLE_HINT,
@@ -51,9 +49,12 @@ from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.draft import Draft, require_no_resume
+from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.safetensors_files import list_source
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.values import unsafe_names
+from cloudckpt.uri import folder_and_name
 
 _log = logging.getLogger("cloudckpt")
 _PIECE_BYTES = 16 * MIB
@@ -149,8 +150,9 @@ def import_checkpoint(
 
 def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> ConversionReport:
     target, progress = conversion.target, conversion.progress
-    source = SafetensorsSource(conversion.source)
-    tensors = source.tensors
+    source = list_source(conversion.source)
+    reader, ties = Reader(source.context, source.manifest), {**source.ties, **tie}
+    tensors = {name: tensor for name, tensor in reader.manifest.tensors.items() if name not in source.ties}
     for name, kept in tie.items():
         if kept not in tensors:
             raise InvalidOptionError(
@@ -159,12 +161,17 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
             )
         if name in tensors:
             raise InvalidOptionError(f"{name!r} is in {conversion.source.uri} already, and needs no tie")
-    ties = {**source.ties, **tie}
     names = conversion.selection.choose_names([*tensors, *ties])
     names_of: defaultdict[str, list[str]] = defaultdict(list)  # of each stored tensor, its own name first
     for fqn, name in names.items():
         names_of[ties.get(fqn, fqn)].append(name)
     fqns = {its_names[0]: fqn for fqn, its_names in names_of.items()}
+    if unknown := [f"{fqn} ({source.unknown[fqn]})" for fqn in fqns.values() if fqn in source.unknown]:
+        raise UnsupportedValueError(
+            f"{conversion.source.uri} has tensors of dtypes that torch does not have: {quote_names(unknown)}. Choose "
+            "others with include",
+            uri=conversion.source.uri,
+        )
     advanced = target.options.advanced
     shapes = {name: (tensors[fqn].dtype, tensors[fqn].shape) for name, fqn in fqns.items()}
     files = plan_files(shapes, file_bytes=advanced.object_bytes)
@@ -177,9 +184,9 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
     part_bytes = choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)
     try:
         with contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena:
-            bodies = ((file.body_in(source, fqns)(arena), part_bytes) for file in files)
-            receipts = draft.write(bodies, on_failure=source.stop)
-        source.check_unchanged()
+            bodies = ((file.body_in(reader, fqns)(arena), part_bytes) for file in files)
+            receipts = draft.write(bodies, on_failure=source.context.stop)
+        reader.check_unchanged()
     except BaseException:
         draft.remove(draft.key(number) for number in range(len(files)))
         raise

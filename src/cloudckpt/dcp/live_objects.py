@@ -6,7 +6,8 @@ import copy
 import itertools
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,6 +57,8 @@ class ModelEntry(LiveEntry):
         self._module = module
         self._is_strict = is_strict
         self._rank = rank
+        self._tied: dict[str, str] = {}
+        """The names that a load does not ask for, by others of the same parameters."""
 
     def state_dict(self) -> dict[str, Any]:
         return get_model_state(self._module)
@@ -94,6 +97,9 @@ class ModelEntry(LiveEntry):
                 f"{quote_names(list(wanted))}. {advice}",
                 uri=source.uri,
             )
+        if len(known) < len(wanted):
+            self._tied = _find_tied(self._module, known)
+            wanted = {name: value for name, value in wanted.items() if name not in self._tied}
         if not self._is_strict:
             new = [name for name in wanted if name not in known]
             if source.renaming is not None:
@@ -111,8 +117,24 @@ class ModelEntry(LiveEntry):
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:
+            state = {**state, **{name: state[kept] for name, kept in self._tied.items()}}
             with writable([*self._module.parameters(), *self._module.buffers()]):
                 set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
+
+
+def _find_tied(module: nn.Module, known: Collection[str]) -> dict[str, str]:
+    """Return the names of parameters and buffers that `known` lacks, by others of the same ones that it has."""
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for held in (module.named_parameters, module.named_buffers):
+        for raw, one in held(remove_duplicate=False):
+            names[id(one)].append(raw)
+    tied = {}
+    for raws in names.values():
+        if len(raws) > 1:
+            fqns = sorted({fqn for raw in raws for fqn in fqns_of(module, raw)})
+            if kept := [fqn for fqn in fqns if fqn in known]:
+                tied.update({fqn: kept[0] for fqn in fqns if fqn not in known})
+    return tied
 
 
 def _find_named(saved: Any, name: str) -> Any:

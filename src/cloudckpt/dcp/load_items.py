@@ -218,4 +218,5 @@ def _find_want(
     if location.dtype is not None and not allows_lossy_casts:
         cast = new_cast(index.fqn, dtype_of(location.dtype), tensor, uri=uri)
     receive = functools.partial(planner.commit_tensor, item)
-    return want_block(index.fqn, location, Box(offsets, lengths), tensor, cast=cast, receive=receive)
+    box = Box(offsets, lengths)
+    return want_block(index.fqn, location, box, tensor, cast=cast, receive=receive, needs_alignment=True)

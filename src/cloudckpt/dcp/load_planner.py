@@ -82,6 +82,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self._is_renamed = is_renamed
         self._via = via
         self.num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self.old_names: Mapping[str, str] = {}
+        """Names in the checkpoint that differ from those that the load sees, though the caller renames nothing."""
         self._saved: Mapping[str, Any] = {}
         self._empty: list[str] = []
         self._wrappers: dict[str, StoredWrapper] = {}
@@ -170,7 +172,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 advice += f". Ask only for what was saved, or pass {partial} to leave out what is missing"
             hint = None
             lacking = {} if self._is_renamed else {name: self.state_dict[name] for name in missing}
-            if renames := suggest_renames({name: self._saved[name] for name in unasked}, lacking):
+            saved = {self.old_names.get(name, name): self._saved[name] for name in unasked}
+            if renames := suggest_renames(saved, lacking):
                 others = quote_others(renames).replace("{", "{{").replace("}", "}}")
                 text = f"To load under other names, {{option}}{others}."
                 hint = Hint(advice=text, option="rename", value=repr(renames[0]))

@@ -327,6 +327,8 @@ def _load(
         if is_ours:
             opened = {key: add_placeholders(entries[key], key, metadata.state_dict_metadata) for key in stateful}
             entries.update(opened)
+        if isinstance(planner, ExplainingLoadPlanner) and reader.renaming is not None:
+            planner.old_names = reader.renaming.old_names
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
         return reader.prepare_local_plan(

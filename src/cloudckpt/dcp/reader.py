@@ -36,10 +36,11 @@ from cloudckpt.errors import (
     raised_via,
 )
 from cloudckpt.format.codec import decode, encode
-from cloudckpt.format.model import ItemLocation, Manifest
+from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.reader import CopyElsewhere, Reader, is_trouble
+from cloudckpt.pipeline.safetensors_files import find_source, folder_of
 from cloudckpt.pipeline.wants import Wants
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.timeline import new_recorder
@@ -48,6 +49,8 @@ from cloudckpt.tensors.values import EncodedValue
 from cloudckpt.uri import is_valid_location, parse_location
 
 _log = logging.getLogger("cloudckpt")
+_MODEL = "model"
+"""The key of what `load` and `save` take as the model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class ManifestLookup:
     """The manifest is that of the copy in another place."""
     is_torchs: bool = False
     """No manifest is committed, but a checkpoint of torch's own writer exists."""
+    files: FilesManifest | None = None
+    """The safetensors files there, if there is no checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,11 @@ class _Call:
     is_lazy: bool
     whole_keys: Collection[str] | None
     keys: Collection[str]
+
+    @property
+    def has_live_model(self) -> bool:
+        """True if the load is of an object that was passed as the model."""
+        return _MODEL in (self.keys if self.whole_keys is None else self.whole_keys)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,7 +419,10 @@ class ObjectStoreReader(StorageReader):
             context = self._new_context(is_of_copy=is_of_copy)
             try:
                 try:
-                    manifest = resolve(context.client).manifest
+                    if self._copy is None:
+                        context, resolved = find_source(context)
+                    else:
+                        resolved = resolve(context.client)
                 except CheckpointNotFoundError as error:
                     if self._copy is None and has_torch_checkpoint(context.client):
                         return ManifestLookup(uri=uri, error=error, is_torchs=True)
@@ -420,7 +433,9 @@ class ObjectStoreReader(StorageReader):
                 continue
             if failure is not None:
                 _log.warning("reading the copy in %s, because of this failure: %s", context.uri, failure)
-            self._found_here = context, manifest
+            self._found_here, manifest = (context, resolved.manifest), resolved.manifest
+            if isinstance(manifest, FilesManifest):
+                return ManifestLookup(uri=uri, files=manifest)
             return ManifestLookup(uri=uri, document=encode(manifest) if is_sent else None, is_of_copy=is_of_copy)
         return ManifestLookup(uri=uri, error=failure)
 
@@ -436,6 +451,8 @@ class ObjectStoreReader(StorageReader):
             self._context = context
             renaming = self._renaming = self._new_renaming(metadata.state_dict_metadata, uri=context.uri)
             return metadata if renaming is None else renaming.apply_to_torchs(metadata)
+        if lookup.files is not None:
+            return self._use(folder_of(context)[0], lookup.files)
         if lookup.document is None:
             raise lookup.error or CloudckptError(f"the manifest of {self.checkpoint_id} was not looked for")
         return self._use(context, decode(lookup.document, uri=context.uri))
@@ -449,7 +466,8 @@ class ObjectStoreReader(StorageReader):
         self._copy_elsewhere = None
         if self._copy is not None and context.location == self._location:
             self._copy_elsewhere = CopyElsewhere(self._new_context(is_of_copy=True), manifest)
-        self._renaming = self._new_renaming([*manifest.tensors, *manifest.values], uri=context.uri)
+        names, is_of_model = [*manifest.tensors, *manifest.values], isinstance(manifest, FilesManifest)
+        self._renaming = self._new_renaming(names, uri=context.uri, is_of_model=is_of_model)
         if self._renaming is not None:
             manifest = self._renaming.apply(manifest)
         self._context, self._manifest = context, manifest
@@ -457,8 +475,11 @@ class ObjectStoreReader(StorageReader):
         self._recorder.span("manifest", int(self._started_s * 1e9))
         return self._make_metadata(manifest, is_lazy=self._call is not None and self._call.is_lazy)
 
-    def _new_renaming(self, names: Collection[str], *, uri: str) -> Renaming | None:
+    def _new_renaming(self, names: Collection[str], *, uri: str, is_of_model: bool = False) -> Renaming | None:
+        """Return the new names. Without `rename`, those of files that hold one model's tensors lead to the model."""
         rename = self._rename
+        if rename is None and is_of_model and names and self._call is not None and self._call.has_live_model:
+            rename = {"": _MODEL}
         if rename is not None and self._may_be_renamed:
             rename = find_needed(rename, names, uri=uri)
         keys = () if self._call is None else self._call.keys
@@ -497,6 +518,7 @@ class ObjectStoreReader(StorageReader):
             transforms = ReadTransforms(self._registry, self._options.extensions)
             reader = Reader(context, self._manifest, copy=self._copy_elsewhere, transforms=transforms)
             report = reader.read(wants)
+            reader.check_unchanged()
         self.report = dataclasses.replace(report, plan_s=planned_s - self._started_s, manifest_s=self._manifest_s)
         self.lifecycle.end(self.report)
 

@@ -162,6 +162,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``Options.metadata`` of the save."""
 
     @property
+    def has_checksums(self) -> bool:
+        """True if what is read can be compared with what was saved."""
+        return True
+
+    @property
     def own_keys(self) -> frozenset[str]:
         """The keys of the objects in the checkpoint's own folder."""
         return frozenset(stored.key for stored in self.objects if not stored.folder)
@@ -182,6 +187,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return other == msgspec.structs.replace(
             self, version=other.version, attempt=other.attempt, created_at=other.created_at, objects=objects
         )
+
+
+class FilesManifest(Manifest, frozen=True, kw_only=True):
+    """Safetensors files of any program, described as a checkpoint. It is stored nowhere."""
+
+    writes: tuple[str, ...]
+    """`ObjectInfo.write` of each object when its header was read."""
+
+    @property
+    def has_checksums(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,10 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 _ALIGNMENT_BYTES = 64  # of the first tensor; with elements in falling size, each tensor is aligned to its own element
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+"""The names of Hugging Face's for a model's only file, and for the index of its files."""
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+"""The ends of the names of files, and of Hugging Face's indices of files."""
 _METADATA_KEY = "__metadata__"
 _VARIANT = re.compile(r"#[0-9]+\Z")
 _MAX_NAMES = 5

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from cloudckpt._display import Rows, find_shown_begin, shown
-from cloudckpt.commit.log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.safetensors_files import find_source
 from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.tensors.values import load_stored
 from cloudckpt.uri import parse_location
@@ -136,12 +136,14 @@ def compare(
         del memory, first, second  # before the next batch takes as much
         if on_progress is not None:
             on_progress(comparer.num_compared, comparer.num_bytes)
+    for reader in readers:
+        reader.check_unchanged()
     return comparer.result()
 
 
 def _open(uri: str | os.PathLike[str], options: Options) -> Reader:
-    context = Context(parse_location(uri), options, rank=0)
-    return Reader(context, resolve(context.client).manifest)
+    context, resolved = find_source(Context(parse_location(uri), options, rank=0))
+    return Reader(context, resolved.manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import math
 import os
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt._display import Rows, shown
-from cloudckpt.commit.log import resolve
+from cloudckpt.commit.log import Resolved, resolve
+from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.format.model import Chunk, StoredTensor
+from cloudckpt.format.safetensors import INDEX_SUFFIX, SUFFIX
 from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
+from cloudckpt.uri import Location, parse_location
 
 
 @shown
@@ -162,9 +166,9 @@ def matches(fqn: str, patterns: Iterable[str]) -> bool:
 
 
 def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointDescription:
-    """Describe the content of the checkpoint at `uri`.
+    """Describe the content of the checkpoint at `uri`, or of safetensors files there.
 
-    Reads only the manifest, and runs no code from the store.
+    Reads only the manifest, or the headers of the files, and runs no code from the store.
 
     Args:
         uri: The checkpoint.
@@ -186,11 +190,11 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
 
     """
     options = options or Options()
-    client = open_client(uri, options)
-    resolved = resolve(client)
+    location = parse_location(uri)
+    resolved = _resolve(location, options)
     manifest = resolved.manifest
     return CheckpointDescription(
-        uri=client.uri,
+        uri=location.uri,
         attempt=manifest.attempt,
         created_at=manifest.created_at,
         world_size=manifest.world_size,
@@ -213,6 +217,17 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
             for name, wrapper in manifest.wrappers.items()
         ),
     )
+
+
+def _resolve(location: Location, options: Options) -> Resolved:
+    """Return the checkpoint at `location`, or the safetensors files there."""
+    if not location.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        with contextlib.suppress(CheckpointNotFoundError):
+            return resolve(open_client(location, options))
+    from cloudckpt.pipeline.context import Context  # noqa: PLC0415  # torch, which a checkpoint does not need
+    from cloudckpt.pipeline.safetensors_files import find_source  # noqa: PLC0415
+
+    return find_source(Context(location, options, rank=0))[1]
 
 
 def _describe_tensor(name: str, tensor: StoredTensor) -> TensorDescription:

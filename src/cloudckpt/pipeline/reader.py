@@ -33,7 +33,7 @@ from cloudckpt.errors import (
 from cloudckpt.events import EventName
 from cloudckpt.format.chunks import dtype_of, find_overlapping_chunks, locate_chunk, locate_value
 from cloudckpt.format.codec import unpack_tiles
-from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest, StoredTensor
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, FilesManifest, ItemLocation, Manifest, StoredTensor
 from cloudckpt.io.boxes import Box, intersect, split_into_boxes
 from cloudckpt.io.client import StoreClient, choose_hedge_bytes
 from cloudckpt.io.download import download_range, find_size, find_wrong_tiles
@@ -101,6 +101,8 @@ class Reader:
         self._transforms = transforms or ReadTransforms(None, context.options.extensions)
         self._tiles: dict[int, array[int]] = {}
         self._unpacking = threading.Lock()
+        self._read_indices: set[int] = set()
+        self._is_verified = context.options.verify and manifest.has_checksums
         self._unpacked: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         """Whole chunks that `read_bytes` keeps, by tensor and offsets, in the order of their last use."""
 
@@ -115,6 +117,7 @@ class Reader:
             with rare_collections():
                 self._check_extensions(wants)
                 requests = self._plan(wants)
+            self._read_indices.update(request.object_index for request in requests)
             self._check_sizes(requests, wants)
             hedger, arena = context.client.hedger, new_arena(budget_bytes=_buffer_bytes(context))
             reads = each_done(
@@ -123,7 +126,7 @@ class Reader:
                     self.read_tiles,
                     opened=functools.partial(open_request, targets=wants.targets, arena=arena),
                     names_in=wants.names_in,
-                    is_verified=context.options.verify,
+                    is_verified=self._is_verified,
                     event="load.range_read",
                 ),
                 num_threads=self._num_connections,
@@ -272,6 +275,8 @@ class Reader:
         client, key = self.locate(index)
         if isinstance(error, ObjectNotFoundError):
             raise self._explain_missing(client.url(key), names) from error
+        if isinstance(error, ShortObjectError) and self._is_any_replaced([index]):
+            raise self._changed_error() from error
         if isinstance(error, ShortObjectError):
             raise CorruptCheckpointError(
                 f"{client.url(key)} is shorter than when it was saved, so {names} cannot be loaded: {error}",
@@ -316,23 +321,57 @@ class Reader:
         client, key = self.locate(object_index)
         return find_size(client, key=key, size_bytes=self.manifest.objects[object_index].size)
 
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointChangedError` if a file without checksums was replaced since its header was read.
+
+        Call it after the last read. Objects of a checkpoint never change, so it asks nothing about them.
+        """
+        if self._is_any_replaced(sorted(self._read_indices)):
+            raise self._changed_error()
+
     def has_changed(self) -> bool:
         """Return True if the checkpoint was removed or replaced since its manifest was read."""
+        if isinstance(self.manifest, FilesManifest):
+            return self._is_any_replaced(range(len(self.manifest.objects)))
         try:
             return resolve(self.context.client.restarted()).manifest.attempt != self.manifest.attempt
         except (CheckpointNotFoundError, CheckpointChangedError):
             return True
 
+    def _is_any_replaced(self, indices: Sequence[int]) -> bool:
+        """Return True if one of these files was replaced since its header was read. No other object ever changes."""
+        manifest, client = self.manifest, self.context.client.restarted()
+        if not isinstance(manifest, FilesManifest):
+            return False
+        replaced: list[int] = []
+
+        def look(index: int) -> None:
+            def is_replaced() -> bool:
+                info = client.head(manifest.objects[index].key)
+                return info is None or info.write != manifest.writes[index]
+
+            if client.confirm(is_replaced, evidence=bool):
+                replaced.append(index)
+
+        name, threads = "cloudckpt-check", self._num_connections
+        for _ in each_done(indices, look, num_threads=threads, name=name, on_failure=client.stop):
+            pass
+        return bool(replaced)
+
     def _explain_missing(self, url: str, names: str) -> CheckpointError:
         """Return the reason why an object of the manifest is missing."""
-        uri = self.context.uri
         if self.has_changed():
-            return CheckpointChangedError(
-                f"{uri} was overwritten or removed while it was being read. What was read is not usable; load again, "
-                "or repeat the command",
-                uri=uri,
-            )
+            return self._changed_error()
+        uri = self.context.uri
         return CorruptCheckpointError(f"{url} is missing, and with it {names}. {_LOAD_AN_OLDER_ONE}", uri=uri)
+
+    def _changed_error(self) -> CheckpointChangedError:
+        uri = self.context.uri
+        return CheckpointChangedError(
+            f"{uri} was overwritten or removed while it was being read. What was read is not usable; load again, "
+            "or repeat the command",
+            uri=uri,
+        )
 
     def _check_extensions(self, wants: Wants) -> None:
         """Raise for a missing extension before anything is read."""
@@ -352,7 +391,7 @@ class Reader:
         return plan_reads(
             ranges,
             object_sizes_bytes={index: stored.size for index, stored in enumerate(manifest.objects)},
-            tile_bytes=manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
+            tile_bytes=manifest.tile_bytes if self._is_verified else _UNVERIFIED_TILE_BYTES,
             request_bytes=max(request_bytes, manifest.tile_bytes),
             max_gap_bytes=max_gap_bytes,
             max_over_read=options.advanced.max_over_read,

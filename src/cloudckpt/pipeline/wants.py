@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cloudckpt.errors import join_first
-from cloudckpt.format.model import Chunk, ItemLocation
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.tensors.casts import Cast
@@ -55,11 +55,15 @@ def want_block(
     *,
     cast: Cast | None = None,
     receive: Callable[[torch.Tensor], object] | None = None,
+    needs_alignment: bool = False,
 ) -> Want:
-    """Return the want that fills `tensor` with the part `box` of a chunk. A transformed chunk is read whole."""
-    target: Target = (
-        BytesTarget(location) if location.transforms else new_block_target(location, box, tensor, cast=cast)
-    )
+    """Return the want that fills `tensor` with the part `box` of a chunk.
+
+    The whole chunk is read if it is transformed, or if its copy `needs_alignment` to elements and the file has none.
+    """
+    is_aligned = location.dtype is None or not location.begin % ITEMSIZE_BYTES[location.dtype]
+    reads_whole = location.transforms or (needs_alignment and not is_aligned)
+    target: Target = BytesTarget(location) if reads_whole else new_block_target(location, box, tensor, cast=cast)
     return Want(name, location, box, target, tensor, cast, receive)
 
 

@@ -96,6 +96,11 @@ class ObjectInfo:
     version: str = ""
     """A text that changes with every write (an ETag, a generation); empty if the store has none."""
 
+    @property
+    def write(self) -> str:
+        """A text that another write changes, as far as the store can tell."""
+        return f"{self.size_bytes} {self.version or self.modified_at.isoformat()}"
+
     def is_same_write(self, other: ObjectInfo) -> bool:
         """Return True if nothing was written between two listings, as far as the store can tell."""
         if self.version and other.version:

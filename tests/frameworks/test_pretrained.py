@@ -69,3 +69,36 @@ def test_checkpoint_of_save_pretrained_is_imported_and_loaded(tmp_path: Path, na
     assert not torch.equal(logits(other), logits(model))
     cloudckpt.load(tmp_path / "step-0", model=other, no_dist=True)
     assert torch.equal(logits(other), logits(model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"], ids=["one file", "several files"])
+def test_model_loads_from_what_save_pretrained_wrote(tmp_path: Path, name: str, max_shard_size: str) -> None:
+    """A run could not begin with a published model as it lies in a bucket, or would begin with other weights."""
+    model = made(name, 1)
+    model.save_pretrained(tmp_path / "hub", max_shard_size=max_shard_size)
+    expected = type(model).from_pretrained(tmp_path / "hub").state_dict()
+    other = made(name, 2)
+    cloudckpt.load(tmp_path / "hub", model=other, no_dist=True)
+    found = other.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert torch.equal(logits(other), logits(model))
+    base = made(name, 3).base_model
+    prefix = model.base_model_prefix
+    cloudckpt.load(tmp_path / "hub", model=base, rename={prefix: "model"}, no_dist=True)
+    assert all(torch.equal(value, expected[f"{prefix}.{key}"]) for key, value in base.state_dict().items())
+
+
+def test_model_on_the_meta_device_is_tied_again(tmp_path: Path) -> None:
+    """A large model is made without memory first. Its head would keep undefined weights, or could not be loaded."""
+    model = made("llama, tied", 1)
+    model.save_pretrained(tmp_path / "hub")
+    with torch.device("meta"):
+        other = LlamaForCausalLM(model.config)
+    other.to_empty(device="cpu")
+    other.tie_weights()
+    cloudckpt.load(tmp_path / "hub", model=other, no_dist=True)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in other.state_dict().items())

@@ -155,11 +155,11 @@ def load(
 
     The load plans by what the checkpoint holds, so a fresh optimizer gets all of its state. Shards are cut anew as the
     ranks need them. Every byte is checked against the checksums of the save. All ranks load the same save; if it is
-    overwritten meanwhile, the load begins once more. After an error, what the tensors hold is undefined.
+    overwritten meanwhile, the load begins once more. After an error, the tensors may hold anything.
 
     Args:
-        state_dict: The state dict to fill; or `uri`, if live objects are passed. A ``Stateful`` in it also gets what
-            was saved of it and its ``state_dict()`` does not ask for, unless `strict` is False.
+        state_dict: The state dict to fill; or `uri`, if live objects are passed. A ``Stateful`` in it also gets
+            the saved entries that its ``state_dict()`` does not ask for, unless `strict` is False.
         uri: Place of the checkpoint; or of safetensors files, which hold a model and no checksums: one file, or a
             folder in Hugging Face's layout.
         model: Models to fill, as `save` takes them. So are `optimizer`, `scheduler`, `dataloader` and `extra`.
@@ -277,7 +277,7 @@ def async_save(
         options: See `save`. `Options.async_overlap` returns before parameters and optimizers' state are copied.
 
     Returns:
-        A handle. `AsyncSave.result` waits for the commit, and raises the failure. If nobody calls it, the next save
+        A handle. `AsyncSave.result` waits for the commit, and raises the failure. If it is not called, the next save
         raises the failure, on all ranks.
 
     Raises:
@@ -359,9 +359,9 @@ def async_save(
 def prepare_async_save(
     state_dict: StateDict, uri: str, *, process_group: dist.ProcessGroup | None, no_dist: bool, options: Options
 ) -> None:
-    """Do what the first `async_save` does more than the second: connect the ranks, allocate, pin and plan the memory.
+    """Do beforehand the work that only a first `async_save` has: connect the ranks, allocate, pin and plan the memory.
 
-    Collective. Raises as `async_save` does, on a rank whose state cannot be copied on that rank alone.
+    Collective. Raises as `async_save` does. If the state of a rank cannot be copied, this rank alone raises.
     """
     with take_turn("wait", find_rank_in_flight=_in_flight_here):
         await_turn()
@@ -373,7 +373,7 @@ def prepare_async_save(
 
 
 def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writer: ObjectStoreWriter | None) -> str:
-    """Return the URI that is saved to; what was given if it is none: that is raised once all ranks have answered."""
+    """Return the URI of the save; invalid arguments as text, because they are refused once all ranks have answered."""
     if uri is None and checkpoint_id is None:
         return str(getattr(writer, "checkpoint_id", ""))
     try:
@@ -426,7 +426,7 @@ def _guard(
     doing: str,
     no_dist: bool,
 ) -> RanksContext:
-    """Return the ranks of one call, of which none waits for one that is lost."""
+    """Return the ranks of one call, which do not wait for a lost rank."""
     return guarded_collectives(
         process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.options.timeout_s, no_dist=no_dist
     )

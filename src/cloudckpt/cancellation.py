@@ -40,7 +40,7 @@ class Cancellation(OfThisProcess):
             )
 
     def cancel(self, ranks: Iterable[int] = ()) -> bool:
-        """Cancel the save in the name of `ranks`, or of this rank. Returns True if it certainly ends without a commit.
+        """Cancel the save in the name of `ranks`, or of this rank. Returns True if the save certainly ends uncommitted.
 
         Returns False once `seal` was called: then this rank does not decide any more.
         """

@@ -29,9 +29,9 @@ Classes follow what a handler would do, not where the error came from::
         ├── SaveInFlightError               a background save still runs: wait for its handle, or cancel it
         ├── SaveCancelledError              `AsyncSave.cancel` ended the save: .ranks; save again if it was wrong
         ├── GarbageLeftError                gc could not remove everything: .report says what is left
-        ├── IncompleteSaveError             what was written is not what was planned
+        ├── IncompleteSaveError             the ranks did not write what was planned
         ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
-        │   └── InvalidManifestError        the manifest itself is damaged or not ours
+        │   └── InvalidManifestError        the manifest itself is damaged or not cloudckpt's
         ├── UnsupportedFormatError          written by a newer cloudckpt: upgrade
         ├── UnsupportedValueError           the state dict holds what the format cannot
         ├── StateDictMismatchError          what is asked for is not what was saved
@@ -111,12 +111,12 @@ def join_first(texts: Sequence[str], max_texts: int, *, separator: str = "; ") -
 
 
 def find_near(name: object, names: Iterable[object], *, cutoff: float = 0.6) -> str:
-    """Return that of `names` of which `name` may be a slip; "" if none is like it."""
+    """Return the one of `names` that `name` may be a slip of; "" if none is like it."""
     return next(iter(difflib.get_close_matches(str(name), map(str, names), n=1, cutoff=cutoff)), "")
 
 
 def find_near_entry(name: str, names: Iterable[str]) -> str:
-    """Return the entry of a checkpoint, or the beginning of some, of which `name` may be a slip; "" if none is like it.
+    """Return the entry of a checkpoint, or the beginning of some, that `name` may be a slip of; "" if none is like it.
 
     One name is in the other, as with a prefix; or words of it are misspelt. Other layers have similar names, too.
     """
@@ -169,7 +169,7 @@ def escape_control_characters(text: str) -> str:
 
 
 def install_advice(extra: str) -> str:
-    """Return the sentence that says how to install what an extra of cloudckpt brings."""
+    """Return the sentence that says how to install the packages of an extra of cloudckpt."""
     return f"install cloudckpt with its extra {extra!r}, as pip install '.[{extra}]' does in a checkout"
 
 

@@ -209,7 +209,7 @@ def _is_trace(value: str | os.PathLike[str] | None) -> bool:
     if value is None:
         return True
     name = os.fspath(value)
-    is_local = not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", name)  # also what a Path leaves of a URI
+    is_local = not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", name)  # or a URI that went through a Path
     return is_local and name != "" and "\0" not in name and set(re.findall(r"\{\w*\}", name)) <= {"{rank}", "{verb}"}
 
 

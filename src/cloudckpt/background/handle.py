@@ -88,7 +88,7 @@ class Outcome(_HandleFuture[SavedMetadata]):
 class AsyncSave(OfThisProcess):
     """A save that runs in the background, as one rank sees it. `async_save` returns it.
 
-    If nobody gets a failure from `result`, `exception` or `committed`, it is raised by this process's next `save` or
+    If no caller gets a failure from `result`, `exception` or `committed`, it is raised by this process's next `save` or
     `async_save` or by `cloudckpt.close`; else the interpreter writes it to stderr at its exit, and the exit code is
     120. Cancelling is no failure.
 
@@ -112,7 +112,7 @@ class AsyncSave(OfThisProcess):
         self.staged: Future[None] = _HandleFuture()
         """Done when the state dict is copied: from here on the model may change."""
         self.committed: Outcome = Outcome()
-        """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
+        """Done when the checkpoint exists; holds the result of `cloudckpt.save`, or its failure."""
         self.uri = uri
         """URI of the checkpoint."""
         for future in (self.staged, self.committed):

@@ -199,7 +199,7 @@ def set_in_flight(handle: AsyncSave, thread: threading.Thread | None = None) -> 
     with _slot.lock:
         _slot.handle, _slot.thread = handle, thread
         if not _slot.is_exit_watched:
-            # Processes of multiprocessing end without calling what atexit has registered.
+            # Processes of multiprocessing end without the calls that atexit has registered.
             multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
             _slot.is_exit_watched = True
 
@@ -267,7 +267,7 @@ class _FailingAtTheEnd:
     """Takes the place of a standard stream while the interpreter ends, and makes it end with `EXIT_CODE`.
 
     The interpreter flushes the standard streams after all exit handlers, and has that exit code if this fails
-    (documentation of ``sys.exit``). ``os._exit`` would skip the other handlers, and lose what open files buffer.
+    (documentation of ``sys.exit``). ``os._exit`` would skip the other handlers, and lose the buffers of open files.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -130,7 +130,7 @@ class ProcessSave:
         metadata = None
         try:
             metadata = self._upload.result()
-        except CheckpointException as error:  # DCP has told all ranks
+        except CheckpointException as error:  # all ranks know it by DCP
             mine = error
         except BaseException as error:  # the other ranks have to learn of it
             mine = self._explain(error)

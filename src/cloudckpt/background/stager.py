@@ -142,7 +142,7 @@ class PinnedStager(OfThisProcess, AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Return a copy of `state_dict` on the CPU (torch's protocol); with `overlapped`, a future of it.
 
-        It does not use memory again in which an earlier copy still has tensors, because that copy is being saved.
+        Memory with tensors of an earlier copy is not used again while these exist, because that copy is being saved.
         """
         snapshot = self._begin(state_dict, for_torch=True)
         if self._overlapped:

@@ -113,7 +113,7 @@ def _configure(
     ] = False,
 ) -> None:
     del verbose, quiet, version  # their callbacks have acted
-    # A command is one process, so torch's remark that it saves without other ranks helps nobody.
+    # A command is one process, so torch's remark that it saves without other ranks is no help.
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
 
 

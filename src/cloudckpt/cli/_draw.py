@@ -69,7 +69,7 @@ _LEGEND: Sequence[tuple[Color, str]] = (
 
 
 class Rect(NamedTuple):
-    """A filled rectangle. Browsers show the `title` of what the mouse points at."""
+    """A filled rectangle. Browsers show the `title` when the mouse points at it."""
 
     x: float
     y: float

@@ -110,7 +110,7 @@ def cp(
         for one_source, one_target in _pairs(source, target, options):
             documents.append(_copy_unless_there(console, one_source, one_target, both, overwrite=common.overwrite))
     finally:
-        if common.as_json and documents:  # a script learns what was done, whatever ends it
+        if common.as_json and documents:  # a script learns the progress, whatever ends the command
             console.document(documents)
     num_failed = sum("problem" in document for document in documents)
     if num_failed:

@@ -273,7 +273,7 @@ def _add_fast(found: list[CheckpointInfo], near: Sequence[CheckpointInfo], root:
 
 
 def _print_advice(console: Console, root: str, found: Sequence[CheckpointInfo]) -> None:
-    """Say how to remove what dead saves left."""
+    """Print how to remove the remains of dead saves."""
     from cloudckpt.errors import gc_advice
 
     states = {one.state for one in found}

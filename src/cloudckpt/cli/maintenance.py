@@ -47,7 +47,7 @@ def rm(
     dry_run: DryRun = False,
     common: CommonOptions,
 ) -> None:
-    """Delete checkpoints, and what saves left beside them. Asks first; without a terminal, --yes is needed.
+    """Delete checkpoints, and the remains of saves beside them. Asks first; without a terminal, --yes is needed.
 
     Example: cloudckpt rm s3://bucket/run/step-100
     """
@@ -212,7 +212,7 @@ def gc(
     dry_run: DryRun = False,
     common: CommonOptions,
 ) -> None:
-    """Find what saves that died, failed or were overwritten left, and remove it: with --yes, or after a question.
+    """Find the remains of saves that died, failed or were overwritten, and delete them: with --yes, or if you agree.
 
     Example: cloudckpt gc s3://bucket/run --older-than 2d
     """

@@ -163,7 +163,7 @@ def series_of(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> li
 
 
 def keep_drawable(all_series: Sequence[Series], common: CommonOptions) -> list[Series]:
-    """Return what has a value that can be drawn, and warn of the others."""
+    """Return the series with a value that can be drawn, and warn of the others."""
     if empty := [title_of(one.name) for one in all_series if not one.points]:
         common.console.warn(f"not drawn, since every value is NaN or beyond ±{_MAX_VALUE:g}: {', '.join(empty)}")
     return [one for one in all_series if one.points]

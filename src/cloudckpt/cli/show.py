@@ -211,7 +211,7 @@ def _cat_subtree(found: CheckpointDescription, name: str, common: CommonOptions,
 
 
 def _statistics(tensor: torch.Tensor) -> dict[str, float | None]:
-    """Return the statistics of all elements but NaNs, block by block; None for what the tensor does not have."""
+    """Return the statistics of all elements but NaNs, block by block; None for those that the tensor does not have."""
     if tensor.is_complex():
         return {}
     lowest, highest, total, num_nan = math.inf, -math.inf, 0.0, 0

@@ -60,7 +60,7 @@ class WalkedLocation:
 
 
 def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",)) -> Inventory:
-    """List what cloudckpt wrote: one listing of objects and one of uploads for each of `prefixes`.
+    """List the objects and uploads of cloudckpt: one listing of objects and one of uploads for each of `prefixes`.
 
     An empty result is confirmed. If a service does not list unfinished uploads, `Inventory.unlisted` says why. For
     files that is an error: without its upload, data in use looks like garbage.
@@ -218,7 +218,7 @@ def _abort_uploads(
 def _describe(
     walked: WalkedLocation, log: Log, plan: RemovalPlan, *, done: set[str], left: dict[str, StoreError]
 ) -> Removal:
-    """Describe a plan of which the keys and ids of uploads in `done` were removed."""
+    """Describe a plan whose keys and ids of uploads in `done` were removed."""
     lone_key = walked.prefix + manifest_key(log.highest_number)
     removed = replace(
         plan,

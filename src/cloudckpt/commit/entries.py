@@ -60,7 +60,7 @@ _REFUSALS = (
     UnsupportedOperationError,
 )
 MAX_FENCE_BYTES = 128
-"""Any manifest is longer. A listing's size, which is mostly right, tells a fence from a manifest."""
+"""Any manifest is longer. A listing's size, which is mostly right, distinguishes a fence from a manifest."""
 _FENCE_FORMAT = "cloudckpt-fence"
 _FENCE_MAJOR = 1
 _FENCE_BEGINNING = b'{"format":"%s"' % _FENCE_FORMAT.encode()

@@ -128,7 +128,7 @@ def _check_arrived(
 def remove_superseded(
     client: StoreClient, manifest: Manifest, *, number: int, on_removing: Callable[[str], None]
 ) -> int:
-    """Remove the entries below `number`, which `manifest` was committed as, lowest first, and then their data.
+    """Remove the entries below `number`, that of `manifest`, lowest first, and then their data.
 
     The order matters: at any moment, the highest entry that is left is the newest commit. It logs a failure, and leaves
     the rest to gc; readers do not see it. `on_removing` gets the first key of each request before it is made. Returns

@@ -231,7 +231,7 @@ class CopyJob:
     def run(self) -> Manifest:
         """Copy and commit. Return the new manifest.
 
-        Raises `CorruptCheckpointError` if an object of the source is missing or not what was saved.
+        Raises `CorruptCheckpointError` if an object of the source is missing or damaged.
         """
         objects, draft = self._manifest.objects, self._draft
         draft.begin(overwrite=self._overwrite)
@@ -273,7 +273,7 @@ class CopyJob:
         return copy_mark(self._draft.number, hashlib.sha256(encode(self._manifest)).hexdigest()[:_DIGEST_DIGITS])
 
     def _leftovers(self) -> dict[str, list[Leftover]] | None:
-        """Find what earlier copies of the source left, by the keys of this one. None without `Options.resume`.
+        """Find the leftovers of earlier copies of the source, by the keys of this copy. None without `Options.resume`.
 
         At most one attempt ever commits under a number. While the number is free, none of these attempts has committed,
         no overwrite has replaced one, and no deletion or collection has put a fence there. So nothing removes their
@@ -342,7 +342,7 @@ class CopyJob:
             )
 
     def _is_good(self, number: int, key: str, arena: Arena) -> bool:
-        """Read all of the object at `key`. Return True if it is what was saved."""
+        """Read all of the object at `key`. Return True if it is undamaged."""
         target, stored = self._target, self._manifest.objects[number]
         copied = StoredObject(key=key, size=stored.size, crc32c=stored.crc32c)
         reader = Reader(target, msgspec.structs.replace(self._manifest, objects=[copied]))
@@ -363,7 +363,7 @@ class CopyJob:
         return True
 
     def _stream(self) -> None:
-        """Read and write the objects that are not copied yet. What an earlier copy left of them is used."""
+        """Read and write the objects that are not copied yet. Their parts from an earlier copy are used."""
         source, target, tile_bytes = self._source, self._target, self._manifest.tile_bytes
         bodies = {
             number: functools.partial(CopiedBody, self._reader, number, self._contents[number])

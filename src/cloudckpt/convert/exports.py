@@ -68,7 +68,7 @@ def export_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    format: ExportFormat = "safetensors",  # the common word for it
+    format: ExportFormat = "safetensors",  # as users call it
     include: str | Sequence[str] = (),
     strip_prefix: str = "",
     max_shard_bytes: int = _MAX_SHARD_BYTES,
@@ -222,7 +222,7 @@ def _export_safetensors(
 
 
 def _limit_memory(source: Context, budget_bytes: int) -> Context:
-    """Return a context of which each load holds at most `budget_bytes` beside what it fills."""
+    """Return a context whose loads hold at most `budget_bytes` each, beside the memory that they fill."""
     advanced = source.options.advanced
     request_bytes = max(min(advanced.request_bytes, budget_bytes), advanced.tile_bytes)
     options = dataclasses.replace(

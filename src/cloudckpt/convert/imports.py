@@ -65,7 +65,7 @@ def import_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    format: Format = "safetensors",  # the common word for it
+    format: Format = "safetensors",  # as users call it
     include: str | Sequence[str] = (),
     add_prefix: str = "",
     tie: Mapping[str, str] | None = None,

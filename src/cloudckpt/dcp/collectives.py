@@ -1,6 +1,6 @@
 """Collectives of Python objects that begin only once all ranks have come to them.
 
-A collective of gloo cannot be taken back: if a rank is missing, it waits for gloo's own timeout, and names nobody. So a
+A collective of gloo cannot be taken back: if a rank is missing, it waits for gloo's timeout, and names no rank. So a
 barrier (`Rendezvous.barrier`) precedes each collective. If a rank is lost, the barrier names it within
 `Options.timeout_s`. See ``docs/design/009-waiting-for-ranks.md``.
 """
@@ -85,7 +85,7 @@ class CollectiveCall(DistWrapper):
     Args:
         source: The process group, whose store the ranks share.
         purpose: Calls of different purposes may run at a time.
-        doing: Participle that says in errors what the ranks do, such as "saving".
+        doing: Participle for errors about the ranks, such as "saving".
         uri: Place that is saved to or loaded from. Saves to different URIs fail.
         timeout_s: Seconds without a sign of life after which a rank is lost.
 

@@ -217,7 +217,7 @@ def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
     if not isinstance(checkpoint_id, (str, os.PathLike)):
         return False
     if is_remote_uri(checkpoint_id) or "://" in str(checkpoint_id) or mangled_uri_scheme(checkpoint_id):
-        return True  # also an invalid URI: our error says why
+        return True  # an invalid URI too: the error of cloudckpt says why
     # A save to a path with a checkpoint of cloudckpt uses cloudckpt: loads would not find torch's beside it.
     return is_valid_location(checkpoint_id) and _holds_manifest(checkpoint_id, options)
 

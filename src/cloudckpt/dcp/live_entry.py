@@ -43,7 +43,7 @@ NO_PLACE: Any = object()
 
 @dataclasses.dataclass
 class _PartsOfRanks(TensorStorageMetadata):
-    """torch's metadata of a tensor that several ranks hold parts of. A tensor in its place says whose each part is."""
+    """torch's metadata of a tensor whose parts several ranks hold. A tensor in its place shows which part is whose."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class LoadSource:
     renaming: Renaming | None = None
     """The names in the checkpoint, if the load renames them."""
     is_strict: bool = True
-    """False if an object keeps what it has where the checkpoint has nothing."""
+    """False if an object keeps its values that the checkpoint lacks."""
     is_logged: bool = False
-    """True on the one rank that logs what all ranks find."""
+    """True on the one rank that logs what is the same on all ranks."""
 
     def advise_rename(self, wanted: Mapping[str, Any], *others: str, found: Collection[str] = (), where: str) -> str:
         """Return advice to pass a `rename` that finds the `wanted` entries beside those `found`; "" if none does.
@@ -106,11 +106,11 @@ class LiveEntry:
     """True for the user's own values. A save warns if they differ between ranks."""
 
     def state_dict(self) -> Any:
-        """Return what a save stores."""
+        """Return the state that a save stores."""
         raise NotImplementedError
 
     def state_at(self, where: str) -> Any:
-        """Return what a save stores at the path `where`. An error in a user's code is raised with the path."""
+        """Return the state that a save stores at the path `where`. An error in users' code is raised with the path."""
         with _naming(self, f"state_dict() of {where!r}", _NOTHING_DONE, where=where):
             return self.state_dict()
 
@@ -119,7 +119,7 @@ class LiveEntry:
         return []
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
-        """Return what a load fills, for the entry that is stored at the path `where` of the checkpoint.
+        """Return the values that a load fills, for the entry that is stored at the path `where` of the checkpoint.
 
         `saved` is nested as the entry was saved, with torch's metadata in the place of tensors and values. Raises
         `StateDictMismatchError` if the object does not fit it.
@@ -127,7 +127,7 @@ class LiveEntry:
         raise NotImplementedError
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
-        """Give the object what a load has filled for the path `where`."""
+        """Give the object the state that a load has filled for the path `where`."""
         raise NotImplementedError
 
     def find_unused(self, where: str) -> list[str]:
@@ -140,9 +140,9 @@ class OptionalEntry(LiveEntry):
 
 
 def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, source: LoadSource, num_ranks: int) -> list[str]:
-    """Replace each `LiveEntry` in `entries` by what the load of a checkpoint with this `metadata` fills.
+    """Replace each `LiveEntry` in `entries` by the values that the load of a checkpoint with this `metadata` fills.
 
-    Those that keep what they have are removed. Returns the paths that the objects have no use for.
+    Entries that keep their values are removed. Returns the paths that the objects have no use for.
     """
     live = {key: entry for key, entry in entries.items() if isinstance(entry, LiveEntry)}
     if not live:
@@ -337,7 +337,7 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
 
 
 def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
-    """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value.
+    """Return values of the saved structure for a load to fill: CPU tensors, and None in the place of each value.
 
     A tensor is laid out over the ranks like the DTensor in the same place of `like`. Without one there, it is unknown
     which part of a sharded tensor belongs to which rank. A dict then lacks the tensor, and a list or tuple that has it

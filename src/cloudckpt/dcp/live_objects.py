@@ -272,7 +272,7 @@ class ValuesEntry(LiveEntry):
         return lacking
 
     def plan_values(self, saved: Any, *, where: str, source: LoadSource) -> dict[Any, Any]:
-        """Return what a load fills, without a check of what the checkpoint lacks."""
+        """Return the values that a load fills, and do not check that the checkpoint has them all."""
         known = saved if isinstance(saved, Mapping) else {}
         planned = {key: self._plan_value(key, entry, where=where, source=source) for key, entry in known.items()}
         return {key: value for key, value in planned.items() if value is not NO_PLACE}
@@ -289,7 +289,7 @@ class ValuesEntry(LiveEntry):
         if isinstance(live, ValuesEntry):
             if isinstance(saved, Mapping):
                 return live.plan_values(saved, where=f"{where}.{key}", source=source)
-            if live.find_lacking({}, where=""):  # it keeps what the checkpoint lacks
+            if live.find_lacking({}, where=""):  # it keeps the values that the checkpoint lacks
                 return NO_PLACE
         elif live is not None:
             return live.plan_load(saved, where=f"{where}.{key}", source=source)

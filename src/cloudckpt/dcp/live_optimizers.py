@@ -118,7 +118,7 @@ class OptimizerEntry(LiveEntry):
         of_fsdp1 = [one for one in self._optimizers if self._find_fsdp1(one) is not None]
         state = {}
         for key, name in by_name.items():
-            if name not in params:  # another rank may have it, and `check_completeness` finds what no rank has
+            if name not in params:  # another rank may have it, and `check_completeness` finds entries that no rank has
                 continue
             optimizer, param = params[name]
             # torch's first FSDP holds parts of flat parameters, which can have the size of a whole one by chance.
@@ -436,7 +436,7 @@ class _Layout:
             return torch.empty_like(self._find_stepped(path), dtype=dtype)
         if entry.size and entry.size == self._like.size():
             return torch.empty_like(self._like, dtype=dtype, requires_grad=False)
-        # Moments of a parameter without dimensions look like a counter. Only a step tells how a DTensor's are held.
+        # Moments of a parameter without dimensions look like a counter. Only a step shows how a DTensor's are held.
         if not entry.size and (self._like.size() or not isinstance(self._like, DTensor)):
             return torch.empty((), dtype=dtype, device="cpu")  # a counter, which optimizers hold on the CPU
         if isinstance(self._like, DTensor):
@@ -495,7 +495,7 @@ def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = ()) -> Any:
-    """Return what a load fills for one parameter's state: the tensors that the optimizer holds, where they fit."""
+    """Return the values that a load fills for one parameter: the tensors that the optimizer holds, where they fit."""
     if isinstance(saved, SavedWrapper):
         return held if isinstance(held, torch.Tensor) else layout.make_wrapper(path, saved)
     if isinstance(saved, Mapping):

@@ -52,7 +52,7 @@ from cloudckpt.format.wrappers import Registry, collapse, describe_difference
 from cloudckpt.tensors.tensor_bytes import refuse_target
 
 _MAX_SHOWN_PROBLEMS = 10
-_MIN_CHUNKS = 64  # torch visits fewer in less time than it takes to leave any out
+_MIN_CHUNKS = 64  # torch visits fewer chunks faster than any can be left out
 
 
 def is_default_planner(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
@@ -227,7 +227,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                     sizes.append(size)
                     continue
             rest[fqn] = value
-        if tensors is None:  # another reader than ours may change the list of items
+        if tensors is None:  # a reader that is not cloudckpt's may change the list of items
             return LoadPlan([*map(whole_item, fqns, sizes), *self._plan_rest(rest)])
         return LoadPlan(LoadItems(fqns, sizes, self._plan_rest(rest)))  # type: ignore[arg-type]  # torch reads them as a sequence
 
@@ -395,7 +395,7 @@ class WholePlanner(DefaultLoadPlanner):
         )
 
     def nest(self) -> dict[str, Any]:
-        """Return what was loaded, nested as it was saved. Keys have the types that the checkpoint recorded."""
+        """Return the loaded entries, nested as they were saved. Keys have the types that the checkpoint recorded."""
         assert self.metadata is not None  # noqa: S101  # torch sets it before a load ends
         saved = {} if self.metadata.planner_data is None else self.metadata.planner_data
         typed, empty, tuples = (saved.typed, saved.empty, saved.tuples) if isinstance(saved, Nesting) else ({}, [], {})

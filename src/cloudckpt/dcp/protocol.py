@@ -117,7 +117,7 @@ def run_save(
 
     Raises:
         CheckpointException: The save failed on some rank. The exception is `SaveOrLoadError`, which is also an instance
-            of the class that the causes have in common. This rank has removed what it wrote (`end_failed_save`).
+            of the class that the causes have in common. This rank has removed its objects (`end_failed_save`).
 
     """
     try:
@@ -148,8 +148,8 @@ def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:
 
 
 def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> CheckpointException:
-    """Remove what this rank wrote, and return what the save raises."""
-    # All ranks know that the save failed, so each can remove what it wrote. But after these two errors the manifest may
+    """Remove the objects of this rank, and return the error that the save raises."""
+    # All ranks know that the save failed, so each can remove its objects. But after these two errors the manifest may
     # exist, or a lost rank 0 may still put it: then the data belongs to it.
     if not any(isinstance(cause, CommitUnknownError | RankLostError) for cause in causes_of(error)):
         writer.discard()
@@ -264,7 +264,7 @@ def _load_once(
             # In one order on all ranks: the methods of the objects may be collective.
             entries = {key: state_dict[key] for key in sorted(state_dict, key=str)}
             objects = {key: value for key, value in entries.items() if is_stateful(value)}
-            # A live object plans what it fills once the checkpoint is known.
+            # A live object plans its values once the checkpoint is known.
             stateful = {key: held for key, held in objects.items() if not isinstance(held, LiveEntry)}
             entries.update(states_of(stateful))
             have_objects = _load(
@@ -279,7 +279,7 @@ def _load_once(
         reader.lifecycle.end(error)
         if not isinstance(error, CloudckptError) or isinstance(error, CheckpointException):
             raise
-        # It was raised before the first step. The end of the context has told the other ranks.
+        # It was raised before the first step. The other ranks learned it at the end of the context.
         failures: Any = {rank: (error, traceback.extract_tb(error.__traceback__))}
         raise CheckpointException("begin", failures) from None
     finally:

@@ -174,7 +174,7 @@ class ObjectStoreReader(StorageReader):
 
     @property
     def is_strict(self) -> bool:
-        """False if a load may leave behind what its objects do not ask for."""
+        """False if a load may leave behind entries that its objects do not ask for."""
         return self._strict is not False
 
     @property
@@ -228,8 +228,8 @@ class ObjectStoreReader(StorageReader):
         Args:
             ranks: The collectives of the load.
             is_lazy: Make the metadata of a tensor when it is asked for. Only if no code of the user sees the metadata.
-            whole_keys: Top-level keys of which the load must ask for all that was saved. None stands for all keys.
-            keys: Keys of what this rank loads.
+            whole_keys: Top-level keys below which the load must ask for all saved entries. None means all keys.
+            keys: Keys of the entries that this rank loads.
 
         """
         self._begin(ranks.rank)
@@ -344,7 +344,7 @@ class ObjectStoreReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for. After an error, what the tensors hold is undefined."""
+        """Fill what the plan asks for. After an error, the tensors may hold anything."""
         future: Future[None] = Future()
         with self.lifecycle.ending_on_error():
             try:
@@ -372,7 +372,7 @@ class ObjectStoreReader(StorageReader):
         return find_left_of_objects(plans, self._metadata.state_dict_metadata, objects)
 
     def _check_completeness(self, plans: list[LoadPlan], *, left: Collection[str]) -> None:
-        """Check what the ranks ask for, without what is `left` for a second plan."""
+        """Check the entries that the ranks ask for, without those `left` for a second plan."""
         if self._metadata is None or self._is_part:
             return
         whole = None if self._strict else self._call.whole_keys if self._call is not None else ()

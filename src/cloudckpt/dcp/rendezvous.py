@@ -336,7 +336,7 @@ class Rendezvous:
         self._changed.notify_all()
 
     def _set_state(self, text: bytes) -> None:
-        if not self._state.failure.is_final:  # also not if this rank alone has lost the store
+        if not self._state.failure.is_final:  # a lost store is final, even for this rank alone
             self._state = msgspec.json.decode(text, type=GroupState)
 
     def _decide(self, store: Any) -> None:

@@ -91,7 +91,7 @@ class SynchronizedNames:
         """Return the rule for copies of the entry of this name."""
         if not self.keys or name.partition(".")[0] not in self.keys:
             return DifferenceRule.MAY_DIFFER
-        container = name.rpartition(".")[0]  # of a part of a tensor that consists of others
+        container = name.rpartition(".")[0]  # `name` may be a part of a tensor that consists of others
         is_exception = name in self.exceptions or container in self.exceptions or _EXTRA_STATE in name
         return DifferenceRule.BUFFER if is_exception else DifferenceRule.MUST_AGREE
 
@@ -245,9 +245,9 @@ def is_gathered(num_bytes: int) -> bool:
 
 
 def _gather(tensors: Sequence[tuple[int, int, int]], snapshot: Snapshot | None) -> Iterator[tuple[int, int]]:
-    """Yield each position with the fingerprint of the tensor at this address of this size (`is_gathered`).
+    """Yield the position and the fingerprint of each tensor, given as position, address and size (`is_gathered`).
 
-    Calls for each tensor take three times as long.
+    One call for each tensor would take three times as long.
     """
     for first in range(0, len(tensors), _MAX_GATHERED):
         group = tensors[first : first + _MAX_GATHERED]
@@ -343,7 +343,7 @@ def _sample_devices(
 
 
 def fingerprints_of(plan: SavePlan) -> Fingerprints | None:
-    """Return what a rank sent with its plan; None if another planner made it."""
+    """Return the fingerprints that a rank sent with its plan; None if another planner made the plan."""
     nesting = plan.planner_data
     found = nesting.fingerprints if isinstance(nesting, Nesting) else None
     return found if isinstance(found, Fingerprints) and len(found.of_items) == len(plan.items) else None

@@ -115,7 +115,7 @@ def _is_cut(client: StoreClient) -> bool:
 
 
 class _CheckingPlanner(DefaultLoadPlanner):
-    """The planner of a load, with a check of what torch's reader would cast in silence."""
+    """The planner of a load, with a check of the tensors that torch's reader would cast in silence."""
 
     def __init__(self, planner: LoadPlanner, metadata: Metadata, *, allows_lossy_casts: bool, uri: str) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         return map(_torch_chunk, self._chunks)
 
     def find_overlapping(self, box: ChunkStorageMetadata) -> list[ChunkStorageMetadata] | None:
-        """Return the chunks that hold any of `box`; None if only a look at each chunk can tell."""
+        """Return the chunks that hold any of `box`; None if each chunk has to be looked at."""
         found = find_overlapping_chunks(self._chunks, tuple(box.offsets), tuple(box.sizes))
         return None if found is None else [_torch_chunk(self._chunks[position]) for position in found]
 

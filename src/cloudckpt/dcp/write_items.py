@@ -131,7 +131,7 @@ def prepare_items(
         for item in map(items.__getitem__, positions):
             source = sources.get(item.index.fqn)
             if item.type is WriteItemType.BYTE_IO:
-                # Encoded by the plan, which refuses what cannot be saved, and held until it is sent.
+                # Encoded by the plan, which refuses values that cannot be saved, and held until it is sent.
                 yield _stage_value(item, encoded.pop(item.index.fqn, None), planner, transforms, uri)
             elif transforms or source is None or (quick := _stage_in_place(item, source, layouts)) is None:
                 yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, snapshot)
@@ -149,7 +149,7 @@ def prepare_items(
 def _stage_value(
     item: WriteItem, encoded: bytes | None, planner: SavePlanner, transforms: WriteTransforms, uri: str
 ) -> StagedItem:
-    """Return a Python object as tagged JSON, if it is `encoded`, or as what the planner makes of it."""
+    """Return a Python object as tagged JSON, if it is `encoded`, or as the bytes that the planner makes of it."""
     content = _serialize(item, planner, uri).getbuffer() if encoded is None else memoryview(encoded)
     encoding = () if encoded is None else (JSON_VALUE,)
     return _stage_bytes(item, content, transforms, uri, dtype=None, lengths=(), encoding=encoding)
@@ -350,7 +350,7 @@ def _find_problem(shape: tuple[int, ...], shards: Sequence[_Shard], *, has_other
 
 
 def _corners(shape: tuple[int, ...], shards: Sequence[_Shard]) -> Iterator[tuple[int, ...]]:
-    """Yield the points of which one is in no shard, if the shards leave anything out."""
+    """Yield points. If the shards leave anything out, one of the points is in no shard."""
     boxes = [shard.box for shard in shards]
     ends = [{0, *(box.offsets[dim] + box.lengths[dim] for box in boxes)} for dim in range(len(shape))]
     return itertools.product(

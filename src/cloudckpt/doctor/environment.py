@@ -1,6 +1,6 @@
 """Checks of what surrounds a store: the clock, credentials, a bucket's region and settings, a disk's free space.
 
-A check returns a sentence, or None if it could not tell, or raises `CheckFailed`.
+A check returns a sentence, or None if nothing is known, or raises `CheckFailed`.
 """
 
 from __future__ import annotations

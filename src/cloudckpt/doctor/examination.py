@@ -141,7 +141,7 @@ def examine(
 
     Args:
         uri: The folder of the checkpoints.
-        read_only: Write nothing, and check only what loads need.
+        read_only: Write nothing, and check only the needs of loads.
         deadline_s: Skip the checks that would begin later. A single wait is at most 10 seconds for an answer and 20
             for a connection, or less if ``options.timeout_s`` is less.
         options: The options of the saves and loads.

@@ -138,7 +138,7 @@ def _check_version(head: _ManifestHead | None, uri: str) -> None:
 
 
 def _foreign(document: bytes, uri: str) -> InvalidManifestError:
-    """Return why a document without our checksum at its end is not a manifest that can be read."""
+    """Return why a document without cloudckpt's checksum at its end is not a manifest that can be read."""
     head = _probe(document)
     if head is not None:
         _check_version(head, uri)

@@ -49,7 +49,7 @@ def answers_planners(tensor: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatStateDict:
-    """The entries in torch's order and under torch's names, and what torch's ``flatten_state_dict`` leaves out."""
+    """The entries in torch's order and under torch's names, and the rest that torch's ``flatten_state_dict`` omits."""
 
     entries: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)

@@ -39,7 +39,7 @@ class SavedWrapper(NamedTuple):
     parts: dict[str, Any]
 
     def rebuild(self, make: Callable[[str, Any], torch.Tensor]) -> torch.Tensor:
-        """Return the wrapper of what `make` returns for the name and the entry of each part."""
+        """Return the wrapper of the parts that `make` returns for their names and entries."""
         parts = {
             part: entry.rebuild(make) if isinstance(entry, SavedWrapper) else make(f"{self.name}.{part}", entry)
             for part, entry in self.parts.items()
@@ -176,7 +176,7 @@ def _spread_shard(
 def _slice_again(
     local: torch.Tensor, parts: Mapping[str, torch.Tensor], context: Any, dim: int
 ) -> tuple[dict[str, int | None], list[tuple[Any, ...]]]:
-    """Return the dimension in which a slice in `dim` cuts each part, or None, and what follows it in `context`."""
+    """Return the dimension of each part that a slice in `dim` cuts, or None, and the changed places of `context`."""
     extent = local.shape[dim]
     for length in dict.fromkeys([*filter(None, (extent // divisor for divisor in range(2, _MAX_DIVISOR))), 0]):
         try:
@@ -264,7 +264,7 @@ def _with_dim(placement: Any, dim: int) -> Any:
 def encode(value: Any, where: str) -> Any:
     """Return `value` as JSON. A value that JSON lacks becomes an object of one member, whose name is its type.
 
-    Raises ``TypeError`` for what cannot be encoded.
+    Raises ``TypeError`` for a value that cannot be encoded.
     """
     kind: Any = type(value)
     if kind is str:

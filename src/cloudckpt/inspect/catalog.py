@@ -235,7 +235,7 @@ def look_at_folders(
     client: StoreClient,
     changing: Callable[[], CheckpointChangedError],
 ) -> dict[str, _T]:
-    """Return what `look` finds in each folder, by name, once two looks in a row agree on what is missing.
+    """Return what `look` finds in each folder, by name, once two looks in a row agree on the missing ones.
 
     `look` returns its result for a folder, and what is missing there: a falsy value if nothing is. A folder in which
     something is missing is looked at again. Two looks must also agree on the names of the folders, because a listing

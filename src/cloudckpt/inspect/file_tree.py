@@ -169,7 +169,7 @@ class FileReader(io.RawIOBase):
         return file.getvalue()  # no copy
 
     def _read(self, view: memoryview) -> int:
-        """Fill some of `view`, from what was read ahead if that has the position."""
+        """Fill some of `view`, from the bytes that were read ahead if they have the position."""
         offset = self._position - self._ahead_begin
         if not 0 <= offset < len(self._ahead):
             if len(view) >= self._ahead_bytes:

@@ -1,4 +1,4 @@
-"""Remove whole checkpoints (`delete`), and what saves left behind (`gc`)."""
+"""Remove whole checkpoints (`delete`), and the remains of saves (`gc`)."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
 
 
 def walk_checkpoint(location: Location, options: Options) -> WalkedLocation:
-    """List what cloudckpt wrote at `location`, a checkpoint's.
+    """List the objects and uploads of cloudckpt at `location`, which is that of a checkpoint.
 
-    Raises `NoConditionalCommitError` if the store cannot keep saves away from what is deleted.
+    Raises `NoConditionalCommitError` if the store cannot keep a save from committing during the deletion.
     """
     client = _open_client(location, options)
     if options.commit == "conditional":

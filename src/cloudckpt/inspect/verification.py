@@ -112,7 +112,7 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
 
 
 def find_unlisted(uri: str, *, options: Options) -> str:
-    """Return the reason why the checkpoint at `uri` cannot be loaded, as far as its manifest and a listing tell, or "".
+    """Return the reason why the checkpoint at `uri` cannot be loaded, by its manifest and a listing; "" without any.
 
     Looks at the objects in its own folder, and reads no data.
     """
@@ -157,7 +157,7 @@ class Verification:
         self._missing: set[int] = set()
 
     def run(self) -> list[str]:
-        """Return every problem, each with the object's key and the names of what it holds; empty without any.
+        """Return every problem, each with the object's key and the names of its entries; empty without any.
 
         Raises `StoreError` if the store does not answer, or may not be read: that says nothing about the data.
         """

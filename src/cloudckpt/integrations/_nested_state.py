@@ -33,7 +33,7 @@ def serialize(value: object) -> bytes:
 
 
 def deserialize(data: bytes, *, allow_pickle: bool = False, uri: str = "") -> Any:
-    """Deserialize what `serialize` returned.
+    """Deserialize the result of `serialize`.
 
     Raises `UnsafePickleError` if that needs a class that could run code, unless `allow_pickle` is true.
     """
@@ -85,7 +85,7 @@ def from_state_dict(
     allow_pickle: bool = False,
     uri: str = "",
 ) -> Any:
-    """Rebuild what `to_state_dict` was given, except the top-level keys for which `without` is true."""
+    """Rebuild the argument of `to_state_dict`, except the top-level keys for which `without` is true."""
     skeleton = deserialize(flat[SKELETON], allow_pickle=allow_pickle, uri=uri)
     if without is not None:
         skeleton = {key: value for key, value in skeleton.items() if not without(key)}

@@ -91,7 +91,7 @@ class AcceleratorState(LiveEntry):
         }
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
-        """Return what a load fills. A fresh optimizer stays fresh until then."""
+        """Return the values that a load fills. A fresh optimizer stays fresh until then."""
         groups, self._uri = self._groups(), source.uri
         # Without members, there is nothing to load.
         members = EntryGroup({key: group for key, group in groups.items() if group.names})

@@ -128,7 +128,7 @@ def _planner() -> Any:
 
 
 def _shards_of(strategy: Any, sharded_state_dict: Any) -> dict[str, Any]:
-    """Return by key what this rank saves: a list of shards of one tensor, or of objects."""
+    """Return the entries that this rank saves, by key: a list of shards of one tensor, or of objects."""
     replace_keys = torch_dist._replace_state_dict_keys_with_sharded_keys
     return dict(replace_keys(sharded_state_dict, strategy.keep_only_main_replica)[0])
 

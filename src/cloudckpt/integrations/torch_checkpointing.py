@@ -86,7 +86,7 @@ class _CloudStorage(Storage):
         self._prefix = config.temp_dir_prefix
         self._me = config.join()
         self._lock = threading.Lock()
-        self._job: FilesJob | None = None  # what this rank saves at present, and where
+        self._job: FilesJob | None = None  # the state that this rank saves at present, and its place
         self._folder = ""
         self._planned: frozenset[str] = frozenset()
         self._num_saves: dict[str, int] = {}
@@ -175,7 +175,7 @@ class _CloudStorage(Storage):
         """Delete the checkpoint at `path`, its manifest first. A folder of checkpoints is not deleted."""
         folder = self._split_staged(path / "file")[0]
         if self._job_at(folder) is not None:
-            self._job = None  # gc removes what it has written
+            self._job = None  # gc removes the objects of this save
             return
         try:
             delete(self.remap_path(path), options=self._options)

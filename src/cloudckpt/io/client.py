@@ -107,7 +107,7 @@ class StoreClient:
     (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/). A call is given up after `retries`
     repetitions, or after `timeout_s` without progress. A try that made no request, because the process may open no more
     files for example (`StoreError.is_unsent`), does not count as a repetition; and its time begins anew when another
-    call ends, which may have released what it lacks.
+    call ends, which may have closed files.
 
     `head` and `read` return None for an object that is absent, after `confirm` has confirmed it. A listing is not
     confirmed: its callers pass it to `confirm` where it matters.

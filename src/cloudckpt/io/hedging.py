@@ -140,7 +140,7 @@ class Hedger:
     - After the store has asked to slow down, nothing is repeated for `_CALM_S`.
 
     Args:
-        limit: The limit of requests in flight. The hedger tells it how each request ends.
+        limit: The limit of requests in flight. The hedger informs it of the end of each request.
         budget_bytes: The memory that second requests may hold in all.
         on_hedge: Called for each second request, in the thread that watches.
         clock: Returns seconds since any fixed moment.
@@ -281,8 +281,8 @@ class Hedger:
             twice = [done for done in parts if _name_part(key, upload_id, done.part) in self._hedged]
             if not twice or isinstance(error, TransientStoreError | ObjectNotFoundError):
                 raise
-            # If the encryption's key is not ours, equal parts have different ETags, and the store may have carried out
-            # a request last that was given up.
+            # If the service holds the encryption's key, equal parts have different ETags, and the store may have
+            # carried out last a request that was given up.
             try:
                 held = list(store.list_parts(key, upload_id))
             except StoreError:  # it may not be permitted, and the first error says more

@@ -1,7 +1,7 @@
 """Find the objects and parts of an earlier copy that a copy can use (``docs/design/008-resumable-copies.md``).
 
-A leftover is used only after its tiles were compared with those to send. Nothing here fails a copy: what cannot be used
-is sent again.
+A leftover is used only after its tiles were compared with those to send. Nothing here fails a copy: the bytes of a
+leftover that cannot be used are sent again.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class UploadSession:
         client: Client of the store.
         part_bytes: Size of a part, unless `submit` is given another one.
         tile_bytes: Size of a tile.
-        resumable: Abort and remove nothing after a failure, so that a later session finds what was sent.
+        resumable: Abort and remove nothing after a failure, so that a later session finds the parts.
         daemon: Let the interpreter end although the context is open.
         on_part: Called with the key and the size of each part that the store has.
         on_completing: Called with the key of a multipart upload before it is completed.
@@ -336,7 +336,7 @@ class UploadSession:
         self._client.stop()
 
     def _remove_everything(self) -> None:
-        """Remove what was sent, after a failure, with no call in flight. Log what cannot be removed: gc removes it."""
+        """Remove all that was sent, after a failure, with no call in flight. Log the keys that remain for gc."""
         for target in self._open.values():
             if target.upload_id is not None:
                 with _logged("abort an upload", uri=self._store.uri):

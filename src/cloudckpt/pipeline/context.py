@@ -115,7 +115,7 @@ class Context:
         return self.client.hedger.get_ceiling()
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:
-        """Hand an event to all listeners. Raises what the user's `Options.on_event` raises."""
+        """Hand an event to all listeners. Raises the error of the user's `Options.on_event`."""
         if name == "save.part_uploaded":
             self.on_sent(num_bytes)
         if self.options.on_event is None and not subscribers.is_watched():
@@ -135,7 +135,7 @@ class Context:
             self.options.on_event(event)
 
     def announce(self, name: EventName) -> None:
-        """Emit an event, and log what the user's function raises: no caller waits for this thread."""
+        """Emit an event, and log the error of the user's function: no caller waits for this thread."""
         with logging_failures("Options.on_event failed at %s", name):
             self.emit(name)
 

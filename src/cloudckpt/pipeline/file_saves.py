@@ -449,7 +449,7 @@ class FileWriter(io.RawIOBase):
         if self._session is not None and not _is_finalizing():
             abort, error = self._session.__exit__, ResourceWarning("the file was not closed")
             thread = threading.Thread(target=abort, args=(type(error), error, None), name="cloudckpt-abort")
-            with contextlib.suppress(RuntimeError):  # the process ends: `gc` removes what was sent
+            with contextlib.suppress(RuntimeError):  # the process ends: `gc` removes the objects
                 thread.start()
 
     def _abort(self, error: BaseException) -> None:

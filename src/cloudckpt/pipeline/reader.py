@@ -1,4 +1,4 @@
-"""The one reader of a checkpoint's objects: plan ranged reads, fetch them, verify them, hand over what they fill."""
+"""The one reader of a checkpoint's objects: plan ranged reads, fetch them, verify them, and fill the tensors."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class Reader:
             self.context.emit(event, key=key, num_bytes=request.num_bytes)
 
     def _check_tiles(self, request: RangeRead, views: Views, names_in: Callable[[RangeRead, int, int], str]) -> None:
-        """Raise `CorruptCheckpointError` unless all tiles in `views` are what was saved."""
+        """Raise `CorruptCheckpointError` unless all tiles in `views` have their checksums."""
         wrong = self.compare_tiles(request, views)
         if not wrong:
             return
@@ -243,7 +243,7 @@ class Reader:
         """Let the body read object `index` here; if that fails, call `read` with the reader of the copy.
 
         If both fail, a failure that may pass is raised before one that speaks of damage. `names` returns the names of
-        what the object holds, for the message. The body runs in the frame of the caller, whose number is bounded.
+        the object's entries, for the message. The body runs in the frame of the caller, whose number is bounded.
         """
         elsewhere = self._elsewhere
         try:
@@ -298,7 +298,7 @@ class Reader:
             self._elsewhere.context.stop()
 
     def compare_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
-        """Return index and actual CRC32C of each tile of the request that is not what was saved. `views` hold it."""
+        """Return index and actual CRC32C of each damaged tile of the request, whose bytes are in `views`."""
         client, key = self.locate(request.object_index)
         return find_wrong_tiles(
             client,
@@ -398,7 +398,7 @@ class Reader:
         )
 
     def _check_sizes(self, requests: Sequence[RangeRead], wants: Wants) -> None:
-        """Check that objects are as large as the manifest says, before this read takes much memory on its word."""
+        """Check that objects are as large as the manifest says, before this read allocates memory of that size."""
         held: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
         for want in wants.single:
             if isinstance(want.target, BytesTarget):

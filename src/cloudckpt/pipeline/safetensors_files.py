@@ -366,7 +366,7 @@ def _list_links(folder: Location) -> set[str]:
 
 
 def _suggest_folders(keys: Sequence[str]) -> str:
-    """Say what the folder holds instead of safetensors files, and what to do."""
+    """Return a sentence about the files in the folder that are no safetensors files, and what to do."""
     if TORCH_METADATA_KEY in keys:
         return ", but a checkpoint of torch's own writer: import it in the format 'dcp'"
     if any(manifest_number(key) is not None for key in keys):

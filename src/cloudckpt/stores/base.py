@@ -102,7 +102,7 @@ class ObjectInfo:
         return f"{self.size_bytes} {self.version or self.modified_at.isoformat()}"
 
     def is_same_write(self, other: ObjectInfo) -> bool:
-        """Return True if nothing was written between two listings, as far as the store can tell."""
+        """Return True if nothing was written between two listings, as far as the store shows it."""
         if self.version and other.version:
             return (self.size_bytes, self.version) == (other.size_bytes, other.version)
         return (self.size_bytes, self.modified_at) == (other.size_bytes, other.modified_at)
@@ -293,7 +293,7 @@ class ForwardingStore(Store):
         return action()
 
     def around_listing(self, call: Call, action: Callable[[], Iterator[_T]]) -> Iterator[_T]:
-        """Yield what `action` returns, which makes `call` on `inner`. A listing makes requests between its entries."""
+        """Yield the entries from `action`, which makes `call` on `inner`. Listings make requests between entries."""
         return self.around(call, action)
 
     def probe(self) -> Capabilities:

@@ -108,7 +108,7 @@ def send_all(connection: Any, views: Views) -> None:
         try:
             for batch in batches(views, max_bytes=_SENT_AT_ONCE_BYTES, max_views=len(views)):
                 connection.sendall(join_views(batch))
-        except ssl.SSLEOFError as error:  # what Python makes of EPIPE; the store's answer may have come before
+        except ssl.SSLEOFError as error:  # Python's class for EPIPE; the store's answer may have come before
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
         return
     with _waiting_in_the_kernel(connection, socket.SO_SNDTIMEO):

@@ -316,7 +316,7 @@ def describe_foreign(whose: str, status: int, content_type: str | None, body: ob
 def is_xml_error(body: bytes) -> bool:
     """Return True if `body` is a whole error document with a code, as S3 and GCS's XML API write it."""
     try:
-        root = ET.fromstring(body)  # noqa: S314  # as botocore does; expat bounds what entities grow to
+        root = ET.fromstring(body)  # noqa: S314  # as botocore does; expat bounds the growth of entities
     except (ET.ParseError, LookupError, ValueError):  # the last two: an unknown encoding
         return False
     names = {element.tag.rpartition("}")[2] for element in root.iter() if (element.text or "").strip()}
@@ -333,7 +333,7 @@ def is_json_error(body: bytes) -> bool:
 
 
 def mask(text: str, secrets: Iterable[str]) -> str:
-    """Replace `secrets` in `text`, plain and as in a URL; the beginning of a long one too, since quotes are cut."""
+    """Replace `secrets` in `text`, plain and as in a URL; also the beginning of a long one, as quotes are cut."""
     for secret in secrets:
         if len(secret) >= _MIN_SECRET_CHARACTERS:
             for form in (secret, quote(secret, safe="", errors="replace"), quote(secret, errors="replace")):

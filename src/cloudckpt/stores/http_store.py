@@ -134,7 +134,7 @@ class HTTPSession(abc.ABC):
             translated = self.translate(error, operation, api, key)
             if translated is None:
                 raise
-            if isinstance(translated, CredentialsError) and may_open_no_file():  # nor those with the credentials
+            if isinstance(translated, CredentialsError) and may_open_no_file():  # including the credentials'
                 request = self.failed_request(operation, api, key)
                 translated = build_error(FILES, request, reason="the credentials' files cannot be read")
                 translated.is_unsent = True

@@ -80,7 +80,7 @@ class MemoryStore(Store):
     """``memory://name/prefix``: all stores of one name in one process see the same objects.
 
     Nothing leaves the process, so each call of a store that was pickled to another process, or is used after a fork,
-    raises `UnsupportedOperationError` instead of saving where nobody can look.
+    raises `UnsupportedOperationError` instead of saving where no other process can look.
     """
 
     def __init__(self, name: str, prefix: str = "", *, limits: Limits = DEFAULT_LIMITS, pid: int | None = None) -> None:

@@ -110,10 +110,10 @@ def _try_out(store: Store, *, place: str, condition: str) -> Capabilities:
 
 
 class CheckFailed(Exception):  # noqa: N818  # it becomes a finding, not an error
-    """The store answers, and does not do what it was asked for.
+    """A check has found a fault that is no `StoreError`.
 
     Attributes:
-        observed: The store's behaviour, as a clause whose subject is the store.
+        observed: The fault as a clause. The store is its subject, if it has none.
         advice: The consequence, and what to do about it.
 
     """

@@ -21,7 +21,7 @@ _ends: list[Callable[[], None]] = []
 
 
 class _Subscriber(NamedTuple):
-    """The functions of one subscriber. The thread in which something happens calls them."""
+    """The functions of one subscriber, which are called in the thread of the event."""
 
     on_event: Callable[[Any], object]
     step: Callable[[str, str], AbstractContextManager[None]] | None

@@ -435,7 +435,7 @@ class GCSSession(HTTPSession):
         return self.error(TransientStoreError, operation, key, problem)
 
     def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> ErrorRule | None:
-        """Find out by a listing what a 404 to `api` means; return None if it means what it says.
+        """Find out by a listing what a 404 to `api` means; return None if it means that the object is absent.
 
         The bucket may be missing. An answer that is not GCS's own is believed if the listing agrees.
         """
@@ -499,7 +499,7 @@ def _make_http_session(credentials: Any, *, most_connections: int) -> tuple[Any,
     from requests.adapters import HTTPAdapter
 
     auth_request = Request(Session())
-    # A refused token is renewed by us: the library would send the same body again, which is at its end by then.
+    # cloudckpt renews a refused token: the library would send the same body again, which is at its end by then.
     http = AuthorizedSession(credentials, refresh_status_codes=(), auth_request=auth_request)
     adapter = HTTPAdapter(pool_connections=2, pool_maxsize=most_connections, max_retries=0)
     adapter.poolmanager.pool_classes_by_scheme = make_cancellable(adapter.poolmanager.pool_classes_by_scheme)
@@ -538,7 +538,7 @@ def refuse_errors(response: Any, **_: Any) -> None:
 
 
 def check_answer(response: Any) -> None:
-    """Raise google.api_core's error for an answer that is neither an error nor what was asked for."""
+    """Raise google.api_core's error for an answer that is neither an error nor of the requested kind."""
     from google.api_core.exceptions import from_http_status
 
     if response.status_code not in (_OK, _PARTIAL):

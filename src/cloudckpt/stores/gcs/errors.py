@@ -88,7 +88,7 @@ BY_REQUEST: Mapping[tuple[str, int], ErrorRule] = {
     ("objects.list", 404): shared.BUCKET,
     ("objects.list", 416): shared.FOREIGN,
 }
-"""Statuses that mean something else for one request, because of what it names."""
+"""Statuses that mean something else for one request, because it names another kind of thing."""
 
 REASONS: Mapping[str, ErrorRule] = by_name(
     [

@@ -45,7 +45,7 @@ _log = logging.getLogger("cloudckpt")
 _aborted: set[str] = set()
 """The ids of the uploads that this process aborted, so that a late part is not kept."""
 keeping_buckets: set[str] = set()
-"""The buckets in which this process was refused to remove parts."""
+"""The buckets that have refused this process the removal of parts."""
 
 
 class GCSStore(HTTPStore):

@@ -1,7 +1,7 @@
 """Uploads in parts: temporary objects beside the key, which the service composes (``docs/design/005-gcs-uploads.md``).
 
 GCS has no multipart uploads of its own. An upload is a random id, and each of its parts an object whose name alone says
-what it belongs to, so that a store with any root finds it.
+to which key it belongs, so that a store with any root finds it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def create_temp(path: str, *, root: str) -> str:
             os.mkdir(os.path.dirname(temp))
             break
         except FileNotFoundError as error:
-            # Another process that deletes the last object of the directory prunes it, between our two calls.
+            # Another process that deletes the last object of the directory prunes it, between the two calls.
             tries_left -= 1
             if not tries_left:  # the file system allows none, as /proc does
                 raise PermissionError(errno.EPERM, "No directory can be made", error.filename) from error
@@ -143,7 +143,7 @@ def prune(directory: str, *, root: str) -> None:
         try:
             os.rmdir(directory)
         except OSError:
-            # Not empty, or removed already, or not ours to remove. No reader sees an empty directory.
+            # Not empty, or removed already, or another user's. No reader sees an empty directory.
             return
         directory = os.path.dirname(directory)
 

@@ -20,7 +20,7 @@ SOURCES: Mapping[str | None, str] = {
 }
 """By the names of botocore's providers."""
 _FETCHERS = {"container-role": "_fetcher", "iam-role": "_role_fetcher"}
-"""The providers that ask a service of the machine, and the attributes in which they keep what makes their requests."""
+"""The providers that ask a service of the machine, and the attributes that hold the makers of their requests."""
 _CLIENT_ERROR, _SERVER_ERROR, _TOO_MANY = 400, 500, 429
 
 
@@ -67,7 +67,7 @@ class MetadataServices:
 
 
 class _NotedSession:
-    """An HTTP session of botocore."""
+    """An HTTP session of botocore that notes the last answer, and whether any request succeeded."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

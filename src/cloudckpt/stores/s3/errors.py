@@ -265,7 +265,7 @@ def _translate_answer(response: dict[str, Any], request: FailedRequest) -> Store
         rule = shared.FOREIGN  # it is about one object, and the request names none
     reason = f"{code} ({status})" if code != str(status) else f"status {status}"
     failure = _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)
-    # A code of S3's own and not a proxy's, because of what the client did or may not do: a quota is used up, say.
+    # A code of S3 and not of a proxy, for a request that S3 did not carry out: a quota is used up, for example.
     is_refused = code in CODES and shared.CLIENT_ERROR <= status < shared.SERVER_ERROR
     is_final = request.operation in _WRITES and not isinstance(failure, TransientStoreError)
     failure.had_no_effect = is_refused and is_final
@@ -282,7 +282,7 @@ def _build(rule: ErrorRule, request: FailedRequest, *, reason: str) -> StoreErro
 def refuse_foreign(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
     """Raise `ForeignAnswerError` for an answer that is not S3's. A handler of botocore's event ``before-parse``.
 
-    botocore takes any XML for what it asked for, and any body for an object: a web page is an empty listing to it, and
+    botocore takes any XML for the expected answer, and any body for an object: a web page is an empty listing, and
     a 404 from a load balancer a missing object. Amazon S3, Ceph's gateway, MiniStack, moto and rclone pass.
     """
     status, headers, body = (response_dict[name] for name in ("status_code", "headers", "body"))

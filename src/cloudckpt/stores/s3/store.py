@@ -313,7 +313,7 @@ def _list_objects(session: S3Session, operation: str, *, prefix: str) -> Iterato
 def _pages(
     session: S3Session, operation: str, api: str, key: str | None, about: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the pages of a listing. Raises `StoreError` for a page that is not what was asked for."""
+    """Yield the pages of a listing. Raises `StoreError` for a page of another listing."""
     where = about["Prefix"] if key is None else key
     markers = {
         "ListObjectsV2": {"ContinuationToken": "NextContinuationToken"},

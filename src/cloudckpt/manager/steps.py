@@ -105,8 +105,8 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were saved with it. NaN stands for a value that was not finite."""
     place: Place = "root"
-    """``"root"``, ``"fast"`` for the fast place in front of it, or ``"both"``. ``"owed"``: the fast place has it, and the
-    root does not have the copy yet that it is owed."""
+    """``"root"``, ``"fast"`` for the fast place in front of it, or ``"both"``. ``"owed"``: the fast place has it,
+    and the root is to get a copy, which it does not have yet."""
     copy_uri: str | None = None
     """URI of the same save under the root, if `uri` is that in the fast place and both have it."""
 

@@ -16,6 +16,7 @@ from cloudckpt.errors import InvalidURIError, did_you_mean, find_near
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes with "_", which RFC 3986 has not
 _SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
+_SLIP = re.compile(r"(s3a?|gs|gcs)(?://|:(?!/))", re.IGNORECASE)  # a job would fill a local folder
 _COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"\$[{(]|(?:^|/)\$[A-Za-z_]\w*(?:/|$)")  # a name such as best$acc is one
@@ -212,12 +213,14 @@ def is_valid_location(location: object) -> bool:
 
 
 def mangled_uri_scheme(location: object) -> str | None:
-    """Return the scheme if `location` is a URI of which `pathlib.Path` has removed a slash."""
+    """Return the scheme if `location` is a URI of which `pathlib.Path` has removed a slash, or that lacks a colon."""
     if not isinstance(location, (str, os.PathLike)):
         return None
     text = os.fsdecode(os.fspath(location))
     if "://" in text:
         return None
+    if (slip := _SLIP.match(text)) is not None:
+        return slip[1].lower()
     for segment in text.split("/"):
         if segment.endswith(":") and segment[:-1].lower() in known_schemes():
             return segment[:-1].lower()
@@ -266,6 +269,11 @@ def _parse_file_uri(shown: str, rest: str) -> Location:
 
 
 def _parse_path(text: str) -> Location:
+    if (slip := _SLIP.match(text)) is not None:
+        uri = redact(f"{slip[1].lower()}://{text[slip.end() :]}")
+        raise InvalidURIError(
+            f"A location begins with {slip[0]!r}. Pass the URI, {uri!r}, or './{slip[0]}…' for a path."
+        )
     scheme = mangled_uri_scheme(text)
     if scheme or text.startswith("file:"):
         problem = (

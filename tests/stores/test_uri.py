@@ -108,6 +108,8 @@ def test_the_home_directory_is_expanded(monkeypatch):
         ("file:relative", "Pass the plain path, without 'file:'"),
         ("/work/file:/run", "os.path.realpath, which Lightning calls for a dirpath"),
         ("s3:/bucket/x", "pathlib.Path"),
+        ("s3//bucket/x", "begins with 's3//'. Pass the URI, 's3://bucket/x', or './s3//…' for a path"),
+        ("GS:bucket/x", "begins with 'GS:'. Pass the URI, 'gs://bucket/x'"),
         ("/work/s3:/bucket/x", "pathlib.Path"),
     ],
 )
@@ -144,6 +146,7 @@ def test_a_uri_that_went_through_path_is_recognized(mangled):
         "s4://user:hunter2@bucket/x",
         "https://host/x?X-Amz-Signature=hunter2",
         "s3:/user:hunter2@bucket/x",
+        "s3:user:hunter2@bucket/x",
         "s3://user:hunter2@bucket/\n",
         "sftp://user%3Ahunter2@host/x",
         "sftp://user%3ahunter2@host/x",

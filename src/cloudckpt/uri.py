@@ -16,7 +16,6 @@ from cloudckpt.errors import InvalidURIError, did_you_mean, find_near
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes with "_", which RFC 3986 has not
 _SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
-_SLIP = re.compile(r"(s3a?|gs|gcs)(?://|:(?!/))", re.IGNORECASE)  # a job would fill a local folder
 _COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"\$[{(]|(?:^|/)\$[A-Za-z_]\w*(?:/|$)")  # a name such as best$acc is one
@@ -87,6 +86,8 @@ SERVICES = {
 """The services by their schemes. fsspec's file systems serve every other scheme."""
 _FSSPEC = Service(store="cloudckpt.stores.fsspec_store:FsspecStore")
 _ALIASES = {alias: scheme for scheme, service in SERVICES.items() for alias in service.aliases}
+_OF_BUCKETS = [name for name in (*SERVICES, *_ALIASES) if SERVICES[_ALIASES.get(name, name)].bucket_name is not None]
+_SLIP = re.compile(rf"({'|'.join(_OF_BUCKETS)})(?://|:(?!/))", re.IGNORECASE)  # a job would fill a local folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ GIB = 1024 * MIB
 
 DEFAULT_CONNECTIONS = 16
 """Number of requests of one rank in flight, if `Options.connections` is None and the rank's host has few ranks."""
+CONNECTIONS_BESIDE_TRAINING = 2
+"""Connections of a copy from a fast place that nothing waits for. More of them cost a training loop more than 3 %."""
 
 _T = TypeVar("_T")
 _MAX_OVER_READ = 1000.0

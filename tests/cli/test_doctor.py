@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from email.message import Message
 from email.utils import formatdate
@@ -56,6 +57,38 @@ def test_the_command_fails_if_a_check_that_matters_failed(tmp_path: Path, run: R
     document = run("doctor", f"{tmp_path}/file/run", "--json").document
     assert not document["is_healthy"]
     assert "put" in [check["name"] for check in document["checks"] if check["outcome"] == "failed"]
+
+
+@pytest.mark.every_store
+def test_the_speed_of_a_fast_place_is_measured(place: Place, tmp_path: Path) -> None:
+    """If this fails, a user learns how long a save and its copy take when a host goes away; or what was measured with
+    fills the drive.
+    """
+    fast = tmp_path / "nvme" / "run"
+    report = examine(place.uri("run"), fast=fast, num_bytes=10**9, options=make_options(connections=2))
+    rates = {}
+    for name, what in (("fast save", "save"), ("drain", "copy"), ("drain beside training", "copy")):
+        assert report[name].outcome == "passed", report[name]
+        found = re.fullmatch(r"([\d.]+) (MB|GB)/s by 2 \w+: a (\w+) of 953.7 MiB takes (.*)", report[name].found)
+        assert found is not None, report[name].found
+        assert found[3] == what
+        rates[name] = float(found[1]) * (1000 if found[2] == "GB" else 1)
+        took_s = 1000 / rates[name]
+        unit = 1000 if found[4].endswith("ms") else 1
+        assert float(found[4].split()[0]) / unit >= 0.8 * took_s  # more where the fast place cannot be read so fast
+    assert not fast.exists()
+    assert not any(WRITTEN_MARK in key for key in place.contents())
+
+
+def test_a_fast_place_that_is_too_small_or_read_only_fails_the_check(tmp_path: Path) -> None:
+    """If this fails, a run that is meant to save fast sends everything to its bucket."""
+    report = examine(tmp_path / "bucket", fast=tmp_path / "nvme", num_bytes=2**60, options=make_options(connections=1))
+    assert "are free, and a save takes" in report["fast save"].found
+    assert "to the root instead" in str(report)
+    (tmp_path / "file").touch()
+    report = examine(tmp_path / "bucket", fast=tmp_path / "file" / "nvme", options=make_options(connections=1))
+    assert report["fast save"].outcome == "failed"
+    assert report.is_healthy
 
 
 def test_the_doctor_removes_the_folder_that_it_made(tmp_path: Path) -> None:

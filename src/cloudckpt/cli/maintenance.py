@@ -16,7 +16,7 @@ import typer
 
 from cloudckpt._display import count, rate, size
 from cloudckpt.cli._console import NO, WRONG_USAGE, Console, age, describe_report
-from cloudckpt.cli._options import CommonOptions, parse_duration
+from cloudckpt.cli._options import CommonOptions, parse_duration, parse_size
 from cloudckpt.cli.ls import document_of
 
 if TYPE_CHECKING:
@@ -385,6 +385,19 @@ def doctor(
     deadline: Annotated[
         float, typer.Option("--deadline", min=0.1, metavar="SECONDS", help="Begin no check after this time.")
     ] = 60.0,
+    fast: Annotated[
+        str | None,
+        typer.Option(metavar="PLACE", help="Also measure this fast place of a run, and a copy from there to URI."),
+    ] = None,
+    num_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--size",
+            parser=parse_size,
+            metavar="SIZE",
+            help="Size of a checkpoint, with --fast; that of the newest without it.",
+        ),
+    ] = None,
     common: CommonOptions,
 ) -> None:
     """Find out if saves to URI will work: credentials, clock, bucket, permissions, promises of the store.
@@ -394,12 +407,17 @@ def doctor(
     Example: cloudckpt doctor s3://bucket/run
     """
     from cloudckpt.doctor import examine
+    from cloudckpt.options import GIB
 
     console = common.console
     if not common.as_json:
         console.say(f"Examining {uri} …")
     options = common.options()
-    report = examine(uri, read_only=read_only, deadline_s=deadline, options=options)
+    if fast is not None and num_bytes is None:
+        num_bytes = _find_size_of_newest(uri, options) or GIB
+    report = examine(
+        uri, read_only=read_only, deadline_s=deadline, fast=fast, num_bytes=num_bytes or GIB, options=options
+    )
     if common.as_json:
         document = {"uri": report.uri, "is_healthy": report.is_healthy, "checks": report.checks}
         console.document({**document, "service": report.service})
@@ -408,6 +426,18 @@ def doctor(
             console.line(line)
     if not report.is_healthy:
         raise typer.Exit(NO)
+
+
+def _find_size_of_newest(root: str, options: Options) -> int | None:
+    """Return the size of the newest checkpoint under `root`; None if there is none, or it cannot be known."""
+    from cloudckpt.errors import CheckpointError
+    from cloudckpt.inspect.catalog import list_checkpoints
+
+    try:
+        found = list_checkpoints(root, all=True, options=options)
+    except CheckpointError:  # the examination finds out why
+        return None
+    return next((one.num_bytes for one in reversed(found) if one.state == "committed"), None)
 
 
 class _ServerKind(str, Enum):

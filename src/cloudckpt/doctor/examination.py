@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from cloudckpt._display import count, rate, seconds, size
 from cloudckpt.doctor import environment
+from cloudckpt.doctor.speed import measure
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -24,7 +26,8 @@ from cloudckpt.errors import (
     escape_control_characters,
     gc_advice,
 )
-from cloudckpt.options import Options
+from cloudckpt.io.client import open_client
+from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING, GIB, Options
 from cloudckpt.stores.open import open_store
 from cloudckpt.stores.probe import CHECKS, CheckFailed, Scratch
 from cloudckpt.uri import Location, parse_location
@@ -54,6 +57,7 @@ _LOST_WITHOUT = {
     "unfinished uploads": "gc cannot find what killed saves leave, and a copy that resumes sends everything again.",
 }
 """The consequence of each check's failure."""
+_WITHOUT_FAST = "A manager sends each save to the root instead, with a warning."
 _OPTIONAL = ("checksums", "unfinished uploads", "head", "delete", "abort")
 _NEED_GET = ("range reads", "head")
 
@@ -132,6 +136,8 @@ def examine(
     *,
     read_only: bool = False,
     deadline_s: float = 60.0,
+    fast: str | os.PathLike[str] | None = None,
+    num_bytes: int = GIB,
     options: Options | None = None,
 ) -> DoctorReport:
     """Find out if saves to `uri` and loads from it will work: credentials, permissions, promises of the store.
@@ -144,6 +150,9 @@ def examine(
         read_only: Write nothing, and check only the needs of loads.
         deadline_s: Skip the checks that would begin later. A single wait is at most 10 seconds for an answer and 20
             for a connection, or less if ``options.timeout_s`` is less.
+        fast: The fast place of a `CheckpointManager` in front of `uri`. Its speed is measured, too, and that of a copy
+            from there, unless `read_only`.
+        num_bytes: Size of the checkpoints, for the times of a save to `fast` and of a copy.
         options: The options of the saves and loads.
 
     Raises:
@@ -166,12 +175,17 @@ def examine(
     if read_only:
         checklist.run("get", functools.partial(_read_any_object, store), advice=_LOST_WITHOUT["get"])
     else:
+        left: list[str] = []
         with environment.removing_directories(location):
             scratch = Scratch(store)
             try:
                 _check_promises(checklist, scratch)
+                if fast is not None:
+                    left += _check_fast(
+                        checklist, parse_location(fast), location, scratch, bounded, num_bytes=num_bytes
+                    )
             finally:
-                left = scratch.clean_up()
+                left += scratch.clean_up()
         if left:
             checklist.add(
                 "left behind",
@@ -314,6 +328,46 @@ def _check_promises(checklist: _Checklist, scratch: Scratch) -> None:
         else:
             run = functools.partial(check, scratch)
             checklist.run(name, run, subject="the store ", advice=_LOST_WITHOUT[name], matters=matters)
+
+
+def _check_fast(
+    checklist: _Checklist, fast: Location, root: Location, at_root: Scratch, options: Options, *, num_bytes: int
+) -> list[str]:
+    """Measure a fast place, and the root as the target of its copies. Return what could not be removed."""
+    near = options if fast.is_of_kind(root) else dataclasses.replace(options, storage_options={})
+    client = open_client(fast, near)
+    scratch, threads = Scratch(client.store), client.hedger.most_connections
+    read_s = 0.0
+    left: list[str] = []
+
+    def save() -> str:
+        nonlocal read_s
+        free_bytes = client.store.free_bytes()
+        if free_bytes is not None and free_bytes < num_bytes:
+            raise CheckFailed(f"{size(free_bytes)} are free, and a save takes {size(num_bytes)}", _WITHOUT_FAST)
+        with environment.removing_directories(fast):
+            try:
+                written, read = measure(scratch, connections=threads)
+            finally:
+                left.extend(scratch.clean_up())
+        read_s = num_bytes / read
+        return _describe_speed("save", written, f"{threads} threads", num_bytes, num_bytes / written)
+
+    def drain(connections: int) -> str:
+        written, _ = measure(at_root, connections=connections)
+        took_s = max(num_bytes / written, read_s)  # a copy reads and writes at once
+        return _describe_speed("copy", written, count(connections, "connection"), num_bytes, took_s)
+
+    checklist.run("fast save", save, advice=_WITHOUT_FAST, matters=False)
+    most = open_client(root, options).hedger.most_connections
+    checklist.run("drain", functools.partial(drain, most), matters=False)
+    beside = min(most, CONNECTIONS_BESIDE_TRAINING)
+    checklist.run("drain beside training", functools.partial(drain, beside), matters=False)
+    return left
+
+
+def _describe_speed(what: str, bytes_per_s: float, by: str, num_bytes: int, took_s: float) -> str:
+    return f"{rate(bytes_per_s)} by {by}: a {what} of {size(num_bytes)} takes {seconds(took_s)}"
 
 
 def _check_settings(checklist: _Checklist, location: Location, plain: Any, *, read_only: bool) -> None:

@@ -16,6 +16,7 @@ from cloudckpt.manager.debts import Debts, is_debt
 from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, is_positive
 from cloudckpt.manager.retention import Retention
 from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, sort_newest_first
+from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING
 from cloudckpt.stores.open import open_store
 from cloudckpt.stores.probe import Scratch
 
@@ -24,8 +25,6 @@ _log = logging.getLogger("cloudckpt")
 _TOKEN = b"cloudckpt looks whether all ranks see this place. Nothing needs this object: delete it.\n"
 _FREE = 1.05
 """Free bytes that a save needs, relative to the largest step."""
-_CONNECTIONS_BESIDE_TRAINING = 2
-"""Connections of a copy that nothing waits for. More of them cost a training loop more than 3 % of its pace."""
 
 
 class FastPlace:
@@ -204,7 +203,7 @@ class FastPlace:
 
     def _choose_connections(self, most: int) -> int:
         """Return how many requests of a copy may be in flight now: few while training goes on, and nothing waits."""
-        return most if self._task.is_awaited or self.debts.is_behind else min(most, _CONNECTIONS_BESIDE_TRAINING)
+        return most if self._task.is_awaited or self.debts.is_behind else min(most, CONNECTIONS_BESIDE_TRAINING)
 
 
 def _merge(

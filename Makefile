@@ -56,7 +56,8 @@ house: $(INSTALLED) ## Print how large the code base is, beside the bars that it
 	$(BIN)/python -m tests.house
 
 # A machine with a GPU may have no network, and a torch that fits its driver: what is there is used, and nothing
-# installed. It takes torch, awscrt, fsspec, msgspec and numpy, and pytest, pytest-timeout, hypothesis, safetensors.
+# installed. It takes torch, awscrt, fsspec, msgspec, numpy and xxhash, and pytest, pytest-timeout, hypothesis,
+# safetensors.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 
 test-gpu: export PYTHONPATH := $(CURDIR)/src:$(CURDIR):$(PYTHONPATH)

@@ -33,7 +33,7 @@ from benchmarks.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
-    *("awscrt", "boto3", "botocore", "fsspec", "jmespath", "msgspec", "s3transfer", "typing-extensions"),
+    *("awscrt", "boto3", "botocore", "fsspec", "jmespath", "msgspec", "s3transfer", "typing-extensions", "xxhash"),
     *("hypothesis", "pytest", "pytest-timeout", "safetensors", "sortedcontainers", "tenacity"),
     *("rich", "markdown-it-py", "mdurl"),
     *("python-dateutil", "six", "urllib3", "iniconfig", "packaging", "pluggy", "pygments", "s3torchconnectorclient"),

@@ -68,6 +68,7 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool = False,
+    base: PathOrURI | None = None,
     options: Options | None = None,
 ) -> SavedMetadata:
     """Save a checkpoint from all ranks, and return once it is committed (`torch.distributed.checkpoint.save`).
@@ -87,12 +88,14 @@ def save(
             lists of such objects. All ranks have the same.
         random_state: Save this rank's generators (Python, numpy, torch, its GPU), if live objects are passed.
         checkpoint_id: torch's name for `uri`.
-        storage_writer: Writer to use. `overwrite` and `options` then belong to it.
+        storage_writer: Writer to use. `overwrite`, `base` and `options` then belong to it.
         planner: Planner to use instead of one that balances the ranks by bytes.
         process_group: Group of the ranks; None for all.
         no_dist: Save from this process alone.
         use_collectives: torch's keyword. False is refused: save each rank to a URI of its own with `no_dist`.
         overwrite: Replace a checkpoint at `uri` at the instant of the commit.
+        base: A checkpoint in the same folder as `uri`, which was saved with ``Options(unchanged="reference")``. Tensors
+            that equal its own are not sent again: the checkpoint names them there. This save has the same option then.
         options: Options of this save.
 
     Returns:
@@ -117,7 +120,7 @@ def save(
     state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     if storage_writer is not None:
         await_turn()  # the save in flight may use the same writer
-    writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+    writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, base=base, options=options)
     own_rank = rank_in(process_group, no_dist=no_dist)
     note = noting_interrupt(f"the save to {writer.checkpoint_id} was interrupted. You can repeat it")
     with note, raising_own_interrupt(own_rank), earlier_failure() as earlier, _show_progress("save", writer):
@@ -249,6 +252,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     overwrite: bool = False,
+    base: PathOrURI | None = None,
     options: Options | None = None,
 ) -> AsyncSave:
     """Save a checkpoint in the background, and return once the state is copied, so that training may go on.
@@ -274,6 +278,7 @@ def async_save(
         no_dist: See `save`.
         use_collectives: See `save`.
         overwrite: See `save`.
+        base: See `save`.
         options: See `save`. `Options.async_overlap` returns before parameters and optimizers' state are copied.
 
     Returns:
@@ -311,7 +316,7 @@ def async_save(
         save: BackgroundSave | None = None
         try:
             await_turn()
-            writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+            writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, base=base, options=options)
             if async_stager is None and isinstance(writer, AsyncStager):
                 async_stager = writer
             by_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
@@ -484,12 +489,14 @@ def _writer(
     storage_writer: ObjectStoreWriter | None,
     *,
     overwrite: bool,
+    base: PathOrURI | None,
     options: Options | None,
 ) -> ObjectStoreWriter:
     if storage_writer is None:
-        return ObjectStoreWriter(_location(uri, checkpoint_id), options=options, overwrite=overwrite, _via="")
-    if overwrite or options is not None:
-        raise InvalidOptionError("overwrite and options belong to the writer: pass them to it, not beside it")
+        location = _location(uri, checkpoint_id)
+        return ObjectStoreWriter(location, options=options, overwrite=overwrite, base=base, _via="")
+    if overwrite or base is not None or options is not None:
+        raise InvalidOptionError("overwrite, base and options belong to the writer: pass them to it, not beside it")
     if not isinstance(storage_writer, ObjectStoreWriter):
         raise _foreign_storage("storage_writer", "save", storage_writer)
     if uri is not None or checkpoint_id is not None:

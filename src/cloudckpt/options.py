@@ -146,6 +146,10 @@ class Options:
     differ on purpose."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
+    unchanged: Literal["send", "reference"] = "send"
+    """Treatment of tensors that equal those of the checkpoint before it. ``"reference"`` names them where they are and
+    does not send them again, as for frozen layers: `CheckpointManager` compares with the newest step, and
+    `cloudckpt.save` with its ``base``. A save then keeps a hash of each tensor. ``"send"`` sends everything."""
     async_in_flight: Literal["wait", "raise"] = "wait"
     """Behavior of `async_save` while another save runs on any rank: wait for its end, or raise `SaveInFlightError` on
     all ranks. It must be equal on all ranks. ``"raise"`` is for jobs that skip a save rather than wait."""
@@ -275,6 +279,12 @@ _BOUNDS: tuple[_Rule, ...] = (
         "'sample', 'whole' or 'never'",
     ),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
+    ("unchanged", lambda options: options.unchanged in ("send", "reference"), "'send' or 'reference'"),
+    (
+        "unchanged",
+        lambda options: options.unchanged == "send" or (options.commit == "conditional" and not options.extensions),
+        "'send' with commit='unconditional' or extensions",
+    ),
     (
         "trace",
         lambda options: _is_trace(options.trace),

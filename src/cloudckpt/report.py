@@ -21,6 +21,8 @@ class SaveReport:
     """This rank in the group that saved."""
     num_bytes: int
     """Bytes that this rank sent, headers included."""
+    num_bytes_unchanged: int = 0
+    """Bytes of this rank that were not sent, because the base of the save has them (`Options.unchanged`)."""
     num_objects: int
     """Data objects that this rank wrote."""
     num_requests: int

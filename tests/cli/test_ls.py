@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from awscrt.checksums import crc32c
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.kit.in_memory import Memory
@@ -227,3 +228,19 @@ def test_a_manifest_removed_by_hand_is_damage(tmp_path: Path) -> None:
     (tmp_path / "step-1" / "manifest.json").unlink()
     (found,) = cloudckpt.list_checkpoints(tmp_path, all=True)
     assert (found.state, "by other means" in found.problem) == ("damaged", True)
+
+
+def test_bytes_that_steps_share_are_counted_once(tmp_path: Path, run: Run) -> None:
+    """If this fails, `du` counts shared data with each step, or calls data garbage that a checkpoint refers to."""
+    options = cloudckpt.Options(unchanged="reference")
+    state = {"frozen": torch.ones(1000)}
+    cloudckpt.save({**state, "step": 0}, tmp_path / "step-0", options=options)
+    cloudckpt.save({**state, "step": 1}, tmp_path / "step-1", base=tmp_path / "step-0", options=options)
+    cloudckpt.delete(tmp_path / "step-0")
+    held, user = cloudckpt.list_checkpoints(tmp_path, all=True)
+    assert (held.name, held.state, held.num_objects) == ("step-0", "referenced", 1)
+    assert (user.name, user.state, user.num_objects, user.num_objects_elsewhere) == ("step-1", "committed", 2, 1)
+    stored_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert run("du", str(tmp_path), "--json").document["num_bytes"] == stored_bytes
+    ended = run("du", str(tmp_path))
+    assert "gc" not in ended.out + ended.err

@@ -182,7 +182,9 @@ def du(
     sums: dict[str, list[int]] = {}
     for one in found:
         num_bytes, num_objects = sums.get(one.name, (0, 0))
-        sums[one.name] = [num_bytes + (one.num_bytes or 0), num_objects + (one.num_objects or 0)]
+        own_bytes = (one.num_bytes or 0) - one.num_bytes_elsewhere
+        own_objects = (one.num_objects or 0) - one.num_objects_elsewhere
+        sums[one.name] = [num_bytes + own_bytes, num_objects + own_objects]
     total_bytes, num_objects = (sum(column) for column in zip([0, 0], *sums.values(), strict=True))
     if common.as_json:
         checkpoints = [{"name": name, "num_bytes": each[0], "num_objects": each[1]} for name, each in sums.items()]
@@ -311,6 +313,8 @@ def document_of(one: CheckpointInfo) -> dict[str, Any]:
         "time": one.committed_at.isoformat() if one.state != "denied" else None,
         "num_bytes": one.num_bytes,
         "num_objects": one.num_objects,
+        "num_bytes_elsewhere": one.num_bytes_elsewhere,
+        "num_objects_elsewhere": one.num_objects_elsewhere,
         "num_uploads": one.num_uploads,
         "world_size": one.world_size,
         "num_tensors": one.num_tensors,

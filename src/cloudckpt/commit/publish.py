@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 
 from cloudckpt.commit.entries import (
@@ -15,7 +15,7 @@ from cloudckpt.commit.entries import (
     read_entry,
 )
 from cloudckpt.commit.log import Log, list_entries, read_log
-from cloudckpt.commit.references import find_claimed
+from cloudckpt.commit.references import Siblings, find_claimed
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -231,31 +231,42 @@ def _unknown_error(client: StoreClient, key: str, why: object) -> CommitUnknownE
     )
 
 
-def check_objects_present(client: StoreClient, manifest: Manifest) -> datetime | None:
+def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | None:
     """Return the time of the newest data object of `manifest`, as the store lists it; None if it lists none.
 
-    Raises `IncompleteSaveError` unless each of them exists with its size. It makes one listing, and a HEAD for each
-    object that the listing lacks, since a listing may lag.
+    Raises `IncompleteSaveError` unless each of them exists with its size, in its folder. It makes one listing for each
+    folder, and a HEAD for each object that the listing lacks, since a listing may lag.
     """
-    wanted = {stored.key: stored.size for stored in manifest.objects}
-    if not wanted:
-        return None
-    folders = {key.rpartition("/")[0] + "/" for key in wanted}
+    problems: list[str] = []
+    newest: datetime | None = None
+    for folder in sorted({stored.folder for stored in manifest.objects}):
+        wanted = {stored.key: stored.size for stored in manifest.objects if stored.folder == folder}
+        missing, modified_at = find_missing(siblings(folder), wanted)
+        problems += missing.values()
+        if not folder:
+            newest = modified_at
+    if problems:
+        uri = siblings("").uri
+        raise IncompleteSaveError(
+            f"nothing was committed at {uri}: {join_first(problems, _MAX_SHOWN_PROBLEMS)}. Something removed or "
+            "replaced what this save wrote or refers to (a gc with a short older_than, a lifecycle rule?): save again",
+            uri=uri,
+        )
+    return newest
+
+
+def find_missing(client: StoreClient, sizes_bytes: Mapping[str, int]) -> tuple[dict[str, str], datetime | None]:
+    """Return a text for each key without an object of its size, and the time of the newest object that is listed."""
+    folders = {key.rpartition("/")[0] + "/" for key in sizes_bytes}
     prefix = folders.pop() if len(folders) == 1 else "data/"
-    listed = {info.key: info for info in client.list(prefix) if info.key in wanted}
-    problems = [
-        problem
-        for key, size_bytes in wanted.items()
+    listed = {info.key: info for info in client.list(prefix) if info.key in sizes_bytes}
+    problems = {
+        key: problem
+        for key, size_bytes in sizes_bytes.items()
         if (key not in listed or listed[key].size_bytes != size_bytes)
         and (problem := _find_problem(client, key, size_bytes))
-    ]
-    if problems:
-        raise IncompleteSaveError(
-            f"nothing was committed at {client.uri}: {join_first(problems, _MAX_SHOWN_PROBLEMS)}. Something removed or "
-            "replaced what this save wrote (a gc with a short older_than, a lifecycle rule?): save again",
-            uri=client.uri,
-        )
-    return max((info.modified_at for info in listed.values()), default=None)
+    }
+    return problems, max((info.modified_at for info in listed.values()), default=None)
 
 
 def check_still_next(client: StoreClient, number: int) -> None:

@@ -27,7 +27,7 @@ from cloudckpt.io.client import StoreClient
 _log = logging.getLogger("cloudckpt")
 
 Siblings: TypeAlias = Callable[[str], StoreClient]
-"""Returns the client of a folder beside the checkpoint's own."""
+"""Returns the client of a folder beside the checkpoint's own; of its own for an empty name."""
 _SUFFIX = ".claim"
 _MAX_CLAIM_BYTES = 256 * 1024 * 1024
 

@@ -220,7 +220,7 @@ class StoredRanges(Mapping[MetadataIndex, StoredRange]):
 
     def __init__(self, receipts: Iterable[ItemReceipts]) -> None:
         self._columns = [
-            (of_object.stored_in.key, of_object.fqns, of_object.offsets, of_object.begins, of_object.ends)
+            (of_object.stored_in.path, of_object.fqns, of_object.offsets, of_object.begins, of_object.ends)
             for of_object in receipts
         ]
         self._places: dict[tuple[str, tuple[int, ...] | None], _Place] | None = None

@@ -142,6 +142,8 @@ def prepare_items(
         sizes_bytes=[0 if i in aliases else estimate_bytes(item) for i, item in enumerate(items)],
         aliases=aliases,
         are_transformed=bool(transforms),
+        # A planner that resolves tensors in a way of its own may compute others the next time.
+        are_fixed=[item.tensor_data is not None and item.index.fqn in sources for item in items],
         stage=stage,
     )
 

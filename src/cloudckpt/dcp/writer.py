@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import uuid
@@ -35,19 +36,23 @@ from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.draft import Draft, bodies_of, require_no_resume
+from cloudckpt.pipeline.unchanged import KnownBlocks, find_unchanged, receipts_of
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
+from cloudckpt.tensors.body import SaveItems
 from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.extensions import WriteTransforms
-from cloudckpt.tensors.host_memory import new_arena
+from cloudckpt.tensors.hashing import hash_blocks
+from cloudckpt.tensors.host_memory import Arena, new_arena
 from cloudckpt.uri import is_valid_location, parse_location
 
 _MAX_SHOWN_ITEMS = 10
+_MAX_HASH_THREADS = 4  # each reads as fast as memory gives
 _STEPS = frozenset({str, int})
 _ChunkType: TypeAlias = tuple[str | None, tuple[str, ...]]
-_Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...]]
+_Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...], bytes]
 """The number of the receipts that have it, and then what they say of it, in their order."""
-_NOT_WRITTEN: _Item = (0, 0, 0, None, (-1,), ())  # no chunk has such lengths
+_NOT_WRITTEN: _Item = (0, 0, 0, None, (-1,), (), b"")  # no chunk has such lengths
 _Items: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Item]
 """The items by FQN and offsets."""
 
@@ -59,6 +64,8 @@ class AttemptMessage:
     nonce: str
     """Drawn by the rank for this save. A cached plan brings the message of an older save, and so another nonce."""
     attempt: str | None = None
+    known: KnownBlocks | None = None
+    """Blocks of the base of the save that this rank need not send if they are unchanged."""
 
 
 def require_collectives(*, use_collectives: bool) -> None:
@@ -82,6 +89,7 @@ class ObjectStoreWriter(StorageWriter):
         options: Options of its saves.
         overwrite: Replace a checkpoint at `uri` at the instant of the commit. Without it, a save to a place
             that has one fails before any byte is sent, or at the commit if another save was faster.
+        base: See `cloudckpt.save`.
 
     Raises:
         InvalidURIError: `uri` cannot name a checkpoint.
@@ -100,6 +108,8 @@ class ObjectStoreWriter(StorageWriter):
         *,
         options: Options | None = None,
         overwrite: bool = False,
+        base: str | os.PathLike[str] | None = None,
+        _find_base: Callable[[], str | None] = lambda: None,
         _extensions: Sequence[StreamTransformExtension] | None = None,
         _via: str = "writer",  # `CloudckptError.via`
     ) -> None:
@@ -107,9 +117,16 @@ class ObjectStoreWriter(StorageWriter):
         self._location = parse_location(uri)
         self._options = require_options(options)
         self._overwrite = overwrite
+        self._base = None if base is None else parse_location(base)
+        self._find_base = _find_base
+        """Finds the base when the save begins, once the one before it has ended, if `base` does not name it."""
+        if base is not None and self._options.unchanged == "send":
+            self._options = dataclasses.replace(self._options, unchanged="reference")
         require_no_resume(self._options)
         if _extensions and self._options.extensions:
             raise InvalidOptionError("Options: extensions are given twice, here and as torch's _extensions")
+        if _extensions and self._options.unchanged == "reference":
+            raise InvalidOptionError("Options(unchanged='reference') cannot be used with torch's _extensions")
         self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))
         self.save_id = str(uuid.uuid4())
         """The id of the save, as torch's writers have it: a new one after each `reset`."""
@@ -200,7 +217,14 @@ class ObjectStoreWriter(StorageWriter):
             with recorder.step("set_up"), self._cancellation.stopping(context.stop):
                 if self._commits:
                     self._draft.begin(overwrite=self._overwrite)
+                    self._refer_to_base(self._draft)
                 context.emit("save.set_up")
+
+    def _refer_to_base(self, draft: Draft) -> None:
+        if self._base is not None:
+            draft.refer_to(self._base, is_required=True)
+        elif self._options.unchanged == "reference" and (uri := self._find_base()) is not None:
+            draft.refer_to(parse_location(uri), is_required=False)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach this rank's `AttemptMessage`. Raises `UnsupportedValueError` for a name that no manifest can hold."""
@@ -213,7 +237,7 @@ class ObjectStoreWriter(StorageWriter):
             draft = self._require_draft()
             self._cancellation.check()
             return [
-                dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, attempt=draft.attempt))
+                dataclasses.replace(plan, storage_data=_answer(plan, plan.storage_data, draft))
                 if isinstance(plan.storage_data, AttemptMessage)
                 else plan
                 for plan in plans
@@ -237,16 +261,22 @@ class ObjectStoreWriter(StorageWriter):
                     contextlib.closing(new_arena(budget_bytes=self._options.staging_bytes)) as arena,
                 ):
                     message, uri = plan.storage_data, self.checkpoint_id
+                    known: KnownBlocks | None = None
                     # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then
                     # takes its place: the manifest names every object by its whole key.
                     if isinstance(message, AttemptMessage) and message.nonce == draft.attempt and message.attempt:
-                        draft.attempt = message.attempt
+                        draft.attempt, known = message.attempt, message.known
                     items = prepare_items(plan.items, planner, self._transforms, uri=uri, snapshot=snapshot)
-                    total_bytes = sum(items.sizes_bytes)
+                    parts, unsent = [items], list[ItemReceipts]()
+                    if self._options.unchanged == "reference":
+                        parts, unsent = self._leave_out_unchanged(items, known, arena, snapshot, context.connections)
+                    total_bytes = sum(sum(part.sizes_bytes) for part in parts)
                     self._cancellation.enter("uploading", total_bytes=total_bytes)
                     context.emit("save.planned", num_bytes=total_bytes)
                     context.on_sent = self._cancellation.count_uploaded
-                    objects = draft.write(bodies_of(context, items, arena, snapshot, make_receipts), in_memory=True)
+                    bodies = (bodies_of(context, part, arena, snapshot, make_receipts) for part in parts)
+                    objects = draft.write(itertools.chain.from_iterable(bodies), in_memory=True)
+                    draft.note_unchanged(sum(sum(each.ends) - sum(each.begins) for each in unsent))
                 if snapshot is not None:
                     snapshot.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:
@@ -256,12 +286,25 @@ class ObjectStoreWriter(StorageWriter):
                         _result_of(make(stored_in=stored_in))
                         for make, stored_in in zip(make_receipts, objects, strict=True)
                     ]
+                    + [_result_of(receipts) for receipts in unsent]
                 )
             except CloudckptError:
                 raise
             except Exception as error:
                 raise make_picklable(error) from error
         return future
+
+    def _leave_out_unchanged(
+        self, items: SaveItems, known: KnownBlocks | None, arena: Arena, snapshot: Snapshot | None, connections: int
+    ) -> tuple[list[SaveItems], list[ItemReceipts]]:
+        """Return the items to send, those together that may share objects, and the receipts of all others."""
+        num_threads = min(connections, _MAX_HASH_THREADS)
+        blocks = hash_blocks(items, arena, snapshot, num_threads=num_threads, check=self._cancellation.check)
+        unsent, unchanged = find_unchanged(blocks, known, items.aliases)
+        hashes = {position: block.xxh3_128 for position, block in blocks.items()}
+        changed = [at for at in range(len(items.sizes_bytes)) if at not in unsent and at not in unchanged]
+        parts = [items.select(chosen, hashes) for chosen in (sorted(unchanged), changed) if chosen]
+        return parts, receipts_of(unsent, blocks, known) if known is not None else []
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.
@@ -276,7 +319,8 @@ class ObjectStoreWriter(StorageWriter):
             draft = self._require_draft()
             self._cancellation.seal(commits=True)
             with draft.context.recorder.step("commit"):
-                keys = {result.storage_data.stored_in.key for of_rank in results for result in of_rank}
+                refs = [result.storage_data.stored_in for of_rank in results for result in of_rank]
+                keys = {stored_in.key for stored_in in refs if not stored_in.folder}
                 with draft.removing_on_error(keys):
                     content = content_of(metadata, results, uri=self.checkpoint_id)
                 draft.commit(content, keys)
@@ -301,11 +345,13 @@ class ObjectStoreWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save that has begun belongs to its process.
+        base = self._find_base() if self._options.unchanged == "reference" else None
         return {
             **self.__dict__,
             "_draft": None,
             "_snapshot": None,
             "_cancellation": None,
+            "_find_base": functools.partial(_return, base),
             "newest_commit_time_ns": newest_commit_time_ns(),
         }
 
@@ -322,6 +368,19 @@ class ObjectStoreWriter(StorageWriter):
         if self._draft is None:
             raise CloudckptError("set_up_storage_writer has to be called before each save, as torch's dcp.save does")
         return self._draft
+
+
+def _answer(plan: SavePlan, message: AttemptMessage, draft: Draft) -> AttemptMessage:
+    """Return the coordinator's answer to a rank: the attempt, and what it may find unchanged."""
+    known = None
+    if draft.base is not None:
+        indices = (item.index for item in plan.items if item.tensor_data is not None)
+        known = draft.base.known_blocks((index.fqn, tuple(index.offset or ())) for index in indices)
+    return dataclasses.replace(message, attempt=draft.attempt, known=known)
+
+
+def _return(value: str | None) -> str | None:
+    return value
 
 
 def _result_of(receipts: ItemReceipts) -> WriteResult:
@@ -360,7 +419,7 @@ def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, 
         if item is None:
             missing.append(fqn)
             continue
-        number, begin, end, _, _, transforms = item
+        number, begin, end, _, _, transforms, _ = item
         values[fqn] = StoredValue(
             object_index=object_indices[number], begin=begin, end=end, transforms=list(transforms)
         )
@@ -385,6 +444,7 @@ def _written(receipts: Sequence[ItemReceipts]) -> _Items:
             of_object.dtypes,
             of_object.lengths,
             of_object.transforms,
+            of_object.hashes or itertools.repeat(b"", len(of_object.fqns)),
             strict=True,
         )
         written.update(zip(zip(of_object.fqns, of_object.offsets, strict=True), items, strict=True))
@@ -402,13 +462,15 @@ def _stored_tensor(
 ) -> StoredTensor:
     """Build the tensor's entry. Append planned chunks that were not written to `missing`."""
     chunks: list[Chunk] = []
+    hashes: list[bytes] = []
     types: set[_ChunkType] = set()
     for chunk in entry.chunks:
-        number, begin, end, dtype, lengths, transforms = written.get((fqn, chunk.offsets), _NOT_WRITTEN)
+        number, begin, end, dtype, lengths, transforms, xxh3_128 = written.get((fqn, chunk.offsets), _NOT_WRITTEN)
         if lengths != chunk.sizes:
             missing.append(f"{fqn}{list(chunk.offsets)}")
             continue
         chunks.append(Chunk(tuple(chunk.offsets), lengths, object_indices[number], begin, end))
+        hashes.append(xxh3_128)
         if len(entry.chunks) > 1:
             types.add((dtype, transforms))
     if len(entry.chunks) != 1 or not chunks:
@@ -419,6 +481,7 @@ def _stored_tensor(
         chunks=chunks,
         requires_grad=entry.properties.requires_grad,
         transforms=list(transforms),
+        xxh3_128s=[each.hex() for each in hashes] if all(hashes) else [],
     )
 
 

@@ -19,6 +19,7 @@ from cloudckpt.format.model import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
     FORMAT_NAME,
+    REFERENCES_VERSION,
     Manifest,
     ObjectRef,
     StoredObject,
@@ -40,7 +41,7 @@ class Content:
     """All that a checkpoint holds. The index of an object counts those of all ranks, in the ranks' order."""
 
     objects: Sequence[Sequence[ObjectRef]]
-    """The objects that each rank wrote, without those that hold nothing of the checkpoint."""
+    """The objects that each rank wrote or found unchanged, without those that hold nothing of the checkpoint."""
     tensors: dict[str, StoredTensor]
     values: dict[str, StoredValue] = field(default_factory=dict)
     nesting: Paths | None = None
@@ -57,9 +58,10 @@ def build_manifest(
     `InvalidOptionError` if ranks cut tiles of different lengths.
     """
     _check_tiles(content.objects, tile_bytes, uri)
+    refers = any(each.folder for of_rank in content.objects for each in of_rank)
     manifest = Manifest(
         format=FORMAT_NAME,
-        version=(FORMAT_MAJOR, FORMAT_MINOR),
+        version=REFERENCES_VERSION if refers else (FORMAT_MAJOR, FORMAT_MINOR),
         attempt=attempt,
         created_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds"),
         world_size=len(content.objects),
@@ -70,7 +72,7 @@ def build_manifest(
         },
         tile_bytes=tile_bytes,
         objects=[
-            StoredObject(key=each.key, size=each.size_bytes, crc32c=pack_tiles(each.tile_crc32cs))
+            StoredObject(key=each.key, size=each.size_bytes, crc32c=pack_tiles(each.tile_crc32cs), folder=each.folder)
             for of_rank in content.objects
             for each in of_rank
         ],
@@ -78,6 +80,7 @@ def build_manifest(
         values=content.values,
         **_nesting_of(content.nesting, content.tensors.keys() | content.values.keys()),
         save_id=save_id,
+        is_referable=any(tensor.xxh3_128s for tensor in content.tensors.values()),
         metadata=_json_values(user_metadata, uri),
     )
     problems = find_problems(manifest)

@@ -70,7 +70,12 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def path(self) -> str:
         """The key, and how to get to it from the checkpoint's folder."""
-        return f"../{self.folder}/{self.key}" if self.folder else self.key
+        return path_of(self.key, self.folder)
+
+
+def path_of(key: str, folder: str) -> str:
+    """Return how to get to an object from the checkpoint's folder."""
+    return f"../{folder}/{key}" if folder else key
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -92,6 +97,8 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     requires_grad: bool = False
     transforms: list[str] = []
     """Descriptors of the stream transforms applied to each chunk's bytes, outermost first."""
+    xxh3_128s: list[str] = []
+    """The XXH3-128 of each chunk's bytes, in hexadecimal; empty if the save kept none."""
 
 
 class StoredValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -202,13 +209,20 @@ class FilesManifest(Manifest, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRef:
-    """An object that was written: its key under the checkpoint, its size and its checksums."""
+    """An object that holds a part of the checkpoint: its key, its size and its checksums."""
 
     key: str
     size_bytes: int
     tile_bytes: int
     """The length of the tiles that have the checksums."""
     tile_crc32cs: tuple[int, ...]
+    folder: str = ""
+    """The folder beside the checkpoint's own that holds the object; empty for the checkpoint's own."""
+
+    @property
+    def path(self) -> str:
+        """The key, and how to get to it from the checkpoint's folder."""
+        return path_of(self.key, self.folder)
 
 
 class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +241,8 @@ class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
     """The dtypes that were really written; a cached plan may have others."""
     lengths: list[tuple[int, ...]]
     transforms: list[tuple[str, ...]]
+    hashes: list[bytes] = []
+    """The XXH3-128 of each item's bytes, empty for items without; no entry at all if the save keeps none."""
     fqns: list[str]
     """The last field, so that pickle refers to what is shared by one byte: it does so for the first 256 objects."""
 

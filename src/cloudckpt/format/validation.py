@@ -204,7 +204,7 @@ def _num_base64_bytes(text: str) -> int:
 def _is_one_sound_chunk(tensor: StoredTensor, objects: Sequence[StoredObject]) -> bool:
     """Return True if one chunk certainly holds the tensor: nearly always. `_tensor_problems` names the problems."""
     shape, num_bytes = tensor.shape, _sound_bytes(tensor.dtype, tensor.shape)
-    if len(tensor.chunks) != 1 or tensor.transforms or num_bytes is None:
+    if len(tensor.chunks) != 1 or tensor.transforms or num_bytes is None or len(tensor.xxh3_128s) > 1:
         return False
     (chunk,) = tensor.chunks
     begin, end = chunk.begin, chunk.end
@@ -240,6 +240,8 @@ def _tensor_problems(
     if math.prod(tensor.shape) * itemsize_bytes > MAX_BYTES:
         yield f"shape {tensor.shape!r:.200} is too large"
         return
+    if len(tensor.xxh3_128s) not in (0, len(tensor.chunks)):
+        yield f"has {len(tensor.xxh3_128s)} hashes of {len(tensor.chunks)} chunks"
     if len(tensor.chunks) >= _MIN_CHUNKS_OF_ARRAYS and is_sound(tensor, itemsize_bytes, object_sizes_bytes):
         return
     in_place = True

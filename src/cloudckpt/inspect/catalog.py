@@ -17,6 +17,7 @@ from cloudckpt.commit.collect import group_uploads
 from cloudckpt.commit.entries import CommitTimes, SummaryReader, manifest_key
 from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
 from cloudckpt.commit.log import TORCH_METADATA_KEY, list_entries, read_log_once
+from cloudckpt.commit.references import find_claimed
 from cloudckpt.commit.times import commit_order, datetime_of
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -33,12 +34,12 @@ from cloudckpt.uri import Location, parse_location
 
 _T = TypeVar("_T")
 
-CheckpointState = Literal["committed", "damaged", "newer", "denied", "in progress", "garbage", "torch"]
+CheckpointState = Literal["committed", "damaged", "newer", "denied", "in progress", "garbage", "referenced", "torch"]
 
 METRICS_KEY = "metrics"
 """The key of the metrics in the ``metadata`` of a manifest."""
 _ONE_HOUR = timedelta(hours=1)
-_UNCOMMITTED_STATES = ("in progress", "garbage")
+_UNCOMMITTED_STATES = ("in progress", "garbage", "referenced")
 _DAMAGED: CheckpointState = "damaged"
 _NEWER: CheckpointState = "newer"
 
@@ -55,8 +56,8 @@ class CheckpointInfo:
     - ``"newer"``: only a newer cloudckpt reads the format.
     - ``"denied"``: this user may not look at the location.
     - ``"in progress"``: data of a save that may still be committed.
-    - ``"garbage"``: data that no save will commit, or that shows no sign of life. `gc` removes it, unless another
-      checkpoint refers to it.
+    - ``"garbage"``: data that no save will commit, or that shows no sign of life. `gc` removes it.
+    - ``"referenced"``: data of a removed checkpoint that another one refers to (`Options.unchanged`). It stays.
     - ``"torch"``: a checkpoint of torch's own writer, whose size is unknown.
 
     Only ``list_checkpoints(root, all=True)`` lists other states than the first, and sets the fields from `num_bytes`
@@ -77,6 +78,10 @@ class CheckpointInfo:
     """Size of the data objects, on a path with that of unfinished uploads. None if unknown."""
     num_objects: int | None = None
     """Number of data objects. None if unknown."""
+    num_bytes_elsewhere: int = 0
+    """The part of `num_bytes` that lies in the folders of other checkpoints, to which this one refers."""
+    num_objects_elsewhere: int = 0
+    """Number of these objects."""
     num_uploads: int = 0
     """Number of unfinished uploads."""
     attempt: str = ""
@@ -317,7 +322,14 @@ class _Listing:
                 inventory.add_upload(upload)
             checkpoint, rest, vanished, fenced_at = self._read_checkpoint(location, client, inventory.at(""))
             alive_since = max(self._alive_since, fenced_at or self._alive_since)
-            uncommitted = self._describe_attempts(location, rest, checkpoint, alive_since=alive_since)
+            has_claims = any(item.kind == "claim" for item in rest)
+            claimed = (find_claimed(client) or frozenset()) if has_claims else frozenset()
+            referenced = [item for item in rest if item.key in claimed]
+            rest = [item for item in rest if item.key not in claimed]
+            uncommitted = [
+                *self._describe_attempts(location, referenced, checkpoint, alive_since=None),
+                *self._describe_attempts(location, rest, checkpoint, alive_since=alive_since),
+            ]
             infos = [*([checkpoint] if checkpoint else []), *uncommitted]
             infos = infos or self._read_torch_checkpoint(location, client)
         except AccessDeniedError as error:
@@ -353,7 +365,8 @@ class _Listing:
         except CheckpointError as error:
             problem = str(error)
         if log is not None and summary is not None and entry is not None:
-            named = {stored.key for stored in summary.objects}
+            named = {stored.key for stored in summary.objects if not stored.folder}
+            elsewhere = [stored.size for stored in summary.objects if stored.folder]
             committed_at_ns = summary.committed_at_ns
             checkpoint = CheckpointInfo(
                 uri=location.uri,
@@ -361,6 +374,8 @@ class _Listing:
                 committed_at=entry.modified_at if committed_at_ns is None else datetime_of(committed_at_ns),
                 num_bytes=summary.num_bytes,
                 num_objects=len(summary.objects),
+                num_bytes_elsewhere=sum(elsewhere),
+                num_objects_elsewhere=len(elsewhere),
                 attempt=summary.attempt,
                 world_size=summary.world_size,
                 num_tensors=len(summary.tensors),
@@ -390,9 +405,9 @@ class _Listing:
         found: Iterable[FoundItem],
         checkpoint: CheckpointInfo | None,
         *,
-        alive_since: datetime,
+        alive_since: datetime | None,
     ) -> Iterable[CheckpointInfo]:
-        """Describe each save that has data in `found`."""
+        """Describe each save that has data in `found`. Without `alive_since`, other checkpoints refer to it."""
         by_attempt: defaultdict[str, list[FoundItem]] = defaultdict(list)
         for item in found:
             if item.kind != "claim":
@@ -402,7 +417,7 @@ class _Listing:
             if attempt:  # a server can date unfinished uploads wrongly
                 last_write = max(last_write, attempt_time(attempt))
             objects = [item for item in items if item.kind == "data"]
-            is_alive = last_write >= alive_since and (
+            is_alive = (alive_since is not None and last_write >= alive_since) and (
                 checkpoint is None
                 or (
                     attempt > checkpoint.attempt
@@ -413,7 +428,7 @@ class _Listing:
                 uri=location.uri,
                 name=location.name,
                 committed_at=last_write,
-                state="in progress" if is_alive else "garbage",
+                state="referenced" if alive_since is None else "in progress" if is_alive else "garbage",
                 num_bytes=sum(item.size_bytes for item in items),
                 num_objects=len(objects),
                 num_uploads=sum(item.kind == "upload" for item in items),

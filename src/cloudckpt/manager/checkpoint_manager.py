@@ -229,6 +229,11 @@ class CheckpointManager(OfThisProcess):
         self._retention = Retention(self._steps, policy, get_damaged_uris=lambda: self._damaged)
         if fast is None and (fast_every is not None or fast_keep != _FAST_KEEP):
             raise InvalidOptionError("CheckpointManager: fast_every and fast_keep need a place: pass fast='/nvme/run'")
+        if fast is not None and self._options.unchanged == "reference":
+            raise InvalidOptionError(
+                "CheckpointManager: Options(unchanged='reference') cannot be used with a fast place, from which whole "
+                "steps are copied to the root. Leave one of them out"
+            )
         self._fast = None
         if fast is not None:
             debts = Debts(
@@ -515,7 +520,13 @@ class CheckpointManager(OfThisProcess):
         call = async_save if self._is_async else save
         try:
             overwrite = saved.may_overwrite or (saved.is_fast and saved.is_again)
-            writer = ObjectStoreWriter(saved.uri, options=options, overwrite=overwrite, _via="manager")
+            writer = ObjectStoreWriter(
+                saved.uri,
+                options=options,
+                overwrite=overwrite,
+                _find_base=functools.partial(self._find_base, saved.uri),
+                _via="manager",
+            )
             saved.result = call(state_dict, storage_writer=writer, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
             if saved.is_fast and is_store_failure(error):
@@ -540,6 +551,17 @@ class CheckpointManager(OfThisProcess):
         else:
             self._note_end(saved)
         return saved.result
+
+    def _find_base(self, uri: str) -> str | None:
+        """Return the newest other step of the root, for `Options.unchanged`. Called on rank 0, once the save begins."""
+        if self._last_committed is not None:
+            found = self._last_committed[1]
+        elif self._restored is not None:
+            found = self._restored.uri
+        else:
+            latest = self._steps.find_latest()
+            found = "" if latest is None else latest.uri
+        return None if found in ("", uri) else found
 
     def restore(
         self,

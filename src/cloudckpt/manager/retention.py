@@ -94,6 +94,7 @@ class Retention:
         self._denied_uris: set[str] = set()
         """URIs whose removal was denied. A run tries them after all others."""
         self._has_warned_of_metric = False
+        self._claims_removed_at: datetime | None = None
 
     @property
     def report(self) -> RetentionReport | None:
@@ -149,6 +150,8 @@ class Retention:
             with self._lock:
                 self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
             self._remove_fences()
+            if removed and self._steps.options.unchanged == "reference":
+                self._remove_claims()
         except BaseException as error:  # noqa: BLE001  # no caller waits for this thread, so the report has it
             failed.append(KeptObject(uri=self._steps.location.uri, reason=str(error) or repr(error)))
         for one in failed:
@@ -214,6 +217,18 @@ class Retention:
             words = f"removed the superseded checkpoint {info.uri}"
             log_and_deliver(Event(name="retention.removed", uri=info.uri, rank=0), self._steps.options, words=words)
         return reason
+
+    def _remove_claims(self) -> None:
+        """Remove, once a day, the claims of removed steps: without it, the data that they claimed stays for ever."""
+        now = clock.now()
+        if self._claims_removed_at is not None and now < self._claims_removed_at + ALIVE:
+            return
+        self._claims_removed_at = now
+        root = self._steps.location.uri
+        try:
+            gc(root, older_than=ALIVE, dry_run=False, quiet=True, options=self._steps.options)
+        except CloudckptError as error:
+            _log.warning("did not remove what removed steps under %s have claimed: %s", root, error)
 
     def _remove_fences(self) -> None:
         """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""

@@ -26,6 +26,7 @@ from cloudckpt.commit.publish import (
 from cloudckpt.commit.times import draw_commit_time_ns
 from cloudckpt.errors import (
     OVERWRITE_HINT,
+    CheckpointError,
     CheckpointExistsError,
     CloudckptError,
     CommitUnknownError,
@@ -41,10 +42,12 @@ from cloudckpt.io.resume import Body
 from cloudckpt.io.upload import choose_part_bytes
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.unchanged import Base
 from cloudckpt.report import SaveReport
 from cloudckpt.tensors.body import PieceBody, SaveItems, lay_out_objects
 from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.host_memory import Arena
+from cloudckpt.uri import Location
 
 _OBJECTS_PER_CONNECTION = 2  # tensors differ in size, so objects do, too
 _MIN_OBJECT_BYTES = 64 << 20  # a file of less is written sooner than another one is made and flushed
@@ -82,6 +85,8 @@ class Draft:
         """Identifier of this save. Set it before `write`, so that all ranks have the same."""
         self.number = 0
         """The number that the commit will have. `begin` finds it."""
+        self.base: Base | None = None
+        """The checkpoint that this save may refer to, on the rank that commits."""
         self._save_id = save_id
         self._written_keys: list[str] = []
         self._started_s = time.monotonic()
@@ -105,6 +110,25 @@ class Draft:
         if context.options.commit != "unconditional":
             # The answer is kept for the process, so the report does not count the requests.
             check_conditional_create(context.client.restarted())
+
+    def refer_to(self, base: Location, *, is_required: bool) -> None:
+        """Let the save name the objects of `base`, a checkpoint beside it. It must have begun.
+
+        Raises `InvalidOptionError` for a place that is not beside it. With `is_required`, also what `Base` raises;
+        else a warning says why everything is sent.
+        """
+        location = self.context.location
+        if base == location or not location.name or base.parent != location.parent:
+            raise InvalidOptionError(
+                f"a checkpoint can refer only to others in its folder: {location.uri} to one under "
+                f"{location.parent.uri}/, and not to {base.uri}"
+            )
+        try:
+            self.base = Base(self.context, base.name, attempt=self.attempt)
+        except (InvalidOptionError, CheckpointError) as error:
+            if is_required:
+                raise
+            _log.warning("%s is saved whole, because %s", self.context.uri, error)
 
     def _entries_to_replace(self) -> Sequence[Entry]:
         client = self.context.client
@@ -181,6 +205,11 @@ class Draft:
         context.emit("save.written", num_bytes=self.report.num_bytes)
         return objects
 
+    def note_unchanged(self, num_bytes: int) -> None:
+        """Add to the report what `write` did not send."""
+        if self.report is not None:
+            self.report = dataclasses.replace(self.report, num_bytes_unchanged=num_bytes)
+
     def commit(self, content: Content, keys: Iterable[str] = ()) -> None:
         """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote.
 
@@ -188,7 +217,7 @@ class Draft:
         """
         begun_s = time.monotonic()
         context = self.context
-        keys = {*keys, *(each.key for of_rank in content.objects for each in of_rank)}
+        keys = {*keys, *(each.key for of_rank in content.objects for each in of_rank if not each.folder)}
         with self.removing_on_error(keys):
             manifest = build_manifest(
                 content,
@@ -214,7 +243,9 @@ class Draft:
         """
         context = self.context
         with self.removing_on_error(keys):
-            written_at = check_objects_present(context.client, manifest)
+            if self.base is not None:
+                self.base.keep_claims(manifest)
+            written_at = check_objects_present(context.client_at, manifest)
             if manifest.committed_at_ns is None:
                 duration_s = time.monotonic() - self._started_s
                 committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=duration_s)
@@ -222,7 +253,7 @@ class Draft:
             context.emit("save.committing", key=manifest_key(self.number))
             check_still_next(context.client, self.number)  # last: the listener of the event may have taken long
         self._publish(manifest, keys)
-        self._written_keys = []  # they belong to the checkpoint now
+        self._written_keys, self.base = [], None  # data and claims belong to the checkpoint now
         self._tidy_up(manifest)
 
     def discard(self) -> None:
@@ -231,7 +262,7 @@ class Draft:
         Keeps what a manifest names, and everything if the manifests cannot be read.
         """
         keys, self._written_keys = self._written_keys, []
-        if keys and not self._may_be_committed(keys):
+        if (keys or self.base is not None) and not self._may_be_committed(keys):
             self.remove(keys)
 
     def _may_be_committed(self, keys: Iterable[str]) -> bool:
@@ -243,7 +274,9 @@ class Draft:
                 content = read_entry(client, entry.number)
                 if content is None:
                     return True  # it was listed, and may name the keys
-                if isinstance(content, Manifest) and not {stored.key for stored in content.objects}.isdisjoint(keys):
+                if isinstance(content, Manifest) and (
+                    content.attempt == self.attempt or not {stored.key for stored in content.objects}.isdisjoint(keys)
+                ):
                     return True
         except CloudckptError as error:
             _log.warning("kept what a failed save left at %s, because it cannot be judged: %s", context.uri, error)
@@ -313,7 +346,10 @@ class Draft:
             raise
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects that no manifest names. A failure is logged."""
+        """Remove objects that no manifest names, and the claims of this save. A failure is logged."""
+        base, self.base = self.base, None
+        if base is not None:
+            base.drop_claims()
         doomed = sorted(keys)
         # A later copy may use what can be resumed, and its manifest may name it already.
         if doomed and not self.context.options.resume:

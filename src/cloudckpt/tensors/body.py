@@ -208,9 +208,30 @@ class SaveItems:
     """The position of an earlier item that has the same bytes, by the position of each alias."""
     are_transformed: bool
     """True if extensions compute the stored bytes, so that no item is sent from where it is."""
+    are_fixed: Sequence[bool]
+    """True for each tensor that `stage` returns with the same bytes however often it is called."""
+    hashes: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
+    """The hashes of blocks (`cloudckpt.tensors.hashing`), by position. They go into the receipts."""
     stage: Callable[[Sequence[int]], Iterable[StagedItem]]
     """Returns the items at these positions, with their data. It is called object by object, so that tensors that are
     computed are not all held at once."""
+
+    def select(self, positions: Sequence[int], hashes: Mapping[int, bytes]) -> SaveItems:
+        """Return the items at `positions`, in that order, with their `hashes`, by position in this one.
+
+        An alias is left with its first item, or both are left out.
+        """
+        place_of = {position: place for place, position in enumerate(positions)}
+        return SaveItems(
+            sizes_bytes=[self.sizes_bytes[position] for position in positions],
+            aliases={
+                place_of[follower]: place_of[first] for follower, first in self.aliases.items() if follower in place_of
+            },
+            are_transformed=self.are_transformed,
+            are_fixed=[self.are_fixed[position] for position in positions],
+            hashes={place_of[position]: found for position, found in hashes.items() if position in place_of},
+            stage=lambda places: self.stage([positions[place] for place in places]),
+        )
 
 
 def lay_out_objects(
@@ -234,11 +255,16 @@ def lay_out_objects(
         places = {position: i for i, position in enumerate(positions)}
         same_as = {places[position]: places[aliases[position]] for position in positions if position in aliases}
         same_as = {i: first for i, first in same_as.items() if is_same_content(items[i], items[first])}
-        yield _lay_out_object(items, same_as, arena, snapshot)
+        hashes = [planned.hashes.get(position, b"") for position in positions] if planned.hashes else []
+        yield _lay_out_object(items, same_as, hashes, arena, snapshot)
 
 
 def _lay_out_object(
-    items: Sequence[StagedItem], same_as: Mapping[int, int], arena: Arena, snapshot: Snapshot | None
+    items: Sequence[StagedItem],
+    same_as: Mapping[int, int],
+    hashes: list[bytes],
+    arena: Arena,
+    snapshot: Snapshot | None,
 ) -> tuple[PieceBody, Callable[..., ItemReceipts]]:
     layout = lay_out([item.entry for item in items], same_as=same_as)
     pieces = [new_piece(memoryview(layout.header), begin=0)]
@@ -252,6 +278,7 @@ def _lay_out_object(
         dtypes=[item.dtype for item in items],
         lengths=[item.lengths for item in items],
         transforms=[item.transforms for item in items],
+        hashes=hashes,
     )
     return PieceBody(pieces, arena, snapshot, new_side_streams(item.content for item in items)), make_receipts
 

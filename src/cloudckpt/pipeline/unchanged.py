@@ -1,0 +1,217 @@
+"""Blocks of an earlier checkpoint that a save names instead of sending the same bytes again.
+
+`docs/design/037-references.md` has the protocol.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from cloudckpt.commit.log import read_current
+from cloudckpt.commit.publish import find_missing
+from cloudckpt.commit.references import drop_claims, is_current, put_claims
+from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidOptionError
+from cloudckpt.format.codec import unpack_tiles
+from cloudckpt.format.model import ItemReceipts, Manifest, ObjectRef
+from cloudckpt.io.client import StoreClient
+from cloudckpt.pipeline.context import Context
+from cloudckpt.tensors.hashing import Block
+
+_MIN_USED_SHARE = 0.5
+"""An object is named only if at least this share of its bytes is unchanged: all of it stays while one block is used."""
+
+BlockKey: TypeAlias = tuple[str, tuple[int, ...] | None]
+"""The FQN of a tensor, and the offsets of a block in it."""
+
+
+class KnownBlock(NamedTuple):
+    """A block of an earlier checkpoint."""
+
+    xxh3_128: str
+    dtype: str
+    lengths: tuple[int, ...]
+    object_index: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownBlocks:
+    """The blocks that a rank may find unchanged, for a message to it."""
+
+    blocks: Mapping[BlockKey, KnownBlock]
+    objects: Mapping[int, ObjectRef]
+
+
+def find_unchanged(
+    blocks: Mapping[int, Block], known: KnownBlocks | None, aliases: Mapping[int, int]
+) -> tuple[dict[int, KnownBlock], set[int]]:
+    """Return what a save need not send, and what it sends although it is unchanged, by the positions in `blocks`.
+
+    The latter lies in objects that mostly hold what has changed. Aliases stay together.
+    """
+    found: dict[int, KnownBlock] = {}
+    used_bytes: defaultdict[int, int] = defaultdict(int)
+    for position, block in blocks.items() if known is not None else ():
+        same = known.blocks.get((block.fqn, block.offsets)) if known is not None else None
+        if same is not None and same[:3] == (block.xxh3_128.hex(), block.dtype, block.lengths):
+            found[position] = same
+            used_bytes[same.object_index] += block.num_bytes
+    unsent = {
+        position: same
+        for position, same in found.items()
+        if known is not None
+        and used_bytes[same.object_index] >= _MIN_USED_SHARE * known.objects[same.object_index].size_bytes
+    }
+    again = found.keys() - unsent.keys()
+    families: defaultdict[int, set[int]] = defaultdict(set)
+    for follower, first in aliases.items():
+        families[first] |= {first, follower}
+    for family in families.values():
+        if not family <= unsent.keys():
+            again |= family & unsent.keys()
+            for position in family:
+                unsent.pop(position, None)
+        if not family <= again:
+            again -= family
+    return unsent, again
+
+
+def receipts_of(
+    unsent: Mapping[int, KnownBlock], blocks: Mapping[int, Block], known: KnownBlocks
+) -> list[ItemReceipts]:
+    """Return the receipts of the blocks that a save does not send, one for each object that holds some."""
+    by_object: defaultdict[int, list[int]] = defaultdict(list)
+    for position, same in unsent.items():
+        by_object[same.object_index].append(position)
+    return [
+        ItemReceipts(
+            stored_in=known.objects[object_index],
+            offsets=[blocks[position].offsets for position in positions],
+            begins=array("q", [unsent[position].begin for position in positions]),
+            ends=array("q", [unsent[position].end for position in positions]),
+            dtypes=[blocks[position].dtype for position in positions],
+            lengths=[blocks[position].lengths for position in positions],
+            transforms=[()] * len(positions),
+            hashes=[blocks[position].xxh3_128 for position in positions],
+            fqns=[blocks[position].fqn for position in positions],
+        )
+        for object_index, positions in by_object.items()
+    ]
+
+
+class Base:
+    """A committed checkpoint beside a save, whose objects the save may name. Belongs to the rank that commits.
+
+    It puts the claims of the save. `keep_claims` or `drop_claims` must follow.
+
+    Args:
+        context: The place of the save.
+        folder: The folder of the checkpoint.
+        attempt: The attempt of the save.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint in `folder`.
+        CheckpointChangedError: It is being replaced or removed.
+        InvalidOptionError: It was saved without hashes, or with tiles of another length.
+        CheckpointError: Its manifest is damaged.
+
+    """
+
+    def __init__(self, context: Context, folder: str, *, attempt: str) -> None:
+        client, own_folder = context.client_at(folder), context.location.name
+        _, manifest = read_current(client)
+        if manifest is None:
+            raise CheckpointNotFoundError(f"there is no checkpoint at {client.uri} to refer to", uri=client.uri)
+        _check_fit(manifest, client.uri, tile_bytes=context.options.advanced.tile_bytes)
+        self._context, self._attempt, self._tile_bytes = context, attempt, manifest.tile_bytes
+        self._objects = manifest.objects
+        holders = [stored.folder or folder for stored in manifest.objects]
+        self._holders: Sequence[str] = holders
+        self._blocks: dict[BlockKey, KnownBlock] = {
+            (fqn, chunk.offsets): KnownBlock(
+                xxh3_128, tensor.dtype, chunk.lengths, chunk.object_index, chunk.begin, chunk.end
+            )
+            for fqn, tensor in manifest.tensors.items()
+            if tensor.xxh3_128s and not tensor.transforms
+            for chunk, xxh3_128 in zip(tensor.chunks, tensor.xxh3_128s, strict=True)
+            if holders[chunk.object_index] != own_folder  # the save may replace it, and then remove it
+        }
+        sizes_bytes: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for index in {block.object_index for block in self._blocks.values()}:
+            sizes_bytes[holders[index]][self._objects[index].key] = self._objects[index].size
+        self._claims = {holder: frozenset(sizes) for holder, sizes in sizes_bytes.items()}
+        self._put_claims(self._claims)
+        try:
+            _check_current(client, manifest)
+            missing = [find_missing(context.client_at(holder), sizes)[0] for holder, sizes in sizes_bytes.items()]
+        except Exception:  # after an interrupt, gc removes the claims
+            self.drop_claims()
+            raise
+        self._missing = frozenset[str]().union(*missing)
+
+    def known_blocks(self, keys: Iterable[BlockKey]) -> KnownBlocks:
+        """Return those blocks of the checkpoint that have one of `keys`, and whose objects are there."""
+        blocks = {
+            key: block
+            for key in keys
+            if (block := self._blocks.get(key)) is not None
+            and self._objects[block.object_index].key not in self._missing
+        }
+        return KnownBlocks(
+            blocks=blocks,
+            objects={index: self._ref(index) for index in {each.object_index for each in blocks.values()}},
+        )
+
+    def _ref(self, index: int) -> ObjectRef:
+        stored = self._objects[index]
+        return ObjectRef(
+            key=stored.key,
+            size_bytes=stored.size,
+            tile_bytes=self._tile_bytes,
+            tile_crc32cs=tuple(unpack_tiles(stored.crc32c)),
+            folder=self._holders[index],
+        )
+
+    def keep_claims(self, manifest: Manifest) -> None:
+        """Reduce the claims to the objects that `manifest` names. They stay as long as the checkpoint."""
+        used = {(stored.folder, stored.key) for stored in manifest.objects}
+        self._put_claims(
+            {holder: [key for key in keys if (holder, key) in used] for holder, keys in self._claims.items()}
+        )
+
+    def _put_claims(self, claims: Mapping[str, Collection[str]]) -> None:
+        context = self._context
+        put_claims(context.client_at, claims, attempt=self._attempt, folder=context.location.name)
+
+    def drop_claims(self) -> None:
+        """Remove the claims of a save that has no commit, and can have none any more."""
+        context = self._context
+        drop_claims(
+            lambda folder: context.client_at(folder).restarted(),
+            self._claims,
+            attempt=self._attempt,
+            folder=context.location.name,
+        )
+
+
+def _check_current(client: StoreClient, manifest: Manifest) -> None:
+    if not is_current(client, manifest.attempt):
+        raise CheckpointChangedError(f"{client.uri} is being replaced or removed", uri=client.uri)
+
+
+def _check_fit(manifest: Manifest, uri: str, *, tile_bytes: int) -> None:
+    if not manifest.is_referable:
+        raise InvalidOptionError(
+            f"no save can refer to {uri}: it was saved without hashes of its tensors. Save it with "
+            "Options(unchanged='reference')"
+        )
+    if manifest.tile_bytes != tile_bytes:
+        raise InvalidOptionError(
+            f"this save cannot refer to {uri}, which has AdvancedOptions(tile_bytes={manifest.tile_bytes}), and this "
+            f"save has {tile_bytes}. Pass the same"
+        )

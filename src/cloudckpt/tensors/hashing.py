@@ -1,0 +1,77 @@
+"""Hashes of the blocks of a save, by which a later save finds what has not changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from cloudckpt._workers import each_done
+from cloudckpt.options import MIB
+from cloudckpt.tensors.body import PieceBody, SaveItems, StagedItem, new_piece, new_side_streams, pack
+from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.host_memory import Arena
+
+_READ_BYTES = 8 * MIB
+_GROUP_BYTES = 64 * MIB  # small tensors are hashed in groups, since each task of a thread costs time
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor, or the shard of one, that a save stores without transforms."""
+
+    fqn: str
+    offsets: tuple[int, ...] | None
+    dtype: str
+    lengths: tuple[int, ...]
+    num_bytes: int
+    xxh3_128: bytes
+    """XXH3-128 of the bytes (https://github.com/Cyan4973/xxHash), big endian."""
+
+
+def hash_blocks(
+    planned: SaveItems, arena: Arena, snapshot: Snapshot | None, *, num_threads: int, check: Callable[[], None]
+) -> Mapping[int, Block]:
+    """Return the blocks among `planned`, by position. Python objects are none, nor are tensors that a planner computes.
+
+    Args:
+        planned: Items of a save.
+        arena: Where tensors are copied that cannot be read from where they are.
+        snapshot: Memory that is still being filled. A block waits for its own.
+        num_threads: Number of threads that hash.
+        check: Called between groups of blocks. It raises what ends the save.
+
+    """
+    blocks: dict[int, Block] = {}
+    positions = [position for position, is_fixed in enumerate(planned.are_fixed) if is_fixed]
+    sizes_bytes = [planned.sizes_bytes[position] for position in positions]
+
+    def hash_group(group: range) -> None:
+        chosen = positions[group.start : group.stop]
+        for position, item in zip(chosen, planned.stage(chosen), strict=True):
+            if item.dtype is not None and not item.transforms:
+                blocks[position] = _hash_item(item, item.dtype, arena, snapshot)
+
+    groups = pack(sizes_bytes, object_bytes=_GROUP_BYTES)
+    for _ in each_done(groups, hash_group, num_threads=num_threads, name="cloudckpt-hash", on_failure=lambda: None):
+        check()
+    return blocks
+
+
+def _hash_item(item: StagedItem, dtype: str, arena: Arena, snapshot: Snapshot | None) -> Block:
+    import xxhash
+
+    piece = new_piece(item.content, begin=0, address=item.address)
+    body = PieceBody([piece], arena, snapshot, new_side_streams([item.content]))
+    hasher = xxhash.xxh3_128()
+    for begin in range(0, body.size_bytes, _READ_BYTES):
+        with body.open(begin, min(begin + _READ_BYTES, body.size_bytes)) as views:
+            for view in views:
+                hasher.update(view)
+    return Block(
+        fqn=item.entry.fqn,
+        offsets=item.index_offsets,
+        dtype=dtype,
+        lengths=item.lengths,
+        num_bytes=body.size_bytes,
+        xxh3_128=hasher.digest(),
+    )

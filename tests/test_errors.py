@@ -85,7 +85,7 @@ def failed_with(**causes: BaseException) -> CheckpointException:
 def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
     """If this fails, `except CheckpointExistsError` around a save does not catch what it names."""
     cause = made(kind)
-    failure = failure_of(failed_with(rank_0=cause, rank_2=made(kind)), what="saving s3://bucket/run", is_alone=False)
+    failure = failure_of(failed_with(rank_0=cause, rank_2=made(kind)), subject="saving s3://bucket/run", is_alone=False)
     assert isinstance(failure, CheckpointException)
     assert isinstance(failure, kind)
     assert failure.failures[0][0] is cause
@@ -106,9 +106,9 @@ def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> 
     )
     denied = AccessDeniedError("s3://bucket/run/data: denied", key="s3://bucket/run/data", operation="put")
 
-    def text_of(*causes: BaseException, what: str = "loading s3://bucket/run", is_alone: bool = False) -> str:
+    def text_of(*causes: BaseException, subject: str = "loading s3://bucket/run", is_alone: bool = False) -> str:
         failures: Any = {rank: (cause, None) for rank, cause in enumerate(causes)}
-        return str(failure_of(CheckpointException("read", failures), what=what, is_alone=is_alone))
+        return str(failure_of(CheckpointException("read", failures), subject=subject, is_alone=is_alone))
 
     assert text_of(missing, is_alone=True) == str(missing)
     assert text_of(denied, is_alone=True) == f"loading s3://bucket/run failed: {denied}"
@@ -121,9 +121,9 @@ def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> 
     assert lines[1:] == [f"[rank 0] CheckpointNotFoundError: {missing}", f"[rank 1] AccessDeniedError: {denied}"]
     failures: Any = {0: (denied, None)}
     earlier = failure_of(
-        CheckpointException("write", failures), what="the background save to s3://bucket/run", is_alone=True
+        CheckpointException("write", failures), subject="the background save to s3://bucket/run", is_alone=True
     )
-    assert text_of(earlier, what="saving s3://bucket/next", is_alone=True) == (
+    assert text_of(earlier, subject="saving s3://bucket/next", is_alone=True) == (
         "saving s3://bucket/next did not begin, because an earlier save failed: the background save to s3://bucket/run "
         "failed: s3://bucket/run/data: denied"
     )
@@ -146,7 +146,7 @@ def test_ranks_that_failed_alike_fail_as_what_they_have_in_common(
     for kinds in (causes, causes[::-1]):
         stack = traceback.StackSummary()
         failures: Any = {rank: (made(kind), stack) for rank, kind in enumerate(kinds)}
-        failure = failure_of(CheckpointException("write", failures), what="saving s3://bucket/run", is_alone=False)
+        failure = failure_of(CheckpointException("write", failures), subject="saving s3://bucket/run", is_alone=False)
         assert isinstance(failure, common)
         assert next(kind for kind in type(failure).__mro__ if kind in CLASSES) is common
 

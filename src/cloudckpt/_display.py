@@ -183,10 +183,10 @@ def _columns(item: Any) -> Iterable[tuple[str, str]]:
     for field in dataclasses.fields(item):
         value = getattr(item, field.name)
         if isinstance(value, Mapping) and all(isinstance(each, (int, float)) for each in value.values()):
-            taken = {one.name for one in dataclasses.fields(item)}
+            field_names = {one.name for one in dataclasses.fields(item)}
             for name, each in value.items():  # metrics
                 title = title_of(str(name))
-                yield f"{field.name}.{title}" if title in taken else title, _text(str(name), each)
+                yield f"{field.name}.{title}" if title in field_names else title, _text(str(name), each)
         elif field.repr and field.name != "attempt":  # a number that counts nothing does not apply
             yield field.name, "" if value is False or field.default == 0 == value else _text(field.name, value)
 

@@ -50,8 +50,8 @@ def is_forked() -> bool:
 
 def is_first_warning(topic: str, key: str) -> bool:
     """Return True once in a process for each key of a topic, so that its user warns once. Safe between threads."""
-    mine = object()
-    return given_warnings.setdefault((topic, key), mine) is mine
+    mark = object()
+    return given_warnings.setdefault((topic, key), mark) is mark
 
 
 def note_users_line() -> None:

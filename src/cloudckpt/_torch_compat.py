@@ -290,8 +290,8 @@ def has_other_users(storage: torch.UntypedStorage) -> bool:
 
 def new_shared_storage(descriptor: int, num_bytes: int) -> torch.UntypedStorage:
     """Return a storage of the memory of a file, which torch shares with other processes. It copies the descriptor."""
-    made: torch.UntypedStorage = _new_shared_storage(descriptor, num_bytes)
-    return made
+    storage: torch.UntypedStorage = _new_shared_storage(descriptor, num_bytes)
+    return storage
 
 
 def chunks_wanted_by(value: Any) -> list[Any] | None:

@@ -387,8 +387,8 @@ def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writ
         return f"{uri}, {checkpoint_id}"
 
 
-def _in_flight_here(mine: str | None, **_: object) -> tuple[int, str] | None:
-    return None if mine is None else (0, mine)
+def _in_flight_here(own_uri: str | None, **_: object) -> tuple[int, str] | None:
+    return None if own_uri is None else (0, own_uri)
 
 
 def entries_of(

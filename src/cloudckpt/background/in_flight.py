@@ -117,12 +117,12 @@ def take_turn(
 
 
 def _refuse_beside_another(find_rank_in_flight: Callable[[str | None], tuple[int, str] | None]) -> None:
-    mine = _slot.handle
-    is_mine = mine is not None and not mine.done()
-    found = find_rank_in_flight(mine.uri if mine is not None and is_mine else None)
+    own_save = _slot.handle
+    is_own = own_save is not None and not own_save.done()
+    found = find_rank_in_flight(own_save.uri if own_save is not None and is_own else None)
     if found is not None:
         rank, uri = found
-        where = "" if is_mine else f" on rank {rank}"
+        where = "" if is_own else f" on rank {rank}"
         raise SaveInFlightError(
             f"the background save to {uri} is still running{where}, so no other was begun. Wait for its handle or "
             "cancel it, or let async_save wait (Options.async_in_flight)",
@@ -131,9 +131,9 @@ def _refuse_beside_another(find_rank_in_flight: Callable[[str | None], tuple[int
 
 
 def in_flight_on(
-    mine: str | None, process_group: dist.ProcessGroup | None, *, uri: str, timeout_s: float
+    own_uri: str | None, process_group: dist.ProcessGroup | None, *, uri: str, timeout_s: float
 ) -> tuple[int, str] | None:
-    """Return the first rank with a save in flight, and its URI, or None. `mine` is that of this rank.
+    """Return the first rank with a save in flight, and its URI, or None. `own_uri` is that of this rank.
 
     Collective, on a group of its own, because the save may be using the others: ranks that came to different answers
     would wait for each other. Raises `RankLostError` if not all ranks come.
@@ -142,11 +142,11 @@ def in_flight_on(
     try:
         call = begin_call(process_group, "asking", doing="beginning to save", uri=uri, timeout_s=timeout_s)
         if call is None:
-            return None if mine is None else (0, mine)
+            return None if own_uri is None else (0, own_uri)
         with call.ending():
-            answers = call.all_gather_object(mine)
+            answers = call.all_gather_object(own_uri)
     except CheckpointException as error:
-        raise failure_of(error, what=f"saving {uri}", is_alone=False) from None
+        raise failure_of(error, subject=f"saving {uri}", is_alone=False) from None
     return next(((rank, answer) for rank, answer in enumerate(answers) if answer is not None), None)
 
 
@@ -186,12 +186,12 @@ def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
         return None
     if isinstance(error, CheckpointException) and any(isinstance(at, SaveOrLoadError) for at in causes_of(error)):
         return None  # it is an earlier failure of another rank, which the ranks must not raise again and again
-    what = f"the background save to {handle.uri}"
+    subject = f"the background save to {handle.uri}"
     is_alone = not isinstance(error, SaveOrLoadError) or error.is_alone
     if not isinstance(error, CheckpointException):
         cause = make_picklable(error) if isinstance(error, Exception) else error
         error = CheckpointException("save", {0: (cause, traceback.extract_tb(error.__traceback__))})
-    return failure_of(error, what=what, is_alone=is_alone)
+    return failure_of(error, subject=subject, is_alone=is_alone)
 
 
 def set_in_flight(handle: AsyncSave, thread: threading.Thread | None = None) -> None:

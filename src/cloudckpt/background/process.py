@@ -126,21 +126,21 @@ class ProcessSave:
 
     def result(self) -> SavedMetadata:
         """Wait for the processes of all ranks. Raises ``CheckpointException`` if the save failed on any of them."""
-        mine: BaseException | None = None
+        raised: BaseException | None = None
         metadata = None
         try:
             metadata = self._upload.result()
         except CheckpointException as error:  # all ranks know it by DCP
-            mine = error
+            raised = error
         except BaseException as error:  # the other ranks have to learn of it
-            mine = self._explain(error)
+            raised = self._explain(error)
             if self._call is not None:
                 self._call.cancel()  # their processes may wait for this one
         if self._call is not None:
             self._call.set_on_cancel(None)
         try:
             with contextlib.nullcontext() if self._call is None else self._call.ending():
-                outcomes = dict(enumerate(self._ranks.all_gather_object(None if mine is None else _sendable(mine))))
+                outcomes = dict(enumerate(self._ranks.all_gather_object(None if raised is None else _sendable(raised))))
         except CheckpointException as error:
             end_process()
             raise end_failed_save(error, self._writer) from None
@@ -148,11 +148,11 @@ class ProcessSave:
         if not all(isinstance(error, CheckpointException) for error in failures.values()):
             end_process()  # its process group has lost a member, or is in the middle of a collective
         lost = {rank: (error, None) for rank, error in failures.items() if isinstance(error, RankLostError)}
-        if lost or (failures and not isinstance(mine, CheckpointException)):
+        if lost or (failures and not isinstance(raised, CheckpointException)):
             others = {rank: (error, None) for rank, error in failures.items()}
             raise end_failed_save(_failure("save", lost or others), self._writer)
-        if isinstance(mine, CheckpointException):
-            raise end_failed_save(mine, self._writer)
+        if isinstance(raised, CheckpointException):
+            raise end_failed_save(raised, self._writer)
         assert metadata is not None  # noqa: S101  # this rank has not failed
         return end_save(metadata, self._writer)
 

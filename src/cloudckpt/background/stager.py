@@ -533,12 +533,12 @@ def _rebuild_dtensor(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> 
     """
     make: Any = DTensor
     if not local.storage_offset():
-        made: DTensor = make(local, spec, requires_grad=requires_grad)
-        return made
+        dtensor: DTensor = make(local, spec, requires_grad=requires_grad)
+        return dtensor
     at_begin = local.as_strided(local.size(), local.stride(), 0)
-    made = make(at_begin, spec, requires_grad=requires_grad)
-    made._local_tensor = local  # torch's own unpickling does it
-    return made
+    dtensor = make(at_begin, spec, requires_grad=requires_grad)
+    dtensor._local_tensor = local  # torch's own unpickling does it
+    return dtensor
 
 
 def _copy_without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -92,14 +92,14 @@ class Console:
         self.as_json, self.quiet, self.is_verbose = as_json, quiet, is_verbose
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, text: str) -> Iterator[None]:
         """Show that the command works, while it prints nothing. Only on a terminal's stderr, and not beside a log."""
         if self.quiet or self.as_json or self.is_verbose or not sys.stderr.isatty():
             yield
             return
         from rich import console, status
 
-        shown = status.Status(plain_line(what), console=console.Console(stderr=True))
+        shown = status.Status(plain_line(text), console=console.Console(stderr=True))
         _shown.append(shown)
         try:
             with shown:
@@ -150,13 +150,13 @@ class Console:
             return typer.confirm(plain_line(question), err=True)
 
     @contextlib.contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
+    def progress(self, text: str) -> Iterator[Callable[[int, int], None]]:
         """Show a bar on stderr, if that is a terminal. Yields a function of the bytes done and the bytes in total."""
         if self.quiet or not sys.stderr.isatty():
             yield lambda _done_bytes, _total_bytes: None
             return
         with _without_status(), new_bar(transient=True) as bar:
-            task = bar.add_task(plain_line(what), total=None)
+            task = bar.add_task(plain_line(text), total=None)
             yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
 
 

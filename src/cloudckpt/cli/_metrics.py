@@ -40,8 +40,8 @@ def find_metrics(found: Sequence[CheckpointInfo]) -> list[str]:
     return list(dict.fromkeys(name for one in found for name in one.metrics))
 
 
-def choose_modes(found: Sequence[CheckpointInfo], given: Sequence[str] | None) -> dict[str, Mode]:
-    """Return the direction of each metric that has one: `given` as ``min:NAME``, or known by a word of its name.
+def choose_modes(found: Sequence[CheckpointInfo], texts: Sequence[str] | None) -> dict[str, Mode]:
+    """Return the direction of each metric that has one: `texts` as ``min:NAME``, or known by a word of its name.
 
     Raises `CheckpointNotFoundError` for a metric that no checkpoint has, and Typer's error without a direction.
     """
@@ -49,7 +49,7 @@ def choose_modes(found: Sequence[CheckpointInfo], given: Sequence[str] | None) -
 
     names = find_metrics(found)
     modes: dict[str, Mode] = {name: mode for name in names if (mode := mode_of_name(name)) is not None}
-    for text in given or ():
+    for text in texts or ():
         prefix, _, rest = text.partition(":")
         name = rest if prefix in ("min", "max") else text
         if name not in names:

@@ -125,16 +125,16 @@ class PairOptions(CommonOptions):
         """
         from cloudckpt.uri import parse_location
 
-        given = self.options()
+        options = self.options()
         if self.target_storage_option or self.target_endpoint_url:
-            return given, self._options(self.target_storage_option, {"endpoint_url": self.target_endpoint_url})
-        one, other = parse_location(source), parse_location(target)
-        if one.is_of_kind(other):
-            return given, given
-        none = self._options(None, {})
-        if other.service.takes_options and not one.service.takes_options:
-            return none, given
-        return given, none
+            return options, self._options(self.target_storage_option, {"endpoint_url": self.target_endpoint_url})
+        source_location, target_location = parse_location(source), parse_location(target)
+        if source_location.is_of_kind(target_location):
+            return options, options
+        defaults = self._options(None, {})
+        if target_location.service.takes_options and not source_location.service.takes_options:
+            return defaults, options
+        return options, defaults
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -163,25 +163,25 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
 def parse_size(text: str) -> int:
     """Parse ``64MiB``, ``2GB`` or ``1000`` to bytes, for ``typer.Option(parser=…)``."""
     return _parse_number(
-        text, text.strip().lower().removesuffix("b"), _SIZES, at_least=1, what="a size, such as 512MiB"
+        text, text.strip().lower().removesuffix("b"), _SIZES, at_least=1, expected="a size, such as 512MiB"
     )
 
 
 def parse_duration(text: str) -> timedelta:
     """Parse ``90s``, ``30min``, ``24h``, ``7d`` or a number of seconds, for ``typer.Option(parser=…)``."""
-    seconds = _parse_number(text, text.strip().lower(), _SECONDS, at_least=0, what="a time, such as 24h or 7d")
+    seconds = _parse_number(text, text.strip().lower(), _SECONDS, at_least=0, expected="a time, such as 24h or 7d")
     try:
         return timedelta(seconds=seconds)
     except OverflowError:
         raise typer.BadParameter(f"{text!r} is too long") from None
 
 
-def _parse_number(text: str, lowered: str, units: Mapping[str, int], *, at_least: int, what: str) -> int:
+def _parse_number(text: str, lowered: str, units: Mapping[str, int], *, at_least: int, expected: str) -> int:
     number = lowered.rstrip("abcdefghijklmnopqrstuvwxyz ")
     try:
         value = float(number) * units[lowered[len(number) :].strip()]
     except (ValueError, KeyError):
         value = math.nan
     if not at_least <= value < _MAX_VALUE:
-        raise typer.BadParameter(f"{text!r} is not {what}")
+        raise typer.BadParameter(f"{text!r} is not {expected}")
     return int(value)

@@ -65,8 +65,8 @@ def rm(
             console.say("There is nothing to delete.")
     to_delete = {uri: _find_checkpoint(uri, options) for uri in dict.fromkeys(uris)}
     if not common.as_json:
-        what = "would be deleted" if dry_run else "is to be deleted"
-        _announce(itertools.chain.from_iterable(to_delete.values()), what, common)
+        intent = "would be deleted" if dry_run else "is to be deleted"
+        _announce(itertools.chain.from_iterable(to_delete.values()), intent, common)
     if to_delete and not (yes or dry_run or console.confirm(f"Delete {count(len(to_delete), 'checkpoint')} for good?")):
         console.say("Nothing was deleted.")
         raise typer.Exit(NO)
@@ -83,12 +83,12 @@ def rm(
         raise typer.Exit(NO)
 
 
-def _announce(to_delete: Iterable[CheckpointInfo], what: str, common: CommonOptions) -> None:
+def _announce(to_delete: Iterable[CheckpointInfo], intent: str, common: CommonOptions) -> None:
     from cloudckpt.manager.debts import explain_debt
 
     for one in to_delete:
         objects = f"{size(one.num_bytes or 0)} in {count(one.num_objects or 0, 'object')}"
-        common.console.line(f"{one.uri}: {one.state}, {age(one.committed_at)} old, {objects}: {what}")
+        common.console.line(f"{one.uri}: {one.state}, {age(one.committed_at)} old, {objects}: {intent}")
         if reason := explain_debt(one.uri, one.metadata, one.committed_at, common.options()):
             common.console.warn(f"{one.uri}: {reason}")
 

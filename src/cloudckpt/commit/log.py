@@ -270,15 +270,15 @@ def list_kept_folders(client: StoreClient) -> list[str]:
 
     A run deletes its old checkpoints, so the last names lead to what it has kept.
     """
-    kept: list[str] = []
+    folders: list[str] = []
     names = sorted(client.list_directories(), key=_split_numbers, reverse=True)
     for name in names[:_MAX_LOOKED_AT]:
         log = read_log_once(client, prefix=f"{name}/", is_lenient=True)
         if log.current_number is not None or not log.entries:
-            kept.append(name)
-        if len(kept) > _MAX_NAMED:
+            folders.append(name)
+        if len(folders) > _MAX_NAMED:
             break
-    return kept
+    return folders
 
 
 def _split_numbers(name: str) -> list[str | int]:

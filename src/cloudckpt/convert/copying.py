@@ -212,10 +212,10 @@ class CopyJob:
                 uri=target.uri,
             )
         shown = join_first(problems, 1)
-        what = f"{target.uri}, which an earlier copy has committed, is damaged by now: {shown}"
+        problem = f"{target.uri}, which an earlier copy has committed, is damaged by now: {shown}"
         if not self._overwrite:
             raise CorruptCheckpointError(
-                what,
+                problem,
                 uri=target.uri,
                 problems=problems,
                 hint=Hint(
@@ -224,7 +224,7 @@ class CopyJob:
                     value="True",
                 ),
             )
-        _log.warning("%s. It is copied again", what)
+        _log.warning("%s. It is copied again", problem)
         self._progress.expect(self.num_bytes)
         return None
 

@@ -425,8 +425,8 @@ class DequantizingReader:
                     want.buffer.copy_(self._last[1][want.begin : want.end])
 
     def _describe(self, wrapper: SavedWrapper) -> StoredTensor:
-        made = wrapper.rebuild(lambda _, part: torch.empty(part.shape, dtype=dtype_of(part.dtype), device="meta"))
-        return StoredTensor(dtype=dtype_name(made.dtype), shape=tuple(made.shape), chunks=[])
+        tensor = wrapper.rebuild(lambda _, part: torch.empty(part.shape, dtype=dtype_of(part.dtype), device="meta"))
+        return StoredTensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), chunks=[])
 
     def _dequantize(self, name: str) -> torch.Tensor:
         wanted: list[TensorBytes] = []

@@ -238,7 +238,7 @@ def _save_state_dict(
     flat = flatten_entries(state_dict, uri=conversion.source.uri)
     tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
     progress.expect(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-    theirs = target.options.on_event
+    users_on_event = target.options.on_event
     sizes: dict[str, int] = {}
 
     def on_event(event: Event) -> None:
@@ -248,8 +248,8 @@ def _save_state_dict(
             sizes[event.key] = event.num_bytes
         elif event.name == "save.committing":
             check_source_unchanged()
-        if theirs is not None:
-            theirs(event)
+        if users_on_event is not None:
+            users_on_event(event)
 
     options = dataclasses.replace(target.options, on_event=on_event)
     save(state_dict, target.uri, no_dist=True, overwrite=conversion.overwrite, options=options)
@@ -303,10 +303,10 @@ def _unpickle(path: str, uri: str, *, allow_pickle: bool) -> dict[str, Any]:
             f"{uri} cannot be read as a file of torch.save ({type(error).__name__}: {error})", uri=uri
         ) from error
     if not isinstance(state_dict, dict) or not all(isinstance(key, str) for key in state_dict):
-        what = (
+        content = (
             f"a dict with the keys {quote_names([repr(key) for key in state_dict])}"
             if isinstance(state_dict, dict)
             else type(state_dict).__name__
         )
-        raise UnsupportedValueError(f"{uri} holds no state dict with names, but {what}", uri=uri)
+        raise UnsupportedValueError(f"{uri} holds no state dict with names, but {content}", uri=uri)
     return state_dict

@@ -48,29 +48,29 @@ class Selection:
                     f"no entry of {self.uri} matches include={pattern!r}{did_you_mean(near)}. It has "
                     f"{quote_names(sorted(known))}"
                 )
-        kept = [fqn for fqn in known if self.takes(fqn)]
+        selected = [fqn for fqn in known if self.takes(fqn)]
         stripped, added = _with_dot(self.strip_prefix), _with_dot(self.add_prefix)
-        if stripped and not any(fqn.startswith(stripped) for fqn in kept):
-            near = find_near_entry(stripped.rstrip("."), kept)
+        if stripped and not any(fqn.startswith(stripped) for fqn in selected):
+            near = find_near_entry(stripped.rstrip("."), selected)
             raise InvalidOptionError(
                 f"no entry that is taken of {self.uri} has a name with the prefix {stripped!r}{did_you_mean(near)}. "
-                f"The names are {quote_names(sorted(kept))}"
+                f"The names are {quote_names(sorted(selected))}"
             )
         names: dict[str, str] = {}
-        taken: dict[str, str] = {}
-        for fqn in kept:
+        old_names: dict[str, str] = {}
+        for fqn in selected:
             name = added + fqn.removeprefix(stripped)
             if not name and fqn:
                 raise UnsupportedValueError(
                     f"nothing is left of the name {fqn!r} of {self.uri} without {stripped!r}", uri=self.uri
                 )
-            if name in taken:
+            if name in old_names:
                 raise UnsupportedValueError(
-                    f"{taken[name]!r} and {fqn!r} of {self.uri} would both be called {name!r}. Choose among them with "
-                    "include",
+                    f"{old_names[name]!r} and {fqn!r} of {self.uri} would both be called {name!r}. Choose among them "
+                    "with include",
                     uri=self.uri,
                 )
-            taken[name] = fqn
+            old_names[name] = fqn
             names[fqn] = name
         return names
 

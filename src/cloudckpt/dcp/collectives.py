@@ -194,9 +194,9 @@ class CollectiveCall(DistWrapper):
         def gather() -> list[torch.Tensor]:
             sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.get_world_size())]
             self._gloo.allgather(sizes, torch.tensor([len(data)], device="cpu")).wait()
-            mine = _to_tensor(data, max(int(size) for size in sizes))
-            received = [torch.empty_like(mine) for _ in sizes] if to_all or self.is_coordinator else []
-            (self._gloo.allgather(received, mine) if to_all else self._gloo.gather(received, mine, 0)).wait()
+            padded = _to_tensor(data, max(int(size) for size in sizes))
+            received = [torch.empty_like(padded) for _ in sizes] if to_all or self.is_coordinator else []
+            (self._gloo.allgather(received, padded) if to_all else self._gloo.gather(received, padded, 0)).wait()
             return received
 
         return [_unpickle(each) for each in self._meet(gather)]

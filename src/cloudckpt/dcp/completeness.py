@@ -307,21 +307,21 @@ def _add(state: Any, extra: Any, *, is_strict: bool) -> Any:
         }
         return _replace(state, {key: one for key, one in changed.items() if one is not NO_PLACE})
     if isinstance(state, list) and state and isinstance(extra, list):
-        made = [_add(*pair, is_strict=is_strict) for pair in zip(state, extra, strict=False)]
+        added = [_add(*pair, is_strict=is_strict) for pair in zip(state, extra, strict=False)]
         appended = [NO_PLACE if one is None else make_empty(one) for one in extra[len(state) :] if is_strict]
-        return [*made, *state[len(extra) :], *itertools.takewhile(lambda one: one is not NO_PLACE, appended)]
-    made = NO_PLACE if isinstance(state, tuple) and state else make_empty(extra)
-    return state if made is NO_PLACE else made
+        return [*added, *state[len(extra) :], *itertools.takewhile(lambda one: one is not NO_PLACE, appended)]
+    added = NO_PLACE if isinstance(state, tuple) and state else make_empty(extra)
+    return state if added is NO_PLACE else added
 
 
 def _replace(state: Any, changed: Mapping[Any, Any]) -> Any:
     """Return a copy of a dict or a list with other values under some keys; the object itself if there are none."""
     if not changed:
         return state
-    made = copy.copy(state)
+    copied = copy.copy(state)
     for key, value in changed.items():
-        made[key] = value
-    return made
+        copied[key] = value
+    return copied
 
 
 def _is_value(entry: object) -> bool:

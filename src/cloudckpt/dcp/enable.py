@@ -186,10 +186,10 @@ def _plan_by_default(module: Any, name: str, storage_name: str, planner_for: Cal
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        if given.arguments.get("planner") is None:
-            given.arguments["planner"] = planner_for(given.arguments.get(storage_name))
-        return original(*given.args, **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("planner") is None:
+            bound.arguments["planner"] = planner_for(bound.arguments.get(storage_name))
+        return original(*bound.args, **bound.kwargs)
 
     replace_attribute(_undo, module, name, call)
 

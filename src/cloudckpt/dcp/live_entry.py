@@ -71,8 +71,8 @@ class LoadSource:
         maps = suggest_renames(saved, wanted) or [{}]
         of_groups = {name[: name.index(".param_groups.")] for name in saved if ".param_groups." in name}
         optimizer = dict.fromkeys(of_groups, *others) if len(of_groups) == 1 == len(others) else {}
-        given = {} if self.renaming is None else self.renaming.pairs_to(found)
-        kept = [*found] if self.renaming is None else [*given]
+        kept_pairs = {} if self.renaming is None else self.renaming.pairs_to(found)
+        kept = [*found] if self.renaming is None else [*kept_pairs]
         maps = [
             {old: new for old, new in {**one, **optimizer}.items() if not any(is_below(old, other) for other in kept)}
             for one in maps
@@ -87,7 +87,7 @@ class LoadSource:
             other_way = f", or model={{{old.removeprefix('model.')!r}: …}}"
         elif where == "model." and old == "model" == new.rpartition(".")[0]:
             other_way = ", or the model alone, without a dict: model=…"
-        maps = [{**given, **one} for one in maps]
+        maps = [{**kept_pairs, **one} for one in maps]
         return f"If it was saved under another name, pass rename={maps[0]}{quote_others(maps)}{other_way}"
 
 
@@ -350,10 +350,10 @@ def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
         placed = {key: value for key, value in by_key.items() if value is not NO_PLACE}
         return NO_PLACE if is_whole and len(placed) < len(by_key) else placed
     if isinstance(saved, (list, tuple)):
-        made = [make_empty(value, part_of(like, position), is_whole=True) for position, value in enumerate(saved)]
-        if any(one is NO_PLACE for one in made):
+        elements = [make_empty(value, part_of(like, position), is_whole=True) for position, value in enumerate(saved)]
+        if any(one is NO_PLACE for one in elements):
             return NO_PLACE
-        return made if isinstance(saved, list) else rebuild_tuple(saved, made)
+        return elements if isinstance(saved, list) else rebuild_tuple(saved, elements)
     return None
 
 

@@ -468,8 +468,8 @@ class LiveObjects:
     @property
     def are_given(self) -> bool:
         """True if there is an object, apart from the random generators, which each process has."""
-        given = (self.model, self.optimizer, self.scheduler, self.dataloader, self.extra)
-        return any(value is not None for value in given)
+        objects = (self.model, self.optimizer, self.scheduler, self.dataloader, self.extra)
+        return any(value is not None for value in objects)
 
     def entries(self, *, rank: int, num_ranks: int, is_strict: bool) -> dict[str, Any]:
         """Return a state dict of the objects, each as a `LiveEntry`.
@@ -479,10 +479,10 @@ class LiveObjects:
         try:
             return dict(self._make_entries(rank, num_ranks, is_strict=is_strict))
         except InvalidOptionError as error:
-            given = {one.name.removeprefix("has_"): getattr(self, one.name) for one in fields(self)}
+            objects = {one.name.removeprefix("has_"): getattr(self, one.name) for one in fields(self)}
             # The ranks compare these names, which must be equal, before any rank's error is raised.
             return {
-                name: RefusedEntry(error) for name, value in given.items() if value is not None and value is not False
+                name: RefusedEntry(error) for name, value in objects.items() if value is not None and value is not False
             }
 
     def _make_entries(self, rank: int, num_ranks: int, *, is_strict: bool) -> Iterator[tuple[str, LiveEntry]]:

@@ -402,18 +402,18 @@ class OptimizerEntry(LiveEntry):
 
     def _find_fsdp1(self, optimizer: Optimizer) -> tuple[str, nn.Module] | None:
         """Return the module of torch's first FSDP that has the optimizer's parameters, and the prefix of its names."""
-        mine = {id(param) for group in optimizer.param_groups for param in group[_PARAMS]}
+        own_params = {id(param) for group in optimizer.param_groups for param in group[_PARAMS]}
         for prefix, module, units in self._fsdp1_units:
-            held = {id(param) for param in module.parameters()}
-            if not mine.isdisjoint(held):
-                if not mine <= held:
+            module_params = {id(param) for param in module.parameters()}
+            if not own_params.isdisjoint(module_params):
+                if not own_params <= module_params:
                     raise InvalidOptionError(
                         f"the optimizer ({type(optimizer).__name__}) updates an FSDP module together with parameters "
                         "of other models, and torch cannot save their states apart. Use one optimizer for each model, "
                         "pass one module that holds them all, or use fully_shard"
                     )
                 for unit in units:
-                    _refuse_part_of_unit(unit, optimizer, mine)
+                    _refuse_part_of_unit(unit, optimizer, own_params)
                 return prefix, module
         return None
 
@@ -448,8 +448,8 @@ class _Layout:
 
     def make_wrapper(self, path: Sequence[Any], entry: SavedWrapper) -> torch.Tensor:
         if not isinstance(self._like, DTensor):
-            made: torch.Tensor = make_empty(entry)
-            return made
+            tensor: torch.Tensor = make_empty(entry)
+            return tensor
         found = self._find_stepped(path)
         if any(found is one for one in self._handed_out):  # the saved list is longer than the held one
             return found.clone()  # torchao's low-bit states have no clone()

@@ -112,10 +112,10 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                         "a device (to_empty(device=…)) before the load",
                         uri=self._uri,
                     )
-                made = {fqn: value}
-                materialize_meta_tensors(made)
-                flat.entries[fqn] = made[fqn]
-                assign(state_dict, flat.paths[fqn], made[fqn])
+                materialized = {fqn: value}
+                materialize_meta_tensors(materialized)
+                flat.entries[fqn] = materialized[fqn]
+                assign(state_dict, flat.paths[fqn], materialized[fqn])
 
     def _open_tuples(self, state_dict: dict[str, Any], flat: FlatStateDict, metadata: Metadata) -> bool:
         """Let None or another value take the tuple that was saved in its place, as it takes other values."""

@@ -155,7 +155,7 @@ def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> Ch
         writer.discard()
     writer.flush_trace()
     writer.lifecycle.end(error)
-    return failure_of(error, what=f"saving {writer.checkpoint_id}", is_alone=writer.is_alone)
+    return failure_of(error, subject=f"saving {writer.checkpoint_id}", is_alone=writer.is_alone)
 
 
 @dataclasses.dataclass(slots=True)
@@ -226,7 +226,7 @@ def run_load(
                 reader.reset()
                 continue
             _raise_own_interrupt(error, rank)
-            raise failure_of(error, what=f"loading {reader.checkpoint_id}", is_alone=reader.is_alone) from None
+            raise failure_of(error, subject=f"loading {reader.checkpoint_id}", is_alone=reader.is_alone) from None
     assert reader.report is not None  # noqa: S101  # the reader makes one
     return reader.report
 
@@ -415,7 +415,7 @@ class RankCalls:
         return self._failure_of(CheckpointException("find", failures))
 
     def _failure_of(self, error: CheckpointException) -> CheckpointException:
-        return failure_of(error, what=f"{self._doing} {self._root}", is_alone=self._is_alone)
+        return failure_of(error, subject=f"{self._doing} {self._root}", is_alone=self._is_alone)
 
 
 class SaveOrLoadError(CheckpointException):
@@ -426,7 +426,7 @@ class SaveOrLoadError(CheckpointException):
     """
 
     step: str
-    what: str
+    subject: str
     is_alone: bool
     """True if this process saved or loaded without others, so that messages need not name its rank."""
 
@@ -451,24 +451,24 @@ class SaveOrLoadError(CheckpointException):
             how = "did not begin, because an earlier save failed"
         if len(ranks_by_text) > 1:
             lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
-            return "\n".join([f"{self.what} {how}:", *lines])
+            return "\n".join([f"{self.subject} {how}:", *lines])
         (text,) = ranks_by_text
-        place = self.what.partition(" ")[2]
+        place = self.subject.partition(" ")[2]
         names_it = self.is_alone and isinstance(causes[0], CheckpointError) and place in text
         # The error of a lost rank names the save or load that it failed.
-        return text if names_it or isinstance(causes[0], RankLostError) else f"{self.what} {how}: {text}"
+        return text if names_it or isinstance(causes[0], RankLostError) else f"{self.subject} {how}: {text}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.what, self.step, dict(self.failures), self.is_alone)
+        return _rebuild, (self.subject, self.step, dict(self.failures), self.is_alone)
 
 
-def failure_of(error: CheckpointException, *, what: str, is_alone: bool) -> CheckpointException:
+def failure_of(error: CheckpointException, *, subject: str, is_alone: bool) -> CheckpointException:
     """Return `error` as a readable instance of its causes' class.
 
     Neither the result nor its causes hold on to the tensors that were being saved or loaded.
     """
     _release_frames([error, *causes_of(error)])
-    return _rebuild(what, str(error.args[0]), dict(error.failures), is_alone)
+    return _rebuild(subject, str(error.args[0]), dict(error.failures), is_alone)
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
@@ -507,7 +507,7 @@ def _release_frames(errors: Iterable[BaseException]) -> None:
             waiting += [linked for linked in (error.__cause__, error.__context__) if linked is not None]
 
 
-def _rebuild(what: str, step: str, failures: dict[int, Any], is_alone: bool) -> CheckpointException:
+def _rebuild(subject: str, step: str, failures: dict[int, Any], is_alone: bool) -> CheckpointException:
     ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
     cancelled = [cause for cause in ours if isinstance(cause, SaveCancelledError)]
     # If a rank was cancelled, the save was: other ranks failed because of it.
@@ -520,7 +520,7 @@ def _rebuild(what: str, step: str, failures: dict[int, Any], is_alone: bool) -> 
         failure.__dict__.update((cancelled or ours)[0].__dict__)
     if cancelled:
         failure.__dict__["ranks"] = tuple(sorted({rank for cause in cancelled for rank in cause.ranks}))
-    failure.__dict__.update(step=step, what=what, is_alone=is_alone)
+    failure.__dict__.update(step=step, subject=subject, is_alone=is_alone)
     failure.__dict__["_failures"] = failures  # as torch's __init__ does
     return failure
 

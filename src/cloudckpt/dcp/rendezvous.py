@@ -120,7 +120,7 @@ class Rendezvous:
         self._known_keys = {_STATE_KEY}
         self._changed = threading.Condition()
         # The lock of `_changed` guards everything below.
-        self._mine = Heartbeat()
+        self._own = Heartbeat()
         self._posted = Heartbeat()
         self._others: dict[int, Heartbeat] = {}
         self._heard_s: dict[int, float] = {}
@@ -140,7 +140,7 @@ class Rendezvous:
     @property
     def call(self) -> int:
         """The number of the latest call."""
-        return self._mine.call
+        return self._own.call
 
     def begin(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
         """Begin the call with this number, which is the same on all ranks, and post heartbeats until `end`.
@@ -158,7 +158,7 @@ class Rendezvous:
             has_own_uri = doing.startswith("loading")
             task = f"{doing}\0{'' if has_own_uri else uri}".encode(errors="surrogatepass")
             digest = hashlib.sha256(task).hexdigest()[:16]
-            self._mine = Heartbeat(beat=self._mine.beat, call=call, task=digest, doing=limit_text(f"{doing} {uri}"))
+            self._own = Heartbeat(beat=self._own.beat, call=call, task=digest, doing=limit_text(f"{doing} {uri}"))
             self._failure = self._on_cancel = None
             self._wants_cancel = False
             self._answered_s = begun_s = time.monotonic()
@@ -175,12 +175,12 @@ class Rendezvous:
         be used any more.
         """
         with self._changed:
-            step = self._mine.step + 1
-            self._mine = msgspec.structs.replace(self._mine, step=step)
+            step = self._own.step + 1
+            self._own = msgspec.structs.replace(self._own, step=step)
             self._answered_s = time.monotonic()
             self._heard_s = dict.fromkeys(self._watched, self._answered_s)
             self._changed.notify_all()
-            self._wait_until(lambda: self._state.permits(self._mine.call, step))
+            self._wait_until(lambda: self._state.permits(self._own.call, step))
 
     def fail(self, error: BaseException) -> None:
         """Fail this call on all ranks because of `error` on this one. A barrier that was permitted is left first."""
@@ -203,27 +203,27 @@ class Rendezvous:
     def set_on_cancel(self, call: int, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
         """Call `on_cancel` with the ranks that cancel this call, perhaps repeatedly."""
         with self._changed:
-            if self._mine.call == call:
+            if self._own.call == call:
                 self._on_cancel = on_cancel
 
     def cancel(self, call: int) -> None:
         """Tell all ranks that this one cancels the call, if that has not ended."""
         with self._changed:
-            self._wants_cancel = self._wants_cancel or self._mine.call == call
+            self._wants_cancel = self._wants_cancel or self._own.call == call
             self._changed.notify_all()
 
     def end(self, call: int, error: BaseException | None) -> None:
         """End the call, if it has not ended; with `error`, fail it on the other ranks. Takes seconds at most."""
         with self._changed:
             thread = self._thread
-            if thread is None or self._mine.call != call or self._mine.has_ended:
+            if thread is None or self._own.call != call or self._own.has_ended:
                 return
             if error is not None:
                 self.fail(error)
             if self.rank in self._store_keeper and (self._failure is not None or self._state.failed_call == call):
                 # The store may end with this process. So the other ranks, which poll, get time to read the failure.
                 self._changed.wait_for(lambda: self._trouble, min(self.timeout_s, _STORE_FAREWELL_S))
-            self._mine = msgspec.structs.replace(self._mine, has_ended=True)
+            self._own = msgspec.structs.replace(self._own, has_ended=True)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._thread is not thread, min(self.timeout_s, _MAX_FAREWELL_S))
 
@@ -233,11 +233,11 @@ class Rendezvous:
 
     @property
     def _is_waiting(self) -> bool:
-        return self._mine.step > 0 and not self._state.permits(self._mine.call, self._mine.step)
+        return self._own.step > 0 and not self._state.permits(self._own.call, self._own.step)
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
-            self._raise_if_failed(self._mine.call)
+            self._raise_if_failed(self._own.call)
             if self._trouble:
                 self._lose_store(f"is out of reach ({self._trouble})")
             elif time.monotonic() - self._answered_s >= self.timeout_s:
@@ -262,7 +262,7 @@ class Rendezvous:
         """Fail this and all later calls on this rank; the others find it out for themselves."""
         kept_by = f", which rank {self._store_keeper[0]} keeps," if self._store_keeper else ""
         failure = Failure(self._store_keeper, f"the process group's store{kept_by} {why}", is_final=True)
-        self._state = self._state.fail(self._mine.call, failure)
+        self._state = self._state.fail(self._own.call, failure)
 
     def _run(self) -> None:
         """Post heartbeats, read those of other ranks, and decide, until the call ends."""
@@ -272,24 +272,24 @@ class Rendezvous:
             store = self._connection = self._connection or self._connect()
             while True:
                 with self._changed:
-                    is_new = self._mine != self._posted
+                    is_new = self._own != self._posted
                     if is_new or time.monotonic() >= due_s:
                         due_s = time.monotonic() + interval_s
-                        self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
-                    mine = self._mine
+                        self._own = msgspec.structs.replace(self._own, beat=self._own.beat + 1)
+                    own = self._own
                     keys = [*map(str, self._watched)] if self._is_waiting else []
                 # A failure first, and then the heartbeat that ends the call: no rank sees the end without its reason.
                 self._decide(store)
-                if mine != self._posted:
-                    store.set(str(self.rank), msgspec.json.encode(mine).decode())
-                    self._posted = mine
+                if own != self._posted:
+                    store.set(str(self.rank), msgspec.json.encode(own).decode())
+                    self._posted = own
                 # The state last: it is then no older than the heartbeats that the next decision is about.
                 found = self._read(store, [*keys, _STATE_KEY])
                 with self._changed:
                     self._note_heartbeats(found)
-                    if mine.has_ended:
+                    if own.has_ended:
                         return
-                    cancelled_by = self._state.cancelled_by if self._state.cancelled_call == mine.call else ()
+                    cancelled_by = self._state.cancelled_by if self._state.cancelled_call == own.call else ()
                     on_cancel = self._on_cancel
                 if cancelled_by and on_cancel is not None:
                     on_cancel(cancelled_by)
@@ -351,47 +351,47 @@ class Rendezvous:
                 self._changed.notify_all()
 
     def _has_news(self) -> bool:
-        return self._mine != self._posted or self._next_state() != self._state
+        return self._own != self._posted or self._next_state() != self._state
 
     def _next_state(self) -> GroupState:
         """Return the state that this rank wants, which is the present one if there is nothing to decide."""
-        state, mine = self._state, self._mine
+        state, own = self._state, self._own
         if state.failure.is_final:
             return state
-        if self._wants_cancel and not (state.cancelled_call == mine.call and self.rank in state.cancelled_by):
-            state = state.cancel(mine.call, self.rank)
+        if self._wants_cancel and not (state.cancelled_call == own.call and self.rank in state.cancelled_by):
+            state = state.cancel(own.call, self.rank)
         failure = self._failure or (self._find_failure() if self._is_waiting else None)
         if failure is not None:
-            return state.fail(mine.call, failure)
+            return state.fail(own.call, failure)
         if self.rank == 0 and self._is_waiting and self._have_all_come():
-            return state.permit(mine.call, mine.step)
+            return state.permit(own.call, own.step)
         return state
 
     def _have_all_come(self) -> bool:
-        mine = self._mine
+        own = self._own
         return len(self._others) == self.num_ranks - 1 and all(
-            one.call == mine.call and one.step >= mine.step for one in self._others.values()
+            one.call == own.call and one.step >= own.step for one in self._others.values()
         )
 
     def _find_failure(self) -> Failure | None:
         """Return a failure if ranks that this one waits for do something else, have left, or are lost."""
-        mine, watched = self._mine, self._others.items()
-        apart = [rank for rank, one in watched if one.call == mine.call and one.task != mine.task]
+        own, watched = self._own, self._others.items()
+        apart = [rank for rank, one in watched if one.call == own.call and one.task != own.task]
         if apart and self.rank == 0:  # the others hear it from rank 0
-            tasks = {mine.doing: [0]}
+            tasks = {own.doing: [0]}
             for rank in apart:
                 tasks.setdefault(self._others[rank].doing, []).append(rank)
             seen = "; ".join(f"{name_ranks(ranks)}: {doing}" for doing, ranks in itertools.islice(tasks.items(), 5))
             why = "all ranks must make the same calls in the same order, and save to the same URI"
             return Failure(tuple(apart), f"{name_ranks(apart)} came to do something else than rank 0 ({seen}): {why}")
-        gone = [rank for rank, one in watched if one.call > mine.call or (one.call == mine.call and one.has_ended)]
+        gone = [rank for rank, one in watched if one.call > own.call or (one.call == own.call and one.has_ended)]
         if gone:
             return Failure(tuple(gone), f"{name_ranks(gone)} left before the end")
         since_s = time.monotonic() - self.timeout_s
         silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
         if silent:
             hint = "if ranks come that late, raise Options(timeout_s=…)"
-            if not all(rank in self._others and self._others[rank].call == mine.call for rank in silent):
+            if not all(rank in self._others and self._others[rank].call == own.call for rank in silent):
                 hint = f"all ranks must make this call, and none under 'if rank == 0' alone; {hint}"
             why = f"gave no sign of life for {self.timeout_s:.3g} s ({hint})"
             return Failure(tuple(silent), f"{name_ranks(silent)} {why}", is_final=True)

@@ -306,20 +306,20 @@ def _new_from_parts(kind: Callable[[list[Any]], Any]) -> _Coder:
 
 def _new_from_pairs(kind: Callable[[], Any]) -> _Coder:
     def decode(content: Any) -> Any:
-        made = kind()
-        for key, one in content:
-            made[_decode(key)] = _decode(one)
-        return made
+        mapping = kind()
+        for key, value in content:
+            mapping[_decode(key)] = _decode(value)
+        return mapping
 
     return decode
 
 
 def _decode_defaultdict(content: Any) -> Any:
-    made_by, pairs = content
-    made: Any = collections.defaultdict(None if made_by is None else _TYPES[made_by])
-    for key, one in pairs:
-        made[_decode(key)] = _decode(one)
-    return made
+    factory, pairs = content
+    mapping: Any = collections.defaultdict(None if factory is None else _TYPES[factory])
+    for key, value in pairs:
+        mapping[_decode(key)] = _decode(value)
+    return mapping
 
 
 def _decode_time(kind: Any) -> _Coder:
@@ -332,9 +332,9 @@ def _decode_time(kind: Any) -> _Coder:
 
 def _decode_file(content: Any) -> io.BytesIO:
     text, position = content
-    made = io.BytesIO(_from_base64(text))
-    made.seek(position)
-    return made
+    file = io.BytesIO(_from_base64(text))
+    file.seek(position)
+    return file
 
 
 def _decode_timezone(content: Any) -> dt.timezone:
@@ -354,8 +354,8 @@ def _decode_array(content: Any) -> np.ndarray[Any, Any]:
     raw, dtype = bytearray(_from_base64(text)), _dtype_of(name)
     if not dtype.itemsize or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(raw):
         raise ValueError(f"an array in it has {len(raw)} bytes, which are not those of its shape")
-    made: np.ndarray[Any, Any] = np.ndarray(tuple(shape), dtype, raw, order=order)
-    return made
+    array: np.ndarray[Any, Any] = np.ndarray(tuple(shape), dtype, raw, order=order)
+    return array
 
 
 def _decode_scalar(content: Any) -> Any:
@@ -377,8 +377,8 @@ def _decode_tensor(content: Any) -> torch.Tensor:
         raise ValueError(f"a tensor in it has {len(raw)} bytes, which are not those of its shape")
     if not raw:
         return torch.empty(shape, dtype=getattr(torch, name), device="cpu")
-    made: torch.Tensor = torch.frombuffer(raw, dtype=torch.uint8)
-    return made.clone().view(getattr(torch, name)).reshape(shape)
+    flat: torch.Tensor = torch.frombuffer(raw, dtype=torch.uint8)
+    return flat.clone().view(getattr(torch, name)).reshape(shape)
 
 
 def _member_of_torch(kind: type) -> _Coder:

@@ -125,27 +125,27 @@ def collapse(
 
 def describe_difference(saved: StoredWrapper, wanted: StoredWrapper) -> str | None:
     """Return the difference between a stored wrapper and one that is to take its parts; None if it can."""
-    for what, one, other in (
+    for aspect, saved_value, wanted_value in (
         ("class", saved.kind, wanted.kind),
         ("shape", list(saved.shape), list(wanted.shape)),
         ("parts", saved.tensors, wanted.tensors),
     ):
-        if one != other:
-            return f"{what} {one}, not {other}"
+        if saved_value != wanted_value:
+            return f"{aspect} {saved_value}, not {wanted_value}"
     return None if saved.context == wanted.context else _find_difference(saved.context, wanted.context, "metadata")
 
 
-def _find_difference(one: Any, other: Any, where: str) -> str:
+def _find_difference(saved: Any, wanted: Any, where: str) -> str:
     pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        pairs = [(f".{key}" if len(one) > 1 else "", one[key], other[key]) for key in one]
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        name = f".{one[0]}" if len(one) == 2 and isinstance(one[0], str) else ""  # noqa: PLR2004  # a key and its value
-        pairs = [(name, *pair) for pair in zip(one, other, strict=True)]
-    for name, mine, its in pairs:
-        if mine != its and isinstance(mine, (dict, list)) and isinstance(its, (dict, list)):
-            return _find_difference(mine, its, where + name)
-    return f"{where} {one!r:.200}, not {other!r:.200}"
+    if isinstance(saved, dict) and isinstance(wanted, dict) and saved.keys() == wanted.keys():
+        pairs = [(f".{key}" if len(saved) > 1 else "", saved[key], wanted[key]) for key in saved]
+    elif isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
+        name = f".{saved[0]}" if len(saved) == 2 and isinstance(saved[0], str) else ""  # noqa: PLR2004  # a key and its value
+        pairs = [(name, *pair) for pair in zip(saved, wanted, strict=True)]
+    for name, saved_part, wanted_part in pairs:
+        if saved_part != wanted_part and isinstance(saved_part, (dict, list)) and isinstance(wanted_part, (dict, list)):
+            return _find_difference(saved_part, wanted_part, where + name)
+    return f"{where} {saved!r:.200}, not {wanted!r:.200}"
 
 
 def _spread_shard(
@@ -377,22 +377,22 @@ class Registry:
         if not isinstance(value, dict):
             return value
         ((tag, content),) = value.items()
-        made: Any = None
+        decoded: Any = None
         if tag in _MAKERS:
-            made = _MAKERS[tag](self._decode(content))
+            decoded = _MAKERS[tag](self._decode(content))
         elif tag == "device":
-            made = self._device
+            decoded = self._device
         elif tag == "dtype" and isinstance(dtype := vars(torch).get(content), torch.dtype):
-            made = dtype
+            decoded = dtype
         elif tag == "name":
-            made = self._find(content)
+            decoded = self._find(content)
         elif tag == "enum" and isinstance(kind := self._find(content[0]), enum.EnumMeta):
-            made = kind[content[1]]
+            decoded = kind[content[1]]
         elif tag == "fields" and _has_fields(kind := self._find(content[0])):
-            made = kind(**{key: self._decode(one) for key, one in content[1].items()})
+            decoded = kind(**{key: self._decode(one) for key, one in content[1].items()})
         else:
             raise LookupError(f"its metadata has {tag} {content!r:.100}, which is not known here")
-        return made
+        return decoded
 
 
 def flatten_wrapper(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:

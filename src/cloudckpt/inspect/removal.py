@@ -224,8 +224,8 @@ class _Collection:
             self._failed.append(KeptObject(uri=uri, reason=reason))
         if young:
             uploads = sum(item.kind == "upload" for item in young)
-            what = f"{size(sum(item.size_bytes for item in young))} and {count(uploads, 'unfinished upload')}"
-            reason = f"{what} of a save that is not committed, and was alive after {self._before:%Y-%m-%d %H:%M:%S} UTC"
+            data = f"{size(sum(item.size_bytes for item in young))} and {count(uploads, 'unfinished upload')}"
+            reason = f"{data} of a save that is not committed, and was alive after {self._before:%Y-%m-%d %H:%M:%S} UTC"
             self._skipped.append(KeptObject(uri=uri, reason=reason))
         if plan.is_empty:
             return
@@ -234,8 +234,8 @@ class _Collection:
         if not self._dry_run:
             _emit("gc.removed", uri, self._options, num_bytes=garbage.num_bytes, message=", ".join(garbage.reasons))
 
-    def _fail(self, uri: str, error: Exception, what: str = "") -> None:
-        self._failed.append(KeptObject(uri=uri, reason=f"{what}{error}"))
+    def _fail(self, uri: str, error: Exception, prefix: str = "") -> None:
+        self._failed.append(KeptObject(uri=uri, reason=f"{prefix}{error}"))
         _emit("gc.failed", uri, self._options, error=error)
 
 

@@ -147,11 +147,11 @@ class StoreClient:
 
     def restarted(self) -> StoreClient:
         """Return a client of the same store for calls that are made even if this one was stopped."""
-        other, mine = copy.copy(self), self.shared
-        other.shared = _SharedState(
-            retries=mine.retries, timeout_s=mine.timeout_s, on_retry=mine.on_retry, clock=mine.clock
+        client, shared = copy.copy(self), self.shared
+        client.shared = _SharedState(
+            retries=shared.retries, timeout_s=shared.timeout_s, on_retry=shared.on_retry, clock=shared.clock
         )
-        return other
+        return client
 
     @property
     def num_requests(self) -> int:

@@ -353,11 +353,11 @@ def _explain(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def _logged(what: str, *, uri: str) -> Iterator[None]:
+def _logged(action: str, *, uri: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        _log.warning("could not %s: %s. %s", what, error, gc_advice(uri))
+        _log.warning("could not %s: %s. %s", action, error, gc_advice(uri))
 
 
 @contextlib.contextmanager

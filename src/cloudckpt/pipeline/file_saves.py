@@ -239,14 +239,14 @@ class FilesJob:
         by_rank: dict[int, list[int]] = {}
         for receipt in receipts:
             by_rank.setdefault(receipt.rank, []).append(receipt.index)
-        lost = [rank for rank, indices in by_rank.items() if sorted(indices) != list(range(len(indices)))]
-        apart = sorted({receipt.rank for receipt in receipts_of_job} - by_rank.keys())
+        unlisted = [rank for rank, indices in by_rank.items() if sorted(indices) != list(range(len(indices)))]
+        in_other_tries = sorted({receipt.rank for receipt in receipts_of_job} - by_rank.keys())
         late = sorted({receipt.rank for receipt in receipts if receipt.number != self._draft.number})
         checks = (
             (sorted(set(planned) - paths.keys()), "these files were planned, and no rank has written them: {}"),
             ([path for path, count in paths.items() if count > 1], "two saves at once, or two ranks, have written {}"),
-            (lost, "the store does not list what ranks {} have written"),
-            (apart, "ranks {} have written files only in another try to save there"),
+            (unlisted, "the store does not list what ranks {} have written"),
+            (in_other_tries, "ranks {} have written files only in another try to save there"),
             (late, "gc, a deletion or another save came between this rank's begin and that of ranks {}"),
             ([] if receipts else ["none"], "no rank has written a file"),
         )

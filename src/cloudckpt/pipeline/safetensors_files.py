@@ -122,8 +122,8 @@ def find_files(source: Context) -> tuple[Context, Resolved] | None:
             uri=source.uri,
         )
     if files.unknown:
-        told = quote_names([f"{name} ({tag})" for name, tag in files.unknown.items()])
-        _log.warning("%s has tensors of dtypes that torch does not have, taken as uint8 bytes: %s", source.uri, told)
+        shown = quote_names([f"{name} ({tag})" for name, tag in files.unknown.items()])
+        _log.warning("%s has tensors of dtypes that torch does not have, taken as uint8 bytes: %s", source.uri, shown)
     return context, Resolved(number=0, manifest=files.manifest)
 
 

@@ -75,20 +75,20 @@ def parse(
     """
     problems: list[str] = []
     values: dict[str, Any] = {}
-    for given, value in storage_options.items():
-        name = aliases.get(given, given)
-        read = parsers.get(given) or parsers.get(name)
+    for option, value in storage_options.items():
+        name = aliases.get(option, option)
+        read = parsers.get(option) or parsers.get(name)
         if read is None:
-            hint = did_you_mean(find_near(given, [*parsers, *aliases]))
-            problems.append(f"{str(given)!r} is not known{hint}; known are {', '.join(sorted(parsers))}")
+            hint = did_you_mean(find_near(option, [*parsers, *aliases]))
+            problems.append(f"{str(option)!r} is not known{hint}; known are {', '.join(sorted(parsers))}")
             continue
         try:
             parsed = None if value is None else read(value)
         except (TypeError, ValueError) as error:
-            problems.append(f"{given} {error}")
+            problems.append(f"{option} {error}")
             continue
         if parsed is not None and values.setdefault(name, parsed) != parsed:
-            problems.append(f"{given} contradicts another option for the same thing")
+            problems.append(f"{option} contradicts another option for the same thing")
     problems += find_contradictions(values)
     if problems:
         raise InvalidOptionError(f"Storage options for {store}: " + "; ".join(problems))

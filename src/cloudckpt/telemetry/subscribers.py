@@ -77,9 +77,9 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
         raise MissingDependencyError(
             f"cloudckpt.telemetry.instrument needs opentelemetry-api: {install_advice('otel')}"
         ) from error
-    made = Instrumentation(tracer_provider, meter_provider)
+    instrumentation = Instrumentation(tracer_provider, meter_provider)
     uninstrument()
-    _ends.append(_watch(made.on_event, made.step))
+    _ends.append(_watch(instrumentation.on_event, instrumentation.step))
 
 
 def uninstrument() -> None:

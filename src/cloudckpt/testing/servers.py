@@ -304,8 +304,8 @@ class ServerProcess:
         # pread instead of seek and read, because the server writes at the same file position.
         return os.pread(self.log.fileno(), _MAX_LOG_BYTES, begin).decode(errors="replace").strip() or "no output"
 
-    def _failure(self, what: str) -> str:
-        return f"{self.program.name} {what}: {self.last_words()}"
+    def _failure(self, problem: str) -> str:
+        return f"{self.program.name} {problem}: {self.last_words()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,9 +129,9 @@ def parse_storage_options(storage_options: Mapping[str, Any]) -> GCSConfig:
 
 
 def _find_contradictions(values: Mapping[str, Any]) -> list[str]:
-    given = [name for name in ("anonymous", "credentials", "credentials_file") if values.get(name)]
-    if len(given) > 1:
-        return [f"{' and '.join(given)} exclude each other"]
+    sources = [name for name in ("anonymous", "credentials", "credentials_file") if values.get(name)]
+    if len(sources) > 1:
+        return [f"{' and '.join(sources)} exclude each other"]
     return []
 
 

@@ -74,7 +74,7 @@ def plot(
         for one in series:
             for line in [*to_lines(one), ""]:
                 common.console.line(line)
-    if any(one.state == "denied" for one in found):
+    if any(info.state == "denied" for info in found):
         raise typer.Exit(DENIED)
 
 
@@ -123,10 +123,10 @@ def find_checkpoints(root: str, common: CommonOptions) -> list[CheckpointInfo]:
     from cloudckpt.inspect.catalog import list_checkpoints
 
     found = list_checkpoints(root, all=True, options=common.options())
-    for one in found:
-        if one.problem:
-            common.console.warn(f"{one.name}: {one.problem}")
-    if not any(one.state == "committed" for one in found):
+    for info in found:
+        if info.problem:
+            common.console.warn(f"{info.name}: {info.problem}")
+    if not any(info.state == "committed" for info in found):
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {root}. `cloudckpt ls` shows what is there", uri=root
         )
@@ -138,25 +138,25 @@ def series_of(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> li
 
     Unless each of them has a step, they are numbered by time.
     """
-    by_step = [(step_of(one), one) for one in found if one.state == "committed"]
+    by_step = [(step_of(info), info) for info in found if info.state == "committed"]
     if any(step is None for step, _ in by_step):
-        by_step = [(number, one) for number, (_, one) in enumerate(by_step, start=1)]
-    newest = sorted({step or 0: one for step, one in by_step}.items())  # a step that was saved again counts once
-    infos = [one for _, one in newest]
-    best_of = find_best([one for _, one in by_step], choose_modes(found, best))
-    units = [unit for unit, num_bytes in _BYTES.items() if any((one.num_bytes or 0) >= num_bytes for one in infos)]
+        by_step = [(number, info) for number, (_, info) in enumerate(by_step, start=1)]
+    newest = sorted({step or 0: info for step, info in by_step}.items())  # a step that was saved again counts once
+    infos = [info for _, info in newest]
+    best_of = find_best([info for _, info in by_step], choose_modes(found, best))
+    units = [unit for unit, num_bytes in _BYTES.items() if any((info.num_bytes or 0) >= num_bytes for info in infos)]
     size_unit = units[-1] if units else "B"
     values: dict[tuple[str, str], list[float | None]] = {
-        **{(name, ""): [one.metrics.get(name) for one in infos] for name in find_metrics(infos)},
-        ("size", size_unit): [None if one.num_bytes is None else one.num_bytes / _BYTES[size_unit] for one in infos],
-        ("duration", "s"): [one.save_s for one in infos],
+        **{(name, ""): [info.metrics.get(name) for info in infos] for name in find_metrics(infos)},
+        ("size", size_unit): [None if info.num_bytes is None else info.num_bytes / _BYTES[size_unit] for info in infos],
+        ("duration", "s"): [info.save_s for info in infos],
     }
     all_series = []
     for (name, unit), of_one in values.items():
         known = [(step, value) for (step, _), value in zip(newest, of_one, strict=True) if value is not None]
         points = [(step, value) for step, value in known if abs(value) < _MAX_VALUE]
         gaps = [step for step, value in known if not abs(value) < _MAX_VALUE]
-        marked = [(step, one.metrics[name]) for step, one in newest if not unit and one is best_of.get(name)]
+        marked = [(step, info.metrics[name]) for step, info in newest if not unit and info is best_of.get(name)]
         if known:
             all_series.append(Series(name, unit, points, marked[0] if marked and marked[0] in points else None, gaps))
     return all_series

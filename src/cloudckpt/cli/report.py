@@ -87,7 +87,7 @@ def report(
     options = common.options()
     drawn = timeline_of(trace) if trace else None
     found = find_checkpoints(root, common)
-    committed = {one.name: one for one in found if one.state == "committed"}
+    committed = {info.name: info for info in found if info.state == "committed"}
     for name in set(compare or ()) - committed.keys():
         raise CheckpointNotFoundError(f"no checkpoint {name!r} is committed directly under {root}", uri=root)
     root = parse_location(root).uri
@@ -98,7 +98,7 @@ def report(
     parts.append(_figures(_contents(newest)))
     pair = [committed[name] for name in compare or list(committed)[-2:]]
     if len(pair) > 1:
-        before, after = (describe(one.uri, options=options) for one in pair)
+        before, after = (describe(info.uri, options=options) for info in pair)
         parts.append(_differences(before, after, common, has_values=values))
     if drawn is not None:
         parts += [f"<h2>{escape(drawn.title)}</h2>", f'<div class="scroll">{to_svg(drawn, is_file=False)}</div>']
@@ -108,14 +108,14 @@ def report(
         common.console.document({"root": root, "output": str(output), "num_checkpoints": len(committed)})
     else:
         common.console.line(str(output))
-    if any(one.state == "denied" for one in found):
+    if any(info.state == "denied" for info in found):
         raise typer.Exit(DENIED)
 
 
 def _head(root: str, found: Sequence[CheckpointInfo], newest: CheckpointDescription) -> str:
-    num_committed = sum(one.state == "committed" for one in found)
+    num_committed = sum(info.state == "committed" for info in found)
     facts = (
-        f"{count(num_committed, 'checkpoint')}, {size(sum(one.num_bytes or 0 for one in found))}, garbage included",
+        f"{count(num_committed, 'checkpoint')}, {size(sum(info.num_bytes or 0 for info in found))}, garbage included",
         f"newest {newest.uri.rpartition('/')[2]}: {count(len(newest.tensors), 'tensor')} with "
         f"{count(newest.num_elements, 'element')}, saved by {count(newest.world_size, 'rank')} with "
         + ", ".join(f"{name} {version}" for name, version in newest.software.items()),
@@ -131,15 +131,15 @@ def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
     titles = ["name", *map(title_of, names), "size", "duration", "ranks", "committed", "state"]
     rows = [
         [
-            one.name,
-            *(mark_best(one, name, best_of) for name in names),
-            "" if one.num_bytes is None else size(one.num_bytes),
-            "" if one.save_s is None else seconds(one.save_s),
-            "" if one.world_size is None else f"{one.world_size:,}",
-            date(one.committed_at),
-            one.state,
+            info.name,
+            *(mark_best(info, name, best_of) for name in names),
+            "" if info.num_bytes is None else size(info.num_bytes),
+            "" if info.save_s is None else seconds(info.save_s),
+            "" if info.world_size is None else f"{info.world_size:,}",
+            date(info.committed_at),
+            info.state,
         ]
-        for one in reversed(found)
+        for info in reversed(found)
     ]
     note = f"<p>* marks the best: {escape(describe_modes(modes, best_of))}.</p>" if best_of else ""
     return _table(titles, rows, numbers=range(1, len(titles) - 2)) + note
@@ -149,13 +149,13 @@ def _totals(newest: CheckpointDescription) -> str:
     """Return the sums of the model, the optimizer and so on, the largest first."""
     from cloudckpt.inspect.description import group_by_module
 
-    groups = sorted(group_by_module([*newest.tensors, *newest.values], 1), key=lambda one: -one.num_bytes)
+    groups = sorted(group_by_module([*newest.tensors, *newest.values], 1), key=lambda group: -group.num_bytes)
     facts = [
-        f"{one.name}: {size(one.num_bytes)} in {count(one.num_tensors, 'tensor')} with "
-        f"{count(one.num_elements, 'element')} and {count(one.num_values, 'value')}"
-        for one in groups[:_MAX_TOTALS]
+        f"{group.name}: {size(group.num_bytes)} in {count(group.num_tensors, 'tensor')} with "
+        f"{count(group.num_elements, 'element')} and {count(group.num_values, 'value')}"
+        for group in groups[:_MAX_TOTALS]
     ]
-    if rest := sum(one.num_bytes for one in groups[_MAX_TOTALS:]):
+    if rest := sum(group.num_bytes for group in groups[_MAX_TOTALS:]):
         facts.append(f"{len(groups) - _MAX_TOTALS:,} others: {size(rest)}")
     return "".join(f"<p>{escape(fact)}</p>" for fact in facts)
 
@@ -166,16 +166,16 @@ def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
     entries: list[TensorDescription | ValueDescription] = [*newest.tensors, *newest.values]
     groups = [group_by_module(entries, depth) for depth in (1, 2, 3)]
     few = [each for each in groups if len(each) <= _MAX_BARS]
-    modules = sorted((few or groups)[-1 if few else 0], key=lambda one: -one.num_bytes)
-    rows = [(one.name, one.num_bytes, size(one.num_bytes)) for one in modules[:_MAX_BARS]]
-    if rest := sum(one.num_bytes for one in modules[_MAX_BARS:]):
+    modules = sorted((few or groups)[-1 if few else 0], key=lambda group: -group.num_bytes)
+    rows = [(group.name, group.num_bytes, size(group.num_bytes)) for group in modules[:_MAX_BARS]]
+    if rest := sum(group.num_bytes for group in modules[_MAX_BARS:]):
         rows.append((f"{len(modules) - _MAX_BARS:,} others", rest, size(rest)))
     yield draw_bars("size by module", rows)
-    largest = sorted(newest.tensors, key=lambda one: -one.num_bytes)[:_MAX_BARS]
-    dtypes = {one.dtype for one in largest}
+    largest = sorted(newest.tensors, key=lambda tensor: -tensor.num_bytes)[:_MAX_BARS]
+    dtypes = {tensor.dtype for tensor in largest}
     kind = f" ({dtypes.pop()})" if len(dtypes) == 1 else ""  # once, so that there is room for the names
-    texts = [f"{'' if kind else one.dtype} {[*one.shape]}  {size(one.num_bytes)}".strip() for one in largest]
-    rows = [(one.name, one.num_bytes, text) for one, text in zip(largest, texts, strict=True)]
+    texts = [f"{'' if kind else entry.dtype} {[*entry.shape]}  {size(entry.num_bytes)}".strip() for entry in largest]
+    rows = [(tensor.name, tensor.num_bytes, text) for tensor, text in zip(largest, texts, strict=True)]
     yield draw_bars(f"largest tensors{kind}", rows)
 
 
@@ -190,8 +190,8 @@ def _differences(
         differences, note = list(found.differences), f"{count(found.num_same, 'entry')} the same."
     else:
         olds, news = (
-            {one.name: f"{one.dtype} {[*one.shape]}" for one in each.tensors}
-            | {one.name: "value" for one in each.values}
+            {tensor.name: f"{tensor.dtype} {[*tensor.shape]}" for tensor in each.tensors}
+            | {value.name: "value" for value in each.values}
             for each in (before, after)
         )
         differences = [
@@ -206,13 +206,13 @@ def _differences(
         ]
         note = "Only names, dtypes and shapes were compared, and no value: report --values compares the values, too."
     title = f"<h2>{escape(before.uri.rpartition('/')[2])} to {escape(after.uri.rpartition('/')[2])}</h2>"
-    parts = Counter(one.name.partition(".")[0] for one in differences)
+    parts = Counter(difference.name.partition(".")[0] for difference in differences)
     where = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if len(parts) <= _MAX_TOTALS)
     note = f"{count(len(differences), 'difference')}{where and ': '}{where}. {note}"
     left_out = len(differences) - _MAX_DIFFERENCES
     end = f"<p>The table leaves out {count(left_out, 'more difference')}.</p>" if left_out > 0 else ""
     titles = ["name", "change", "before", "after", "elements", "largest", "relative"][: 7 if has_values else 4]
-    rows = [row_of_difference(one)[: len(titles)] for one in differences[:_MAX_DIFFERENCES]]
+    rows = [row_of_difference(difference)[: len(titles)] for difference in differences[:_MAX_DIFFERENCES]]
     return f"{title}<p>{escape(note)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "") + end
 
 

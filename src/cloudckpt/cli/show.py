@@ -61,11 +61,11 @@ def show(
     options = common.options()
     found = describe(uri, options=options)
     patterns = name or ["*"]
-    tensors = [one for one in found.tensors if matches(one.name, patterns)]
-    others = [one for one in found.values if matches(one.name, patterns)]
-    wrappers = [one for one in found.wrappers if matches(one.name, patterns)]
+    tensors = [tensor for tensor in found.tensors if matches(tensor.name, patterns)]
+    others = [value for value in found.values if matches(value.name, patterns)]
+    wrappers = [wrapper for wrapper in found.wrappers if matches(wrapper.name, patterns)]
     groups = [] if depth is None else group_by_module([*tensors, *others], depth)
-    read = _read_values(found.uri, [one.name for one in others], options) if values else {}
+    read = _read_values(found.uri, [value.name for value in others], options) if values else {}
     if common.as_json:
         console.document(
             {
@@ -74,7 +74,7 @@ def show(
                 "tensors": tensors,
                 "wrappers": wrappers,
                 "values": [
-                    {**dataclasses.asdict(one), **({"value": read[one.name]} if values else {})} for one in others
+                    {**dataclasses.asdict(value), **({"value": read[value.name]} if values else {})} for value in others
                 ],
                 **({} if depth is None else {"modules": groups}),
             }
@@ -82,7 +82,7 @@ def show(
     else:
         _print_head(console, found)
         if name:
-            num_bytes = sum(one.num_bytes for one in tensors) + sum(one.num_bytes for one in others)
+            num_bytes = sum(tensor.num_bytes for tensor in tensors) + sum(value.num_bytes for value in others)
             console.line(f"shown: {count(len(tensors), 'tensor')}, {count(len(others), 'value')}; {size(num_bytes)}")
         if objects:
             console.line()
@@ -109,28 +109,28 @@ def show(
                 ["WRAPPER", "CLASS", "SHAPE", "PARTS"],
                 [
                     [
-                        one.name,
-                        one.kind,
-                        str(list(one.shape)),
-                        ", ".join(part[len(one.name) + 1 :] for part in one.parts),
+                        wrapper.name,
+                        wrapper.kind,
+                        str(list(wrapper.shape)),
+                        ", ".join(part[len(wrapper.name) + 1 :] for part in wrapper.parts),
                     ]
-                    for one in wrappers
+                    for wrapper in wrappers
                 ],
             )
         if others and depth is None:
             console.line()
             console.table(
                 ["VALUE", "BYTES", *(["IS"] if values else [])],
-                [[one.name, size(one.num_bytes), *([read[one.name]] if values else [])] for one in others],
+                [[value.name, size(value.num_bytes), *([read[value.name]] if values else [])] for value in others],
                 right=_RIGHT,
             )
     if name and not tensors and not others and not wrappers:
-        known = [*(one.name for one in found.tensors), *(one.name for one in found.values)]
+        known = [*(entry.name for entry in found.tensors), *(entry.name for entry in found.values)]
         _exit_without_match(console, found.uri, name, known)
 
 
 def _exit_without_match(console: Console, where: str, patterns: Sequence[str], known: Collection[str]) -> NoReturn:
-    near = dict.fromkeys(find_near_entry(one.rstrip("*").rstrip("."), known) for one in patterns)
+    near = dict.fromkeys(find_near_entry(pattern.rstrip("*").rstrip("."), known) for pattern in patterns)
     console.warn(f"Nothing in {where} has a name like {' or '.join(patterns)}{did_you_mean(*near) or '.'}")
     raise typer.Exit(NOT_FOUND)
 
@@ -155,9 +155,9 @@ def cat(
     console = common.console
     options = common.options()
     found = describe(uri, options=options)
-    tensor = next((one for one in found.tensors if one.name == name), None)
-    names = [*(one.name for one in found.tensors), *(one.name for one in found.values)]
-    if name not in names and any(one.startswith(f"{name}.") for one in names):
+    tensor = next((entry for entry in found.tensors if entry.name == name), None)
+    names = [*(entry.name for entry in found.tensors), *(entry.name for entry in found.values)]
+    if name not in names and any(other.startswith(f"{name}.") for other in names):
         _cat_subtree(found, name, common, options)
         return
     if name not in names:
@@ -174,38 +174,38 @@ def cat(
     if tensor is not None:
         members |= {"dtype": tensor.dtype, "shape": list(tensor.shape), **_statistics(state[name])}
     if common.as_json:
-        for key, one in members.items():
-            if isinstance(one, float) and not math.isfinite(one):  # JSON has none
-                members[key] = "infinity" if one > 0 else "-infinity"
+        for key, member in members.items():
+            if isinstance(member, float) and not math.isfinite(member):  # JSON has none
+                members[key] = "infinity" if member > 0 else "-infinity"
         value = None if tensor is not None else repr(state[name])
         console.document({"uri": found.uri, "name": name, "value": value, **members})
     elif tensor is None:
         console.line(repr(state[name]))
     else:
-        for key, one in members.items():
-            console.line(f"{key:<8} {'' if one is None else one}".rstrip())
+        for key, member in members.items():
+            console.line(f"{key:<8} {'' if member is None else member}".rstrip())
 
 
 def _cat_subtree(found: CheckpointDescription, name: str, common: CommonOptions, options: Options) -> None:
     """Print the entries below `name`, in one read: values and small tensors; of the others the dtype and the shape."""
     below: list[TensorDescription | ValueDescription] = [*found.tensors, *found.values]
-    below = [one for one in below if one.name.startswith(f"{name}.")]
-    tensors = {one.name: one for one in found.tensors}
-    small = {one.name: one for one in found.tensors if math.prod(one.shape) <= _FEW_ELEMENTS}
-    names = [one.name for one in below if one.name in small or one.name not in tensors]
+    below = [entry for entry in below if entry.name.startswith(f"{name}.")]
+    tensors = {tensor.name: tensor for tensor in found.tensors}
+    small = {tensor.name: tensor for tensor in found.tensors if math.prod(tensor.shape) <= _FEW_ELEMENTS}
+    names = [entry.name for entry in below if entry.name in small or entry.name not in tensors]
     read = _read_values(found.uri, names, options, tensors=small)
     if common.as_json:
         entries = [
-            {"name": one.name, "value": read.get(one.name)}
-            | {key: getattr(tensors.get(one.name), key, None) for key in ("dtype", "shape")}
-            for one in below
+            {"name": entry.name, "value": read.get(entry.name)}
+            | {key: getattr(tensors.get(entry.name), key, None) for key in ("dtype", "shape")}
+            for entry in below
         ]
         common.console.document({"uri": found.uri, "name": name, "entries": entries})
         return
-    width = max(len(one.name) for one in below)
-    for one in below:
-        text = read[one.name] if one.name in read else " ".join(_row(tensors[one.name])[1:3])
-        common.console.line(f"{one.name:<{width}}  {text}")
+    width = max(len(entry.name) for entry in below)
+    for entry in below:
+        text = read[entry.name] if entry.name in read else " ".join(_row(tensors[entry.name])[1:3])
+        common.console.line(f"{entry.name:<{width}}  {text}")
     if len(read) < len(below):
         common.console.say("To see the figures of a larger tensor, name it.")
 
@@ -242,9 +242,9 @@ def _read_values(
     shown = reprlib.Repr()
     shown.maxstring = shown.maxother = 200
     state: dict[str, Any] = dict.fromkeys(names, 0)
-    for name, one in (tensors or {}).items():
+    for name, tensor in (tensors or {}).items():
         if name in state:
-            state[name] = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+            state[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
     if names:
         load(state, storage_reader=ObjectStoreReader(uri, options=options, _is_part=True), no_dist=True)
     return {name: shown.repr(state[name]) for name in names}
@@ -330,11 +330,11 @@ def _print_differences(console: Console, found: Comparison) -> None:
     if found.differences:
         console.table(
             ["NAME", "CHANGE", "A", "B", "ELEMENTS", "LARGEST", "RELATIVE"],
-            [row_of_difference(one) for one in found.differences],
+            [row_of_difference(difference) for difference in found.differences],
             right=("ELEMENTS", "LARGEST", "RELATIVE"),
         )
         console.line()
-    if any(one.kind == "dtype" for one in found.differences):
+    if any(difference.kind == "dtype" for difference in found.differences):
         console.say("Values of different dtypes are not compared.")
     console.line(
         f"{count(len(found.differences), 'difference')}, {count(found.num_same, 'entry')} "
@@ -342,13 +342,13 @@ def _print_differences(console: Console, found: Comparison) -> None:
     )
 
 
-def row_of_difference(one: Difference) -> list[str]:
+def row_of_difference(difference: Difference) -> list[str]:
     figures = ["", "", ""]
-    if one.num_different:
-        largest = [f"{one.max_absolute:.4g}", f"{one.max_relative:.4g}"]
-        figures = [f"{one.num_different:,} of {one.num_elements:,}", *largest]
-    begin = find_shown_begin(one.before, one.after, max_chars=_MAX_CELL_CHARS)
-    return [one.name, one.kind, _cut(one.before, begin), _cut(one.after, begin), *figures]
+    if difference.num_different:
+        largest = [f"{difference.max_absolute:.4g}", f"{difference.max_relative:.4g}"]
+        figures = [f"{difference.num_different:,} of {difference.num_elements:,}", *largest]
+    begin = find_shown_begin(difference.before, difference.after, max_chars=_MAX_CELL_CHARS)
+    return [difference.name, difference.kind, _cut(difference.before, begin), _cut(difference.after, begin), *figures]
 
 
 def _cut(text: str, begin: int) -> str:

@@ -55,12 +55,12 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: i
     if not modules:
         raise InvalidOptionError("optimizer needs model=…: its state is saved by the names of the model's parameters")
     if isinstance(optimizer, Mapping):
-        return EntryGroup({key: wrap_optimizers(one, modules, rank=rank) for key, one in optimizer.items()})
+        return EntryGroup({key: wrap_optimizers(member, modules, rank=rank) for key, member in optimizer.items()})
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for one in optimizers:
-        if not isinstance(one, Optimizer):
+    for member in optimizers:
+        if not isinstance(member, Optimizer):
             raise InvalidOptionError(
-                f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not {kind_of(one)}. "
+                f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not {kind_of(member)}. "
                 "Pass the optimizer that it wraps, or the wrapper in extra={…}"
             )
     return OptimizerEntry(optimizers, modules, rank=rank) if optimizers else EntryGroup({})
@@ -115,7 +115,7 @@ class OptimizerEntry(LiveEntry):
         self._refuse_renamed(saved_state, where=where)
         by_name = self._by_name(saved_state)
         self._saved_keys = {name: key for key, name in by_name.items()}
-        of_fsdp1 = [one for one in self._optimizers if self._find_fsdp1(one) is not None]
+        of_fsdp1 = [optimizer for optimizer in self._optimizers if self._find_fsdp1(optimizer) is not None]
         state = {}
         for key, name in by_name.items():
             if name not in params:  # another rank may have it, and `check_completeness` finds entries that no rank has
@@ -387,9 +387,9 @@ class OptimizerEntry(LiveEntry):
     def _refuse_other_kind(self, saved_groups: Sequence[Any], *, uri: str) -> None:
         """Refuse the state of another kind of optimizer, such as moments of Adam for SGD, which would ignore them."""
         saved = {key for group in saved_groups if isinstance(group, Mapping) for key in group} & _KINDS
-        held = {key for one in self._optimizers for group in one.param_groups for key in group} & _KINDS
+        held = {key for optimizer in self._optimizers for group in optimizer.param_groups for key in group} & _KINDS
         if saved and held and saved.isdisjoint(held):
-            classes = sorted({type(one).__name__ for one in self._optimizers})
+            classes = sorted({type(optimizer).__name__ for optimizer in self._optimizers})
             raise StateDictMismatchError(
                 f"{uri} was saved with an optimizer that has {quote_names(sorted(saved))}, and {', '.join(classes)} "
                 f"has {quote_names(sorted(held))} instead. Pass an optimizer of the class that was saved, or leave the "
@@ -474,7 +474,7 @@ class _Layout:
             shadow.__dict__.update(self._optimizer.__dict__)
             param = self._param.detach().clone().requires_grad_()
             param.grad = torch.zeros_like(param)
-            live = next(group for group in shadow.param_groups if any(one is self._param for one in group[_PARAMS]))
+            live = next(group for group in shadow.param_groups if any(param is self._param for param in group[_PARAMS]))
             shadow.param_groups = [{**live, _PARAMS: [param]}]
             shadow.state = defaultdict(dict)
             for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -489,7 +489,7 @@ def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
     for key in path:
         found = part_of(state, key)
         if found is None and isinstance(state, (list, tuple)):
-            found = next((one for one in reversed(state) if one is not None), None)
+            found = next((value for value in reversed(state) if value is not None), None)
         state = found
     return state if isinstance(state, torch.Tensor) else None
 
@@ -499,9 +499,9 @@ def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = 
     if isinstance(saved, SavedWrapper):
         return held if isinstance(held, torch.Tensor) else layout.make_wrapper(path, saved)
     if isinstance(saved, Mapping):
-        return {key: _plan_state(one, part_of(held, key), layout, (*path, key)) for key, one in saved.items()}
+        return {key: _plan_state(value, part_of(held, key), layout, (*path, key)) for key, value in saved.items()}
     if isinstance(saved, (list, tuple)):
-        planned = [_plan_state(one, part_of(held, at), layout, (*path, at)) for at, one in enumerate(saved)]
+        planned = [_plan_state(value, part_of(held, at), layout, (*path, at)) for at, value in enumerate(saved)]
         return planned if isinstance(saved, list) else rebuild_tuple(saved, planned)
     if not isinstance(saved, TensorStorageMetadata):
         return make_empty(saved)
@@ -524,9 +524,9 @@ def _load_state(optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> N
 def _for_torch(value: Any) -> Any:
     """Return `value` as a tree that ``Optimizer.load_state_dict`` can copy: it fails at named tuples and arrays."""
     if isinstance(value, dict):
-        return {key: _for_torch(one) for key, one in value.items()}
+        return {key: _for_torch(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_for_torch(one) for one in value]
+        return [_for_torch(element) for element in value]
     return None if isinstance(value, Iterable) and not isinstance(value, (torch.Tensor, str)) else value
 
 
@@ -547,8 +547,8 @@ def _restore_devices(loaded: Any, cast: Any) -> Any:
 
 def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, updated: Collection[int]) -> None:
     """Refuse an optimizer of some parameters of one FSDP module, whose state torch cannot take apart."""
-    nested = [one for one in FullyShardedDataParallel.fsdp_modules(unit) if one is not unit]
-    elsewhere = {id(param) for one in nested for param in one.parameters()}
+    nested = [module for module in FullyShardedDataParallel.fsdp_modules(unit) if module is not unit]
+    elsewhere = {id(param) for module in nested for param in module.parameters()}
     own = {name: param for name, param in unit.named_parameters() if param.requires_grad and id(param) not in elsewhere}
     left = [next(iter(fqns_of(unit, name))) for name, param in own.items() if id(param) not in updated]
     if left and len(left) < len(own):

@@ -37,7 +37,7 @@ _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 7 * 8
 
 
 def _share(ctx: typer.Context, param: typer.CallbackParam, value: bool) -> bool:  # noqa: FBT001  # Typer calls it so
-    """Let a flag count before the command's name and after it."""
+    """Accept a flag before the command's name and after it."""
     shared = ctx.find_root().params
     name = str(param.name)
     shared[name] = value or shared.get(name, False)

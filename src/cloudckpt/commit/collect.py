@@ -196,7 +196,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
         agreed = set(plan.objects)
         plan = replace(second, objects=tuple(item for item in second.objects if item in agreed))
     _abort_uploads(walked.root, plan.uploads, done=done, left=left)
-    # If a manifest stays, so must its data.
+    # The data of a manifest that stays must stay too.
     if remove([walked.prefix + manifest_key(entry.number) for entry in plan.entries]):
         remove([item.key for item in plan.objects])
         if plan.lone_fence is not None and not left and _holds_nothing_but(walked.client, plan.lone_fence):

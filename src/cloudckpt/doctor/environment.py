@@ -176,7 +176,7 @@ def check_s3_lifecycle(store: S3Store) -> str | None:
 
 
 def check_s3_versioning(store: S3Store) -> str | None:
-    """Return the bucket's versioning, which keeps what is deleted."""
+    """Return the bucket's versioning, which keeps deleted objects."""
     client = store.session.boto3_client("examine")
     try:
         status = client.get_bucket_versioning(Bucket=store.session.bucket).get("Status", "off")

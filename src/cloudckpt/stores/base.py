@@ -237,7 +237,7 @@ class Store(abc.ABC):
         """Yield every unfinished multipart upload whose key starts with `prefix`."""
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that can still be written; None if the store has no such limit or does not report it."""
+        """Return the bytes that can still be written; None if the store has no limit or does not report it."""
         return None
 
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:

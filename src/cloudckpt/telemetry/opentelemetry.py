@@ -144,7 +144,7 @@ class Instrumentation:
 
     def _record_removal(self, event: Event, by: str) -> None:
         of_store = _store_of(event.uri)
-        # OpenTelemetry's own word for a cause that the event does not name, as those of retention do not.
+        # OpenTelemetry's own name for a cause that the event lacks, as events of retention do.
         how: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
         self._metrics["removals"].add(1, {"cloudckpt.operation": by, **of_store, **how})
         if event.name == "gc.removed":

@@ -95,16 +95,18 @@ class ObjectInfo:
     """The time at which the object appeared, if the store knows it: a copied file can keep its time of writing."""
     version: str = ""
     """A text that changes with every write (an ETag, a generation); empty if the store has none."""
+    has_time: bool = True
+    """False if the store tells no time of the write: `modified_at` is then the time of the answer."""
 
     @property
     def write(self) -> str:
         """A text that another write changes, as far as the store can tell."""
-        return f"{self.size_bytes} {self.version or self.modified_at.isoformat()}"
+        return f"{self.size_bytes} {self.version or (self.modified_at.isoformat() if self.has_time else '')}"
 
     def is_same_write(self, other: ObjectInfo) -> bool:
         """Return True if nothing was written between two listings, as far as the store shows it."""
-        if self.version and other.version:
-            return (self.size_bytes, self.version) == (other.size_bytes, other.version)
+        if bool(self.version) == bool(other.version):
+            return self.write == other.write
         return (self.size_bytes, self.modified_at) == (other.size_bytes, other.modified_at)
 
 

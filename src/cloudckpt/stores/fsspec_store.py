@@ -59,7 +59,7 @@ condition of a create-if-absent: Put Blob, and Put Block List above 64 MiB, with
 _CHUNK_BYTES = 16 * MIB
 _WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
-_VERSION_NAMES = ("generation", "ETag", "etag")
+_VERSION_NAMES = ("generation", "ETag", "etag", "blob_id")  # the last one of Hugging Face's hub
 
 
 class FsspecStore(Store):
@@ -310,10 +310,14 @@ def _size(info: Mapping[str, Any]) -> int:
 
 def _object_info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     version = next((str(info[name]) for name in _VERSION_NAMES if info.get(name)), "")
-    return ObjectInfo(key=key, size_bytes=_size(info), modified_at=_modified_at(info), version=version)
+    found = _modified_at(info)
+    # An object of this moment is never old enough for gc.
+    at = datetime.now(tz=timezone.utc) if found is None else found
+    return ObjectInfo(key=key, size_bytes=_size(info), modified_at=at, version=version, has_time=found is not None)
 
 
-def _modified_at(info: Mapping[str, Any]) -> datetime:
+def _modified_at(info: Mapping[str, Any]) -> datetime | None:
+    """Return the time of the write; None if the file system does not tell it."""
     for name in _TIME_NAMES:
         value = info.get(name)
         if isinstance(value, str):
@@ -323,8 +327,7 @@ def _modified_at(info: Mapping[str, Any]) -> datetime:
             return value.astimezone(timezone.utc) if value.tzinfo else value.replace(tzinfo=timezone.utc)
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value, tz=timezone.utc)
-    # The time is unknown. An object of this moment is never old enough for gc.
-    return datetime.now(tz=timezone.utc)
+    return None
 
 
 def _stream(filesystem: Filesystem, path: str, views: Views) -> None:

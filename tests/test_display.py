@@ -70,6 +70,8 @@ def test_steps_are_rows_with_a_column_for_each_metric() -> None:
         ["0", "s3://b/step-0", "2026-01-31 12:00:00Z", "0.1235", ""],
         ["10", "s3://b/step-10", "2026-01-31 12:00:00Z", "2", "0.5"],
     ]
+    fast = StepInfo(step=20, uri="/nvme/step-20", committed_at=MOMENT, place="fast")
+    assert [row[4] for row in rows_of(Listing([*steps, fast]))] == ["place", "root", "root", "fast"]
     assert repr(steps[0]) == (
         "StepInfo(step=0, uri='s3://b/step-0', committed_at='2026-01-31 12:00:00Z', metrics={'loss': 0.1235})"
     )

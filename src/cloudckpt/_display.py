@@ -22,6 +22,7 @@ _TEN_MS = 0.01
 _MAX_ROWS = 50
 _MAX_UNBROKEN = 60
 """Characters of a cell that stays one line."""
+_USUAL = {"place": "root"}  # values that say nothing if all rows have them
 _NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
 _T = TypeVar("_T")
 
@@ -167,9 +168,10 @@ def pairs_to_html(title: str, values: Mapping[str, object]) -> str:
 
 
 def _table_of_rows(title: str, items: Sequence[Any]) -> str:
-    """Return a table with a row for each item. Columns that are empty in all rows are left out."""
+    """Return a table with a row for each item. Columns that say nothing in any row are left out."""
     rows = [dict(_columns(item)) for item in items[:_MAX_ROWS]]
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
+    every = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in every if any(row.get(name) not in (None, "", _USUAL.get(name)) for row in rows)]
     are_numbers = {name: all(map(_NUMBER.fullmatch, (row.get(name, "") for row in rows))) for name in names}
     head = "".join(_cell(name, "th", is_number=are_numbers[name]) for name in names)
     body = "".join(

@@ -441,7 +441,7 @@ def test_checkpoint_beside_files_is_the_one_that_counts(tmp_path: Path) -> None:
         cloudckpt.load(tmp_path / "empty", model=other)
 
 
-def test_what_needs_checksums_says_so(local: LocalPlace) -> None:
+def test_verify_and_copy_of_files_without_checksums_advise_an_import(local: LocalPlace) -> None:
     """If this fails, files without checksums are called verified, or a command says that there is nothing."""
     uri = put(local.uri("hub"), WHOLE)
     for call in (cloudckpt.verify, lambda one: cloudckpt.copy(one, local.uri("copy"))):

@@ -38,8 +38,10 @@ def make_debt(directory: Path) -> tuple[str, str]:
 def test_debts_are_paid_newest_first_and_once(tmp_path: Path, run: Run) -> None:
     """If this fails, a host that goes away takes along the checkpoints that were saved for the bucket."""
     fast, root = make_debt(tmp_path)
+    assert f"{root} is owed it, and has no copy" in run("show", f"{fast}/step-2").out
     ended = run("drain", fast, root)
     assert ended.code == 0
+    assert "is owed" not in run("show", f"{fast}/step-2").out
     assert ended.out.splitlines() == [f"{root}/step-2: copied", f"{root}/step-1: copied"]
     assert loaded(f"{root}/step-2", no_dist=True)["step"] == 2
     assert run("drain", fast, root, "--json").document == {"drained": [], "failed": []}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -56,6 +57,7 @@ def show(
     Example: cloudckpt show s3://bucket/run/step-100 --name 'model.*'
     """
     from cloudckpt.inspect.description import describe, group_by_module, matches
+    from cloudckpt.manager.debts import explain_debt
 
     console = common.console
     options = common.options()
@@ -81,6 +83,9 @@ def show(
         )
     else:
         _print_head(console, found)
+        # The copy has the commit time of the save, which is later than its manifest was made.
+        if debt := explain_debt(found.uri, found.metadata, datetime.fromisoformat(found.created_at), options):
+            console.line(f"{debt}.")
         if name:
             num_bytes = sum(tensor.num_bytes for tensor in tensors) + sum(value.num_bytes for value in others)
             console.line(f"shown: {count(len(tensors), 'tensor')}, {count(len(others), 'value')}; {size(num_bytes)}")

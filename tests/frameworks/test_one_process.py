@@ -167,7 +167,7 @@ def test_accelerate_evaluations_before_a_save_are_no_obstacle(tmp_path: Path, ca
     assert len(rest) == 5
     assert all(torch.equal(*pair) for pair in zip(loader, rest, strict=True))
     assert "has more models than are prepared" in caplog.text
-    assert "data loader" not in caplog.text
+    assert "prepared data loader" not in caplog.text
 
     caplog.clear()
     accelerator, fresh, *_ = prepared(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
@@ -238,6 +238,42 @@ def test_accelerate_stateful_loader_saved_after_its_loop_begins_the_next_epoch(
     if sets_epoch:
         resumed.set_epoch(1)
     assert list(resumed) == expected
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
+@pytest.mark.parametrize("has_generator", [True, False])
+def test_accelerate_resume_within_an_epoch_has_the_dropout_of_uninterrupted_training(
+    *, has_generator: bool, is_stateful: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a job resumes within an epoch with other dropout, and nothing says so."""
+
+    def train(stop_at: int | None) -> torch.Tensor:
+        torch.manual_seed(1)
+        config = DataLoaderConfiguration(use_stateful_dataloader=is_stateful, use_seedable_sampler=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.5))
+        generator = torch.Generator() if has_generator else None
+        loader = torch.utils.data.DataLoader(samples(), batch_size=8, shuffle=True, generator=generator)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        state = {"accelerator": AcceleratorState(accelerator), "num_batches": 0}
+        with cloudckpt.CheckpointManager(tmp_path, async_=False) as manager:
+            if manager.latest() is not None:
+                manager.restore(state)
+            rest = loader if is_stateful else accelerator.skip_first_batches(loader, state["num_batches"])
+            for num_batches, batch in enumerate(rest, state["num_batches"] + 1):
+                step(model, optimizer, batch)
+                state["num_batches"] = num_batches
+                if stop_at is not None:
+                    manager.save(num_batches, state)
+                if num_batches == stop_at:
+                    break
+        return model[0].weight.detach().clone()
+
+    whole = train(None)
+    train(2)
+    assert caplog.text.count("generator=torch.Generator()") == (not has_generator)
+    assert torch.equal(train(None), whole) == has_generator
 
 
 def test_accelerate_dispatched_batches_that_would_be_repeated_are_named(

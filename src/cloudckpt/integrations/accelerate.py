@@ -70,6 +70,7 @@ class AcceleratorState(LiveEntry):
             _refuse_unsaved_order(loader, position)
         self._restores_random = restores_random
         self._only_models = only_models
+        self._has_warned = False
         self.random: RandomState | None = None
         """The loaded random state of this rank; None if another number of ranks saved it."""
         self._surplus: list[str] = []
@@ -81,6 +82,8 @@ class AcceleratorState(LiveEntry):
         state: dict[str, Any] = {key: group.state_at(key) for key, group in self._groups().items()}
         if self._only_models:
             return state
+        if self._restores_random:
+            self._warn_of_shared_generator()
         return {
             **state,
             "schedulers": self._serialize_states(accelerator._schedulers),
@@ -199,6 +202,21 @@ class AcceleratorState(LiveEntry):
         seeds = [getattr(_seedable_sampler_of(loader), "initial_seed", None) for loader in self._loaders]
         random = serialize(tuple(RandomState.capture()))
         return serialize({"random": random, "loaders": loaders, "lengths": lengths, "seeds": seeds})
+
+    def _warn_of_shared_generator(self) -> None:
+        """Warn once if the state is of the middle of an epoch, whose loader draws from the process's generator.
+
+        ``iter(loader)`` draws a seed there, so a resume draws once more than the run that saved.
+        """
+        if self._has_warned or not self._accelerator.is_main_process:
+            return
+        running = [loader for loader in self._accelerator.gradient_state.dataloader_references if loader is not None]
+        self._has_warned = any(getattr(loader, "generator", None) is None for loader in running)
+        if self._has_warned:
+            _log.warning(
+                "a save within an epoch: its data loader has no generator of its own, so a resume continues with other "
+                "random numbers, as of dropout. Make it with DataLoader(…, generator=torch.Generator())"
+            )
 
     def _position_of(self, loader: Any, index: int) -> dict[str, Any]:
         """Return the state of a stateful data loader and the epoch that it is in.

@@ -53,8 +53,7 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
 
     Args:
         client: Client of the checkpoint's location.
-        manifest: The manifest.
-        number: Its number in the log, which was free when the save began.
+        number: The manifest's number in the log, which was free when the save began.
         conditional: Put it only if no entry has this number.
 
     Raises:

@@ -32,13 +32,8 @@ def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: 
     """Return the time of a commit that begins now, later than every one that this process has drawn or seen.
 
     A hybrid logical clock (Kulkarni et al., 2014): a time that was seen is never taken for wrong, because this
-    machine's
-    clock may be the wrong one. The store's clock, which all writers share, bounds this machine's.
-
-    Args:
-        written_at: The time that the store gives the newest object of this save.
-        longest_since_s: Upper bound of the seconds that have passed since `written_at`.
-
+    machine's clock may be the wrong one. The store's clock, which all writers share, bounds this machine's:
+    `written_at` is its time of the newest object of this save, at most `longest_since_s` ago.
     """
     machine = clock.MACHINE
     now_ns = machine.time_ns()

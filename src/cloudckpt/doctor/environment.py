@@ -269,11 +269,8 @@ def read_services() -> list[dict[str, str]]:
 def find_service(scheme: str, *, host: str = "", server: str = "") -> Mapping[str, str] | None:
     """Return the row of a store by column, as plain text; None if no row applies.
 
-    Args:
-        scheme: The scheme of the URI; ``gs-zonal`` for a zonal bucket of GCS.
-        host: The endpoint's host.
-        server: The headers Server and x-amz-request-id of an answer; older Ceph has only the second.
-
+    `scheme` is that of the URI, or ``gs-zonal`` for a zonal bucket of GCS, and `host` the endpoint's. `server` has the
+    headers Server and x-amz-request-id of an answer; older Ceph has only the second.
     """
     asked = f"{scheme} {host} {server}"
     for row in read_services():

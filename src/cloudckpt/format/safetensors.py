@@ -74,11 +74,8 @@ def lay_out(
 ) -> Layout:
     """Lay out an object that holds `entries`: by falling element size, so that all are aligned, else as given.
 
-    Args:
-        entries: The entries.
-        same_as: The index of the entry that has the same bytes, by the index of each one that is not stored itself.
-        header_bytes: The header is padded to this length, a multiple of 64, if it is shorter.
-
+    `same_as` has the index of the entry that has the same bytes, by the index of each one that is not stored itself.
+    The header is padded to `header_bytes`, a multiple of 64, if it is shorter.
     """
     order = sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
     order = [index for index in order if index not in same_as]

@@ -536,11 +536,7 @@ class CopyElsewhere:
     """The copy of a save at a place that is farther away than the reader's own. Thread-safe.
 
     `Reader` opens it for the first object that it cannot read at its own place, the nearer one.
-
-    Args:
-        context: Place of the copy.
-        manifest: Manifest of the save at the nearer place.
-
+    `context` is the place of the copy, and `manifest` that of the save at the nearer place.
     """
 
     def __init__(self, context: Context, manifest: Manifest) -> None:

@@ -53,11 +53,7 @@ def compare_with_store(date: str | None, age: str | None, host: str) -> None:
 def warn_of_clock(ahead_s: float, other: str, *, kind: str) -> None:
     """Warn, once per process and kind of clock, if this machine's clock is over an hour off.
 
-    Args:
-        ahead_s: Seconds by which this machine's clock is ahead; negative if it is behind.
-        other: The other clock or time, in words.
-        kind: Kind of the other clock. Each kind gets one warning.
-
+    `ahead_s` is negative if this machine's clock is behind `other`, which names the other clock or time in words.
     """
     if abs(ahead_s) <= _MAX_APART_S or not is_first_warning("clock", kind):
         return

@@ -52,10 +52,7 @@ def probe_bucket(store: Store, *, endpoint: str, bucket: str, condition: str) ->
 
     Makes five or six requests and removes the object again. Raises `StoreError` if the store could not be asked, and
     remembers nothing then: after a `TransientStoreError`, a second try takes a new key.
-
-    Args:
-        condition: The condition that the store sends for create-if-absent, for the log.
-
+    `condition` is the condition that the store sends for create-if-absent, for the log.
     """
     with _lock:
         lock = _locks.setdefault((endpoint, bucket), threading.Lock())

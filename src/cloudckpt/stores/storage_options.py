@@ -67,11 +67,8 @@ def parse(
 ) -> dict[str, Any]:
     """Return the fields that `storage_options` ask for. ``None`` counts as left out.
 
+    `aliases` are other names of options; and options that are another form of a field, if `parsers` has them too.
     Raises `InvalidOptionError` with every problem at once.
-
-    Args:
-        aliases: Other names of options; and options that are another form of a field, if `parsers` has them too.
-
     """
     problems: list[str] = []
     values: dict[str, Any] = {}

@@ -72,9 +72,16 @@ _NOWHERE = {
 
 
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return `environment`, by default that of this process, without the settings of AWS and Google clients.
+    """Return environment variables without the settings of AWS and Google clients.
 
     The user's profiles, credentials, endpoints and proxies could send the requests of a test to a real store.
+
+    Args:
+        environment: Variables to start from. None for those of this process.
+
+    Returns:
+        A new dict.
+
     """
     source = os.environ if environment is None else environment
     kept = {name: value for name, value in source.items() if not name.upper().startswith(_UNWANTED)}
@@ -90,9 +97,22 @@ def ask(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Send one request to a local server. Return status and text of the answer.
+    """Send one request to a local server.
 
-    Raises ``OSError`` after `timeout_s` without progress, and ``http.client.HTTPException`` for a broken answer.
+    Args:
+        endpoint_url: Address of the server.
+        method: HTTP method.
+        path: Path and query.
+        timeout_s: Maximum time without progress.
+        body: Body of the request.
+        headers: Headers of the request.
+
+    Returns:
+        Status and text of the answer.
+
+    Raises:
+        OSError: There is no answer. A broken one raises ``http.client.HTTPException``.
+
     """
     connection = http.client.HTTPConnection(urlsplit(endpoint_url).netloc, timeout=timeout_s)
     try:
@@ -104,7 +124,17 @@ def ask(
 
 
 def answers(endpoint_url: str, path: str = "/", *, timeout_s: float) -> bool:
-    """Return True if a server answers a request with any status, within `timeout_s`."""
+    """Return True if a server answers a request in time, with any status.
+
+    Args:
+        endpoint_url: Address of the server.
+        path: Path and query.
+        timeout_s: Maximum time without progress.
+
+    Returns:
+        False if there is no answer.
+
+    """
     try:
         ask(endpoint_url, "GET", path, timeout_s=timeout_s)
     except (OSError, http.client.HTTPException):

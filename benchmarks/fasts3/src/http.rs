@@ -33,6 +33,11 @@ impl Request {
         let mut words = first.split_whitespace();
         let method = words.next().unwrap_or_default().to_string();
         let target = words.next().unwrap_or_default();
+        // A client may also send the whole address (RFC 9112, 3.2.2), as the AWS SDK for C++ does.
+        let target = match target.strip_prefix("http://") {
+            Some(rest) => rest.split_once('/').map_or("", |(_, path)| path),
+            None => target,
+        };
         let (path, query) = target.split_once('?').unwrap_or((target, ""));
         let headers = read_headers(reader)?;
         if headers.get("expect").map_or(false, |value| value.eq_ignore_ascii_case("100-continue")) {

@@ -564,6 +564,23 @@ def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
         CheckpointManager(memory.uri("step-5")).restore(state_of())
 
 
+def test_a_root_of_runs_is_no_silent_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a job with checkpoints one folder deeper starts anew, and nothing says so."""
+    cloudckpt.save(state_of(), f"{memory.root}/logs/deep/down/c")
+    assert cloudckpt.latest(memory.root) is None
+    assert "Name the one" not in caplog.text
+    for name in ("steps/step-1", "best/epoch=1.ckpt"):
+        cloudckpt.save(state_of(), f"{memory.root}/{name}")
+    names = "folders best, steps"
+    assert cloudckpt.latest(memory.root) is None
+    assert names in caplog.text
+    caplog.clear()
+    assert CheckpointManager(memory.root).restore(state_of()) is None
+    assert names in caplog.text
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=names):
+        cloudckpt.load_latest(state_of(), memory.root)
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 @pytest.mark.parametrize(("operation", "pattern"), [("list", r"\.metadata$"), ("list_directories", "step-")])
 def test_one_listing_that_lacks_torchs_steps_is_no_fresh_start(

@@ -271,14 +271,23 @@ def list_kept_folders(client: StoreClient) -> list[str]:
     A run deletes its old checkpoints, so the last names lead to what it has kept.
     """
     folders: list[str] = []
-    names = sorted(client.list_directories(), key=_split_numbers, reverse=True)
-    for name in names[:_MAX_LOOKED_AT]:
+    for name in _list_last_folders(client):
         log = read_log_once(client, prefix=f"{name}/", is_lenient=True)
         if log.current_number is not None or not log.entries:
             folders.append(name)
         if len(folders) > _MAX_NAMED:
             break
     return folders
+
+
+def has_checkpoints(client: StoreClient) -> bool:
+    """Return True if one of the last folders by name is a checkpoint. It is for hints, so nothing is confirmed."""
+    logs = (read_log_once(client, prefix=f"{name}/", is_lenient=True) for name in _list_last_folders(client))
+    return any(log.current_number is not None for log in logs)
+
+
+def _list_last_folders(client: StoreClient) -> list[str]:
+    return sorted(client.list_directories(), key=_split_numbers, reverse=True)[:_MAX_LOOKED_AT]
 
 
 def _split_numbers(name: str) -> list[str | int]:

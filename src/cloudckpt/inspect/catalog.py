@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -16,13 +17,21 @@ from cloudckpt._workers import each_done
 from cloudckpt.commit.collect import group_uploads
 from cloudckpt.commit.entries import CommitTimes, SummaryReader, manifest_key
 from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
-from cloudckpt.commit.log import TORCH_METADATA_KEY, list_entries, read_log_once
+from cloudckpt.commit.log import (
+    TORCH_METADATA_KEY,
+    describe_folders,
+    has_checkpoints,
+    list_entries,
+    list_kept_folders,
+    read_log_once,
+)
 from cloudckpt.commit.references import find_claimed
 from cloudckpt.commit.times import commit_order, datetime_of
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
     CheckpointError,
+    CloudckptError,
     InvalidURIError,
     UnsupportedFormatError,
 )
@@ -31,6 +40,8 @@ from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
+
+_log = logging.getLogger("cloudckpt")
 
 _T = TypeVar("_T")
 
@@ -148,7 +159,7 @@ def _to_float(value: float | None) -> float:
 def list_checkpoints(
     root: str | os.PathLike[str],
     *,
-    all: bool = False,  # the word that users know from `ls --all`
+    all: bool = False,  # the word of `ls --all`
     alive_within: timedelta = _ONE_HOUR,
     check: bool = False,
     options: Options | None = None,
@@ -213,7 +224,8 @@ def list_checkpoints(
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
     """Return the checkpoint directly under `root` that was committed last.
 
-    It may be damaged; `load_latest` skips damaged checkpoints. The errors are those of `list_checkpoints`.
+    It may be damaged; `load_latest` skips damaged checkpoints. The errors are those of `list_checkpoints`. If there is
+    none, a warning names the folders under `root` that have checkpoints in them.
 
     Args:
         root: Folder of the checkpoints.
@@ -229,7 +241,24 @@ def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> C
             cloudckpt.load(newest.uri, model=model)
 
     """
-    return next(reversed(list_checkpoints(root, options=options)), None)
+    newest = next(reversed(list_checkpoints(root, options=options)), None)
+    if newest is None and (deeper := describe_deeper(root, options or Options())):
+        _log.warning("no checkpoint is committed directly under %s: %s", parse_location(root).uri, deeper)
+    return newest
+
+
+def describe_deeper(root: str | os.PathLike[str], options: Options) -> str:
+    """Name the folders under `root` that have checkpoints in them, in words; "" if none has.
+
+    It is a hint, so failures are ignored, and it looks at the last folders by name alone.
+    """
+    location = parse_location(root)
+    try:
+        names = [name for name in list_kept_folders(open_client(location, options)) if _is_openable(location, name)]
+        folders = [name for name in names if has_checkpoints(open_client(location.child(name), options))]
+    except CloudckptError:
+        return ""
+    return f"it has the {describe_folders(folders)}. Name the one that holds the checkpoints" if folders else ""
 
 
 def look_at_folders(

@@ -29,7 +29,7 @@ from cloudckpt.errors import (
     join_first,
 )
 from cloudckpt.events import Event
-from cloudckpt.inspect.catalog import list_checkpoints
+from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
 from cloudckpt.inspect.verification import verify
 from cloudckpt.io.client import MAX_LOOKS, open_client
 from cloudckpt.manager.steps import StepInfo, Steps
@@ -231,7 +231,10 @@ def _find_candidates(root: str | os.PathLike[str], options: Options) -> list[Can
     """Return the checkpoints under `root`, newest first."""
     found = [Candidate(uri=info.uri) for info in reversed(list_checkpoints(root, options=options))]
     if not found:
-        hint = ", which is itself a checkpoint (load it with cloudckpt.load)" if is_checkpoint(root, options) else ""
+        deeper = describe_deeper(root, options)
+        hint = f": {deeper}" if deeper else ""
+        if is_checkpoint(root, options):
+            hint = ", which is itself a checkpoint (load it with cloudckpt.load)"
         raise CheckpointNotFoundError(
             f"no checkpoint is committed directly under {redact(root)}{hint}. Check the URI. A first run has nothing "
             "to load: check that with cloudckpt.latest(root) is None",
@@ -325,6 +328,8 @@ def check_fresh_start(steps: Steps, options: Options) -> None:
             others[0],
             root,
         )
+    elif deeper := describe_deeper(root, options):
+        _log.warning("no step is committed under %s: %s", root, deeper)
 
 
 def _find_other_names(root: str, options: Options) -> list[str]:

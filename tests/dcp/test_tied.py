@@ -120,6 +120,23 @@ def test_weights_that_were_not_tied_are_named_where_they_are(memory: Memory, cap
     assert names[True] == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_weights_under_two_names_are_no_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    """If this fails, a user of a tied model is told to untie it, or not told that its export has two matrices."""
+    for is_tied in (True, False):
+        model = Model(is_tied=is_tied)
+        cloudckpt.save({"model": model.state_dict()}, tmp_path / "c", overwrite=True)
+        cloudckpt.export_checkpoint(
+            tmp_path / "c", tmp_path / "e", include="model", strip_prefix="model", overwrite=True
+        )
+        caplog.clear()
+        cloudckpt.load(tmp_path / "e", model=(loaded := Model(is_tied=True).to(dtype)))
+        assert torch.equal(loaded.head.weight, model.head.weight.to(dtype))
+        assert ("Untie the model" in caplog.text) == (not is_tied)
+
+
 def test_memory_that_is_used_again_is_not_taken_for_tied(memory: Memory) -> None:
     """If this fails, two tensors that a planner makes one after the other at one address come back as one."""
 

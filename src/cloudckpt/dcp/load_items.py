@@ -96,7 +96,7 @@ def find_wants(
     """Return the wants of the items. The planner gives the tensors; `tensors_of`, if given, gives the whole ones.
 
     `on_value` receives the values. The planner receives each filled tensor, except for those of `tensors_of`. With
-    `is_logged`, which one rank sets, values that get another dtype or are dropped (`_keep_apart`) are logged.
+    `is_logged`, which one rank sets, values that get another dtype are logged.
     """
     fqns: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -122,9 +122,9 @@ def find_wants(
     for number in shared:
         if number not in wants:
             wants[number] = make(items[number])
-    dropped = _keep_apart([wants[number] for number in shared])
+    _keep_apart([wants[number] for number in shared])
     if is_logged:
-        _log_losses(wants.values(), dropped, uri=uri)
+        _log_casts(wants.values(), uri=uri)
     whole = [number for number in range(len(fqns)) if number not in wants]
     return Wants(
         list(wants.values()),
@@ -135,14 +135,13 @@ def find_wants(
     )
 
 
-def _keep_apart(wants: Sequence[Want]) -> list[str]:
+def _keep_apart(wants: Sequence[Want]) -> None:
     """Let tensors that share memory, such as tied weights, be filled by copies.
 
-    If several fill the same memory, the last one is copied there, and the others are only checked. Returns the names of
-    the others whose values were saved apart from the last one's, and so are dropped.
+    If several fill the same memory, the last one is copied there, and the others are only checked: `log_dropped`
+    compares those that were saved apart from the last one.
     """
     last: dict[tuple[int, int], ItemLocation] = {}
-    dropped: list[str] = []
     for want in reversed(wants):
         target, place = want.target, want.location
         if isinstance(target, TensorTarget):
@@ -152,12 +151,11 @@ def _keep_apart(wants: Sequence[Want]) -> list[str]:
                 target.is_dropped = memory in last
                 kept = last.setdefault(memory, place)
                 if (kept.object_index, kept.begin) != (place.object_index, place.begin):
-                    dropped.append(want.name)
-    return dropped[::-1]
+                    target.dropped_crcs = {}
 
 
-def _log_losses(wants: Iterable[Want], dropped: Sequence[str], *, uri: str) -> None:
-    """Log which tensors get another dtype than the stored one, and which values are `dropped`."""
+def _log_casts(wants: Iterable[Want], *, uri: str) -> None:
+    """Log which tensors get another dtype than the stored one."""
     casts = []
     for want in wants:
         if want.tensor is not None and want.location.dtype is not None:
@@ -165,12 +163,21 @@ def _log_losses(wants: Iterable[Want], dropped: Sequence[str], *, uri: str) -> N
             if want.tensor.dtype is not stored:
                 casts.append((want.name, stored, want.tensor.dtype))
     log_casts(casts, uri=uri)
+
+
+def log_dropped(wants: Wants, *, uri: str) -> None:
+    """Warn of tensors whose values differ from those that a read has filled their memory with.
+
+    Each rank warns of its own shards: only those are compared.
+    """
+    targets = ((want.name, want.target) for want in wants.single)
+    dropped = [name for name, target in targets if isinstance(target, TensorTarget) and target.has_dropped_others()]
     if dropped:
         _log.warning(
-            "%s holds %s apart from tensors that are the same here, as tied weights are: these values are dropped. "
-            "Untie the model, unless they are equal",
+            "%s holds other values in %s than in tensors that are the same here, as tied weights are: these values are "
+            "dropped. Untie the model to load them",
             uri,
-            quote_names(dropped),
+            quote_names(list(dict.fromkeys(dropped))),
         )
 
 

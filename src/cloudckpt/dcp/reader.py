@@ -21,7 +21,7 @@ from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.collectives import refuse_other_calls
 from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_left_of_objects
-from cloudckpt.dcp.load_items import find_wants
+from cloudckpt.dcp.load_items import find_wants, log_dropped
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
@@ -519,6 +519,7 @@ class ObjectStoreReader(StorageReader):
             reader = Reader(context, self._manifest, copy=self._copy_elsewhere, transforms=transforms)
             report = reader.read(wants)
             reader.check_unchanged()
+            log_dropped(wants, uri=self.checkpoint_id)
         self.report = dataclasses.replace(report, plan_s=planned_s - self._started_s, manifest_s=self._manifest_s)
         self.lifecycle.end(self.report)
 

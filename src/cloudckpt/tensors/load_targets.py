@@ -19,7 +19,7 @@ from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.io.boxes import Box, compute_strides, find_runs, intersect, split_into_boxes
 from cloudckpt.io.reads import RangeRead, WantedRange
-from cloudckpt.stores.base import copy_into
+from cloudckpt.stores.base import copy_into, crc32c_of
 from cloudckpt.tensors.casts import Cast
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import (
@@ -113,6 +113,8 @@ class TensorTarget(msgspec.Struct, gc=False):
     """True if another target fills some of the same memory. A read checks its bytes in place, so these are copied."""
     is_dropped: bool = False
     """True if another target fills all of the same memory, so that the bytes are ignored. Only if `is_shared`."""
+    dropped_crcs: dict[Box, int] | None = None
+    """The CRC32C of each block that was dropped, as an element of the tensor; None if they are not to be compared."""
     address: int = 0
     """The address of the tensor's memory if that holds the wanted bytes one after the other; else 0."""
     run_begins: Sequence[int] = ()
@@ -142,7 +144,7 @@ class TensorTarget(msgspec.Struct, gc=False):
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
         """Take the wanted part of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
-        if self.is_dropped:
+        if self.is_dropped and self.dropped_crcs is None:
             return
         first = (begin - self.chunk.begin) // self.dtype.itemsize
         elements = source.view(self.dtype)
@@ -157,8 +159,19 @@ class TensorTarget(msgspec.Struct, gc=False):
             start = sum(o * s for o, s in zip(common.offsets, strides, strict=True)) - first
             block = target[common.relative_to(self.box.offsets).slices]
             source = elements.as_strided(common.lengths, strides, elements.storage_offset() + start)
+            if self.dropped_crcs is not None:
+                self.dropped_crcs[common] = _checksum(source.to(block.dtype))
+                continue
             with writable([block]):
                 block.copy_(source if self.cast is None else self.cast.check(source))
+
+    def has_dropped_others(self) -> bool:
+        """Return True if values were dropped that the tensor does not have now. Called after the read."""
+        target = as_carrier(self.tensor) if holds_its_values(self.tensor) else self.tensor
+        return any(
+            _checksum(target[box.relative_to(self.box.offsets).slices]) != crc
+            for box, crc in (self.dropped_crcs or {}).items()
+        )
 
     def _memory(self, begin: int, end: int) -> memoryview:
         """Return the memory at `address` that bytes ``[begin, end)`` of the object belong in."""
@@ -168,6 +181,10 @@ class TensorTarget(msgspec.Struct, gc=False):
         if not 0 <= offset <= last <= num_bytes:
             raise ValueError(f"bytes [{begin}, {end}) are not within the chunk that begins at {self.chunk.begin}")
         return view_memory(self.address + offset, last - offset, self.tensor)
+
+
+def _checksum(values: torch.Tensor) -> int:
+    return crc32c_of([bytes_view(values.detach().cpu().contiguous())])
 
 
 Target: TypeAlias = BytesTarget | RunTarget | TensorTarget

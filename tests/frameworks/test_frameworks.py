@@ -200,6 +200,7 @@ def test_ray_train(one_bucket: str, jobs: Jobs) -> None:
 def test_the_snippets_of_the_document_run(one_bucket: str, jobs: Jobs) -> None:
     """What a user copies from docs/frameworks.md would not work with the framework."""
     found = jobs.at(one_bucket, "document", num_ranks=1)
+    exported = {name: found.pop(name) for name in list(found) if name.endswith(", exported")}
     assert set(found) == {
         "Lightning",
         "Fabric",
@@ -214,6 +215,12 @@ def test_the_snippets_of_the_document_run(one_bucket: str, jobs: Jobs) -> None:
     assert found["Accelerate"] == ["step-2", "step-4"]
     assert found["Transformers' Trainer"] == ["step-1", "step-2"]
     assert found["torch_checkpointing"] == ["step-100"]
+    assert found["Lightning"].count("last.ckpt") == 4, "of two callbacks with a folder each, too"
+    assert all(exported.values())
+    assert exported["Lightning, exported"] == [f"model.{name}" for name in exported["Accelerate, exported"]], (
+        "the names of the module's and of the model's state dict"
+    )
+    assert exported["Transformers' Trainer, exported"] == exported["Accelerate, exported"]
 
 
 def test_a_uri_that_lightnings_release_breaks_is_refused() -> None:

@@ -93,9 +93,11 @@ for place, root in places():
         cloudckpt.close()
         found = [
             each
-            for below in ("run", "shards", "steps", "fabric")
+            for below in ("run", "shards", "steps", "two/steps", "two/best", "fabric")
             for each in cloudckpt.list_checkpoints(f"{under}/{below}")
         ]
         told[name] = [each.name for each in found]
+        if name in ("Lightning", "Accelerate", "Transformers' Trainer"):
+            told[f"{name}, exported"] = sorted(one.name for one in cloudckpt.describe(f"{under}/hub").tensors)
     tell(place, told)
 end()

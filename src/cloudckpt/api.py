@@ -176,9 +176,10 @@ def load(
             warning names the rest.
         rename: From names in the checkpoint to those of what is loaded: a dict of prefixes, as in ``{"ema": "model"}``,
             ``{"model.encoder": "model"}`` or ``{"optim": "optimizer"}``, in which ``""`` is the prefix of all names; or
-            a function that takes a name in the checkpoint and returns the other, or None to leave the entry out.
-            Entries that a dict does not rename hide where others are renamed to. With an optimizer, the names of
-            parameters stay: only the prefixes of the whole model and of the whole optimizer may change.
+            a function that takes a name in the checkpoint and returns the other. None in the place of the other name
+            leaves entries out. Entries that a dict does not rename hide where others are renamed to. With an
+            optimizer, the names of parameters stay: only the prefixes of the whole model and of the whole optimizer may
+            change.
         checkpoint_id: torch's name for `uri`.
         storage_reader: Reader to use. `allow_pickle`, `strict`, `rename` and `options` then belong to it.
         planner: Planner to use for a state dict.

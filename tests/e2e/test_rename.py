@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from tests.kit.models import assert_same, local
 from tests.kit.places import Place
 from tests.kit.ranks import on_ranks
@@ -203,6 +204,85 @@ def test_a_model_that_is_a_level_off_is_passed_as_advised(tmp_path: Path) -> Non
         cloudckpt.load(tmp_path / "alone", model={"net": Net()})
 
 
+def make_wider() -> nn.Module:
+    net = Net()
+    net.head = nn.Linear(4, 7)
+    return net
+
+
+def make_pair(net_of: Callable[[], nn.Module] = Net) -> dict[str, Any]:
+    net = net_of()
+    return {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "strict": True}
+
+
+ADVISED: dict[str, tuple[str, Callable[[], dict[str, Any]], Any, int]] = {
+    "a level in the middle": ("both", lambda: {"model": Net().encoder}, {"model.ema.encoder": "model"}, 1),
+    "a new name": (
+        "one",
+        lambda: {"model": nn.ModuleDict({"body": Net(), "more": nn.Linear(3, 3)}), "strict": False},
+        {"model": "model.bdy"},
+        2,
+    ),
+    "a new name in a dict": ("one", lambda: {"model": {"net": Net()}}, {"model": "model.nett"}, 2),
+    "one of two new names": (
+        "one",
+        lambda: {"model": Net("body", "end")},
+        {"model.encoder": "model.bdy", "model.head": "model.end"},
+        1,
+    ),
+    "a shape": ("one", lambda: {"model": make_wider()}, None, 1),
+    "a shape under a new name": ("dict", lambda: {"model": make_wider()}, {"net": "model"}, 1),
+    "a shape in files": ("files", lambda: {"model": make_wider()}, None, 1),
+    "a shape beside an optimizer": ("two", lambda: make_pair(make_wider), None, 1),
+    "one of two models": ("both", lambda: {"model": Net(), "strict": True}, None, 2),
+    "one of two models, and the optimizer": ("both", make_pair, None, 1),
+    "a model in a dict": ("alone", lambda: {"model": Net()}, None, 2),
+}
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_every_suggestion_loads_as_it_is_written(name: str, tmp_path: Path) -> None:
+    """If this fails, a user pastes what an error suggests, and the next error refuses it."""
+    saved, make, rename, number = ADVISED[name]
+    objects: dict[str, Any] = {
+        "both": {"model": {"net": NET, "ema": torch.optim.swa_utils.AveragedModel(NET)}, "optimizer": OPTIMIZER},
+        "one": {"model": NET},
+        "two": {"model": NET, "optimizer": OPTIMIZER},
+        "alone": {"model": {"net": NET}},
+        "dict": {"state_dict": STATES["dict"]},
+    }
+    uri = tmp_path / "a"
+    if saved == "files":
+        save_file(NET.state_dict(), uri := tmp_path / "a.safetensors")
+    else:
+        cloudckpt.save(checkpoint_id=uri, **objects[saved], no_dist=True)
+    with pytest.raises(StateDictMismatchError) as caught:
+        cloudckpt.load(uri, **make(), rename=rename, no_dist=True)
+    message = str(caught.value)
+    given_parts = {f"rename={ {old: new} }" for old, new in (rename or {}).items()}
+    found = re.findall(r"(?:strict=False, )?\b(?:rename|model)=\{[^}]*\}(?:, strict=False)?", message)
+    calls = [one for one in found if one not in given_parts]
+    meant = re.findall(r"did you mean '([^']*)'", message)
+    for near in meant:
+        (wrong,) = [new for new in rename.values() if f"{new!r}}} gives names" in message]
+        calls.append(f"rename={ {old: near if new == wrong else new for old, new in rename.items()} }")
+    assert len(calls) == number, message
+    for call in calls:
+        given = make()
+        module = given["model"]
+        keywords = eval(f"dict({call.replace('…', 'module')})", {"module": module})  # noqa: S307  # text of our own
+        if "without its optimizer" in message:
+            del given["optimizer"]
+        if "and strict=False" in message:
+            keywords["strict"] = False
+        before = copy.deepcopy(module)
+        cloudckpt.load(uri, **{**given, "rename": None, **keywords}, no_dist=True)
+        loaded = module["net"] if isinstance(module, dict) else module
+        assert any(torch.equal(one, NET.encoder[0].weight) for one in loaded.parameters()), call
+        if "shape" in name:
+            assert_same(module.head.state_dict(), before.head.state_dict())
+
+
 def test_maps_that_fit_equally_well_are_all_named(tmp_path: Path) -> None:
     """If this fails, an error picks one of two copies of a model by the alphabet, and a user loads the other's weights.
 
@@ -276,7 +356,7 @@ def test_entry_that_is_to_hold_another_is_named(tmp_path: Path) -> None:
 
 
 SLIPS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda uri: cloudckpt.load(uri, model=NET, rename={"model.encoder": "model.encodr"}), "model.encodr.0.bias"),
+    (lambda uri: cloudckpt.load(uri, model=NET, rename={"model.encoder": "model.encodr"}), "model.encoder"),
     (lambda uri: cloudckpt.read(uri, include="model.encodr.*"), "model.encoder"),
     (lambda uri: cloudckpt.read(uri, include=["model.head", "encoder.1"]), "model.encoder.1"),
     (lambda uri: cloudckpt.load({"model": {"encoder.0.weigth": torch.ones(4, 4)}}, uri), "model.encoder.0.weight"),
@@ -335,7 +415,7 @@ def test_a_load_that_is_renamed_is_given_no_names(tmp_path: Path) -> None:
     """If this fails, an error advises names that the checkpoint does not have."""
     cloudckpt.save({"a": {"w": torch.ones(2, 2)}, "b": {"w": torch.zeros(2, 2)}}, tmp_path / "a", no_dist=True)
     wanted = {"x": {"w": torch.empty(2, 2)}, "other": {"w": torch.empty(2, 2)}}
-    with pytest.raises(StateDictMismatchError, match=r"'other\.w' is not in it") as caught:
+    with pytest.raises(StateDictMismatchError, match=r"nothing asks for, 'old\.w'\.") as caught:
         cloudckpt.load(wanted, tmp_path / "a", rename={"a": "x", "b": "old"}, no_dist=True)
     assert "pass rename" not in str(caught.value)
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
-from cloudckpt.dcp.renaming import count_same_ends
-from cloudckpt.errors import Hint, StateDictMismatchError, did_you_mean, find_near_entry, quote_names
+from cloudckpt.dcp.renaming import Renaming
+from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
 
 _GROUPS = "param_groups."
 _BEFORE_GROUPS = re.compile(r"(?:^|.*?\.)(?=param_groups\.)", re.DOTALL)
@@ -110,28 +110,14 @@ def _make_error(problem: str, advice: str, *, uri: str) -> StateDictMismatchErro
     return StateDictMismatchError(problem, uri=uri, hint=Hint(advice=advice, option="strict", value="False"))
 
 
-def check_used(
-    plans: Sequence[LoadPlan], given: Mapping[str, Collection[str]], *, lacking: Collection[str], uri: str
-) -> None:
+def check_used(plans: Sequence[LoadPlan], renaming: Renaming, *, lacking: Collection[str], uri: str) -> None:
     """Raise `StateDictMismatchError` if a part of `rename` gives only names that no rank asks for.
 
-    `given` has the new names of each part. `lacking` are names that ranks would have asked for.
+    `lacking` are names that ranks would have asked for.
     """
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
-    if unused := {part: sorted(names) for part, names in given.items() if names and asked.isdisjoint(names)}:
-        near = [find_near_entry(_common_path(names), [*lacking, *asked]) for names in unused.values()]
-        raise StateDictMismatchError(
-            f"rename={', '.join(unused)} gives names of {uri} that nothing asks for, "
-            f"{quote_names([name for names in unused.values() for name in names])}{did_you_mean(*near)}. The "
-            f"load asks for {quote_names(sorted({*lacking, *asked}))}",
-            uri=uri,
-        )
-
-
-def _common_path(names: Iterable[str]) -> str:
-    """Return the longest dotted path that all `names` begin with."""
-    paths = sorted(name.split(".") for name in names)
-    return ".".join(paths[0][: count_same_ends(paths[0][::-1], paths[-1][::-1])])
+    if text := renaming.explain_unasked(asked, lacking):
+        raise StateDictMismatchError(text, uri=uri)
 
 
 def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:

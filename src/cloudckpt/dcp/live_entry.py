@@ -57,6 +57,10 @@ class LoadSource:
     """The names in the checkpoint, if the load renames them."""
     is_strict: bool = True
     """False if an object keeps its values that the checkpoint lacks."""
+    takes_all: bool = False
+    """True if the load must ask for all that was saved."""
+    has_optimizer: bool = False
+    """True if an optimizer is loaded, too."""
     is_logged: bool = False
     """True on the one rank that logs what is the same on all ranks."""
 
@@ -88,6 +92,15 @@ class LoadSource:
         elif where == "model." and old == "model" == new.rpartition(".")[0]:
             other_way = ", or the model alone, without a dict: model=…"
         maps = [{**kept_pairs, **one} for one in maps]
+        if self.has_optimizer and not is_all and where == "model":
+            # It has the state of all models, so that none of them may be renamed beside it.
+            olds = [old for one in maps for old, new in one.items() if new == "model"]
+            tops = [old.removeprefix("model.") for old in olds if old.rpartition(".")[0] == "model"]
+            if tops:
+                ways = " or ".join(f"model={{{top!r}: …}}, strict=False" for top in tops)
+                return f"If it was saved beside others, pass {ways}"
+        if self.takes_all and not is_all and where == new == "model":
+            other_way = ", and strict=False, which leaves the rest behind"
         return f"If it was saved under another name, pass rename={maps[0]}{quote_others(maps)}{other_way}"
 
 
@@ -151,7 +164,8 @@ def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, source: Lo
         saved = nest_metadata(metadata, num_ranks=num_ranks)
     except ValueError as error:
         raise _overlap_error(error, source) from None
-    planned = _plan_all(live, saved, where="", source=source)
+    has_optimizer = any(entry.is_synchronized and not entry.takes_flat_names for entry in live.values())
+    planned = _plan_all(live, saved, where="", source=dataclasses.replace(source, has_optimizer=has_optimizer))
     for key in live:
         entries.pop(key)
     entries.update(planned)
@@ -198,7 +212,11 @@ def _plan_all(
             has = quote_names([f"{where}{name}" for name in saved])
             advice = f"{renamed and f'{renamed}. '}Leave out of the load what it lacks"
             keep = ", or pass strict=False to leave it as it is" if source.is_strict else ""
-            text = f"{source.uri} has no {quote_names(missing)}, only {has}. {advice}{keep}"
+            keys = [f"{where}{key}" for key in entries]
+            problem = source.renaming and source.renaming.explain_unasked(
+                {*keys, *(name for name in source.entries if any(is_below(name, key) for key in keys))}, below=where
+            )
+            text = f"{problem or f'{source.uri} has no {quote_names(missing)}, only {has}'}. {advice}{keep}"
             raise StateDictMismatchError(text, uri=source.uri)
         if source.renaming is not None:
             source.renaming.lacking += missing

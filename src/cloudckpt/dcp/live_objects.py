@@ -92,11 +92,12 @@ class ModelEntry(LiveEntry):
         if wanted and saved and not known:
             names = {f"{where}.{name}": value for name, value in wanted.items()}
             advice = source.advise_rename(names, where=where) or "Check that it is the same model"
-            raise StateDictMismatchError(
+            problem = source.renaming and source.renaming.explain_unasked(names.keys(), below=f"{where}.")
+            problem = problem or (
                 f"{where!r} of {source.uri} has only {quote_names(list(saved))}, and the model has other names: "
-                f"{quote_names(list(wanted))}. {advice}",
-                uri=source.uri,
+                f"{quote_names(list(wanted))}"
             )
+            raise StateDictMismatchError(f"{problem}. {advice}", uri=source.uri)
         if len(known) < len(wanted):
             self._tied = _find_tied(self._module, known)
             wanted = {name: value for name, value in wanted.items() if name not in self._tied}

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
 from cloudckpt.dcp.load_items import LoadItems, whole_item
-from cloudckpt.dcp.renaming import is_below, quote_others, suggest_renames
+from cloudckpt.dcp.renaming import Renaming, is_below, quote_others, suggest_renames
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
 from cloudckpt.errors import (
     CorruptCheckpointError,
@@ -82,8 +82,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self._is_renamed = is_renamed
         self._via = via
         self.num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self.old_names: Mapping[str, str] = {}
-        """Names in the checkpoint that differ from those that the load sees, though the caller renames nothing."""
+        self.renaming: Renaming | None = None
+        """The new names of the checkpoint, also those of files that hold one model, where the caller gives none."""
         self._saved: Mapping[str, Any] = {}
         self._empty: list[str] = []
         self._wrappers: dict[str, StoredWrapper] = {}
@@ -152,6 +152,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             missing, reshaped, unlike = self._find_mismatches()
             if not missing and not reshaped and not unlike:
                 raise
+            if missing and self.renaming and (text := self.renaming.explain_unasked(self.state_dict.keys())):
+                raise StateDictMismatchError(text, uri=self._uri) from error
             # The search for similar names takes long, so only shown ones get it.
             missing_texts = (self._describe_missing(fqn) for fqn in missing[:_MAX_SHOWN_PROBLEMS])
             problems = [*unlike, *reshaped.values(), *missing_texts][:_MAX_SHOWN_PROBLEMS]
@@ -162,17 +164,20 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             subject, partial = "the state dict does", "planner=DefaultLoadPlanner(allow_partial_load=True)"
             keep = "leave these entries out of the state dict, which keeps them as they are"
             if self._has_live_objects:
-                names = f"{{{', '.join(map(repr, reshaped))}}}" if len(reshaped) <= _MAX_SHOWN_PROBLEMS else "{…}"
                 subject, partial = "the objects do", "strict=False"
+                is_alone = not any(".param_groups." in name for name in self.state_dict)
+                renaming = self.renaming or Renaming({}, (), uri=self._uri)
                 keep = (
-                    f"keep these as they are with strict=False, rename=lambda name: None if name in {names} else name"
+                    f"{'' if is_alone else 'load the model without its optimizer, and '}keep these as they are with "
+                    + renaming.advise_leaving_out(reshaped)
                 )
             advice = ". Build the model as it was saved, or " + keep if reshaped else ""
             if missing:
                 advice += f". Ask only for what was saved, or pass {partial} to leave out what is missing"
             hint = None
             lacking = {} if self._is_renamed else {name: self.state_dict[name] for name in missing}
-            saved = {self.old_names.get(name, name): self._saved[name] for name in unasked}
+            old_names = {} if self.renaming is None else self.renaming.old_names
+            saved = {old_names.get(name, name): self._saved[name] for name in unasked}
             if renames := suggest_renames(saved, lacking):
                 others = quote_others(renames).replace("{", "{{").replace("}", "}}")
                 text = f"To load under other names, {{option}}{others}."

@@ -321,6 +321,7 @@ def _load(
             entries=metadata.state_dict_metadata,
             renaming=reader.renaming,
             is_strict=reader.is_strict,
+            takes_all=reader.takes_all,
             is_logged=ranks.rank == 0,
         )
         unused = plan_live_entries(entries, metadata, source=source, num_ranks=ranks.get_world_size())
@@ -328,7 +329,7 @@ def _load(
             opened = {key: add_placeholders(entries[key], key, metadata.state_dict_metadata) for key in stateful}
             entries.update(opened)
         if isinstance(planner, ExplainingLoadPlanner) and reader.renaming is not None:
-            planner.old_names = reader.renaming.old_names
+            planner.renaming = reader.renaming
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
         return reader.prepare_local_plan(

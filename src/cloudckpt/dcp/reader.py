@@ -178,6 +178,11 @@ class ObjectStoreReader(StorageReader):
         return self._strict is not False
 
     @property
+    def takes_all(self) -> bool:
+        """True if a load must ask for all that was saved."""
+        return bool(self._strict)
+
+    @property
     def is_renamed(self) -> bool:
         """True if loads see the checkpoint under other names."""
         return self._rename is not None
@@ -328,7 +333,7 @@ class ObjectStoreReader(StorageReader):
         self._check_completeness(plans, left=left)
         if self._renaming is not None and not left:
             lacking = [name for one in found if one is not None for name in one.lacking]
-            check_used(plans, self._renaming.given, lacking=lacking, uri=self.checkpoint_id)
+            check_used(plans, self._renaming, lacking=lacking, uri=self.checkpoint_id)
         if left:
             return [
                 plan if one is None else dataclasses.replace(plan, storage_data=dataclasses.replace(one, left=left))
@@ -483,7 +488,7 @@ class ObjectStoreReader(StorageReader):
         if rename is not None and self._may_be_renamed:
             rename = find_needed(rename, names, uri=uri)
         keys = () if self._call is None else self._call.keys
-        return None if rename is None else Renaming(rename, names, uri=uri, keys=keys)
+        return None if rename is None else Renaming(rename, names, uri=uri, keys=keys, is_given=self.is_renamed)
 
     def _make_metadata(self, manifest: Manifest, *, is_lazy: bool) -> Metadata:
         return make_metadata(manifest, checkpoint_id=self.checkpoint_id, load_id=self.load_id, is_lazy=is_lazy)

@@ -9,16 +9,24 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, find_near, find_near_entry, quote_names
+from cloudckpt.errors import (
+    InvalidOptionError,
+    StateDictMismatchError,
+    did_you_mean,
+    find_near,
+    find_near_entry,
+    quote_names,
+)
 from cloudckpt.format.model import Manifest, StoredTuple, StoredWrapper
 from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_json
 
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
+Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 _T = TypeVar("_T")
 _Pair: TypeAlias = tuple[str, str]
 _MAX_COMPARED, _MAX_SAMPLE, _MAX_SHOWN = 5000, 50, 2
@@ -36,11 +44,16 @@ class Renaming:
 
     Raises `StateDictMismatchError` if two entries get one new name, or if a part of `rename` fits no entry. The message
     then also names the parts whose new names fit none of `keys`, the keys that this rank loads, if they are known.
+    `is_given` is False if the caller passes no `rename`.
     """
 
-    def __init__(self, rename: Rename, names: Collection[str], *, uri: str, keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, rename: Rename, names: Collection[str], *, uri: str, keys: Collection[str] = (), is_given: bool = True
+    ) -> None:
+        self._is_given = is_given
         self._function = rename if callable(rename) else None
-        pairs = [] if callable(rename) else [(old.rstrip("."), new.rstrip(".")) for old, new in rename.items()]
+        given = {} if callable(rename) else rename
+        pairs = [(old.rstrip("."), None if new is None else new.rstrip(".")) for old, new in given.items()]
         self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
         self._uri = uri
         self.new_names: dict[str, str | None] = {}
@@ -69,25 +82,25 @@ class Renaming:
     def _explain(self, unused: Collection[str], names: Collection[str], keys: Collection[str]) -> str:
         """Describe the `unused` parts, and those that lead to none of `keys`; suggest a map."""
 
-        def leads_nowhere(new: str) -> bool:
-            return bool(keys) and not any(is_below(key, new) or is_below(new, key) for key in keys)
+        def leads_nowhere(new: str | None) -> bool:
+            return new is not None and bool(keys) and not any(is_below(key, new) or is_below(new, key) for key in keys)
 
         unloaded: list[str] = []
-        suggested: dict[str, str] = {}
+        suggested: dict[str, str | None] = {}
         is_reversed = False
         for old, new in self._pairs:
             part, near_old, near_new = _part_text(old, new), old, new
             if part in unused:
-                near_old = find_near_entry(old, names)
-                is_there = bool(new) and any(is_below(name, new) for name in names)
-                if is_there and not leads_nowhere(old) and (leads_nowhere(new) or not near_old):
+                near_old = find_near_entry(old, names) or _find_longer(old, names)
+                is_there = bool(new) and any(is_below(name, new or "") for name in names)
+                if new and is_there and not leads_nowhere(old) and (leads_nowhere(new) or not near_old):
                     suggested[new], is_reversed = old, True
                     continue
-            if leads_nowhere(new):
+            if new is not None and leads_nowhere(new):
                 top, dot, rest = new.partition(".")
                 near_new = f"{near}{dot}{rest}" if (near := find_near(top, keys)) else ""
                 unloaded.append(part)
-            if near_old and near_new:
+            if near_old and near_new != "":
                 suggested[near_old] = near_new
         tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
         unloaded_text = f"; and {', '.join(unloaded)} leads to nothing that is loaded" if unloaded else ""
@@ -112,13 +125,43 @@ class Renaming:
             return new, "" if new == old else _FUNCTION
         for prefix, other in self._pairs:
             if is_below(old, prefix):
+                if other is None:
+                    return None, _part_text(prefix, None)
                 rest = old[len(prefix) :].removeprefix(".") if prefix else old
                 return ".".join(filter(None, (other, rest))), _part_text(prefix, other)
-        return (None if any(is_below(old, other) for _, other in self._pairs) else old), ""
+        return (None if any(is_below(old, other) for _, other in self._pairs if other is not None) else old), ""
 
     def pairs_to(self, keys: Collection[str]) -> dict[str, str]:
         """Return the pairs of the mapping whose new prefixes are, or are below, one of `keys`."""
-        return {old: new for old, new in self._pairs if any(is_below(new, key) for key in keys)}
+        return {old: new for old, new in self._pairs if new is not None and any(is_below(new, key) for key in keys)}
+
+    def advise_leaving_out(self, names: Collection[str]) -> str:
+        """Return the words that say how to change the `rename` so that it leaves the entries with new `names` out."""
+        olds = [self.old_names.get(name, name) for name in names]
+        if self._function is not None:
+            return f"strict=False, and let rename return None for {quote_names(olds)}"
+        return f"strict=False, rename={ {**dict(self._pairs), **dict.fromkeys(olds)} }"
+
+    def explain_unasked(self, asked: AbstractSet[str], lacking: Collection[str] = (), *, below: str = "") -> str:
+        """Describe the parts that give only names that are not `asked` for; "" if there are none.
+
+        Only parts that give names under the prefix `below` count. `lacking` are names that would have been asked for.
+        """
+        unused = {
+            part: sorted(names)
+            for part, names in self.given.items()
+            if names and asked.isdisjoint(names) and all(name.startswith(below) for name in names)
+        }
+        if not unused or not self._is_given:
+            return ""
+        wanted = sorted({*lacking, *asked})
+        news = {_part_text(old, new): new for old, new in self._pairs}
+        near = [find_near_entry(news.get(part) or _common_path(names), wanted) for part, names in unused.items()]
+        return (
+            f"rename={', '.join(unused)} gives names of {self._uri} that nothing asks for, "
+            f"{quote_names([name for names in unused.values() for name in names])}{did_you_mean(*near)}. The "
+            f"load asks for {quote_names(wanted)}"
+        )
 
     @property
     def checksum(self) -> int:
@@ -127,8 +170,9 @@ class Renaming:
 
     @property
     def hidden(self) -> list[str]:
-        """The entries that a mapping hides. A function leaves them out on purpose."""
-        return [] if self._function is not None else [old for old, new in self.new_names.items() if new is None]
+        """The entries that a mapping hides, and does not map to None. A function leaves them out on purpose."""
+        hidden = [] if self._function is not None else [old for old, new in self.new_names.items() if new is None]
+        return [old for old in hidden if not self._find(old)[1]]
 
     def find_root(self, prefix: str) -> str | None:
         """Return the one prefix that stands for `prefix` in the checkpoint; None if there are several, or none."""
@@ -243,7 +287,7 @@ def find_needed(rename: Rename, names: Collection[str], *, uri: str) -> Rename |
         old: new
         for old, new in rename.items()
         if not any(is_below(name, old.rstrip(".")) for name in names)
-        and any(is_below(name, new.rstrip(".")) for name in names)
+        and any(is_below(name, new.rstrip(".")) for name in names if new is not None)
     }
     if done:
         _log.warning(_NOT_NEEDED, done, uri)
@@ -252,13 +296,34 @@ def find_needed(rename: Rename, names: Collection[str], *, uri: str) -> Rename |
 
 def check_rename(rename: Rename | None) -> None:
     """Raise `InvalidOptionError` if `rename` is neither a dict of texts nor a function."""
-    is_mapping = isinstance(rename, Mapping) and all(isinstance(one, str) for pair in rename.items() for one in pair)
+    is_mapping = isinstance(rename, Mapping) and all(
+        isinstance(old, str) and isinstance(new, str | None) for old, new in rename.items()
+    )
     if rename is not None and not (is_mapping and rename) and not callable(rename):
         raise InvalidOptionError(f"{_ADVICE}: pass a dict, as in {{'ema': 'model'}}, or a function, not {rename!r}")
 
 
-def _part_text(old: str, new: str) -> str:
+def _part_text(old: str, new: str | None) -> str:
     return f"{{{old!r}: {new!r}}}"
+
+
+def _common_path(names: Iterable[str]) -> str:
+    """Return the longest dotted path that all `names` begin with."""
+    paths = sorted(name.split(".") for name in names)
+    return ".".join(paths[0][: count_same_ends(paths[0][::-1], paths[-1][::-1])])
+
+
+def _find_longer(name: str, names: Iterable[str]) -> str:
+    """Return the one beginning of `names` that has more in its middle than `name`, as in "ema.module.x"; "" if none."""
+    parts = name.split(".")
+    cuts = [(".".join(parts[:at]) + ".", "." + ".".join(parts[at:]) + ".") for at in range(1, len(parts))]
+    found = {
+        one[: at + len(tail)]
+        for one in (f"{entry}." for entry in itertools.islice(names, _MAX_COMPARED))
+        for head, tail in cuts
+        if one.startswith(head) and (at := one.find(tail, len(head))) > 0
+    }
+    return found.pop().removesuffix(".") if len(found) == 1 else ""
 
 
 def is_below(name: str, prefix: str) -> bool:

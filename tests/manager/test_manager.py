@@ -472,6 +472,31 @@ def test_best_metric_has_the_direction_of_its_name(memory: Memory) -> None:
     assert highest.step == 2
 
 
+def test_metrics_that_no_step_has_are_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, metrics vanish without a word, since they are measured between the steps that are saved."""
+    manager = CheckpointManager(memory.root, save_every=2, keep_last=1, keep_best=("val_loss", "min", 3))
+    for step in range(1, 7):
+        save_all(manager, step, metrics={"loss": 1.0} if step < 3 else {"val_loss": 1.0} if step == 3 else None)
+        if step == 2:
+            assert "without the metrics" not in caplog.text, "each step has what was measured beside it"
+    manager.save(7, state_of(7.0), metrics={"val_loss": 1.0})
+    save_all(manager, 8)
+    found = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
+    (message,) = [one for one in found if "without the metrics" in one]
+    assert message.startswith("step 4 is saved without the metrics 'val_loss'. They were passed for step 3, which was not")
+    assert "force=True" in message
+    assert "is_due" in message
+
+
+def test_keep_best_without_any_metrics_is_told_once(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, the best steps are removed, because no step was saved with metrics."""
+    manager = CheckpointManager(memory.root, keep_last=1, keep_best=("val_loss", "min", 3))
+    save_all(manager, 1, 2, 3)
+    warnings = [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
+    told = "no step has metrics. Pass metrics={'val_loss': …} to save"
+    assert warnings == [f"keep_best keeps no step under {memory.root}: {told}"]
+
+
 def test_unknown_metric_is_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a mistyped metric is not told, or a run that asks for one before its first evaluation ends."""
     manager = CheckpointManager(memory.root, keep_last=1, keep_best=("val_los", "min", 3))

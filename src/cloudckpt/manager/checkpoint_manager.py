@@ -42,6 +42,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     SaveInFlightError,
+    quote_names,
     raised_via,
 )
 from cloudckpt.events import Event
@@ -253,6 +254,9 @@ class CheckpointManager(OfThisProcess):
         self._restored: Restored | None = None
         self._unknown_metrics: set[str] = set()
         """Metrics for which a warning has said that no step has them."""
+        self._dropped: dict[str, int] = {}
+        """Metrics that were passed for steps that were not due since the last save, each with its last step."""
+        self._has_warned_of_dropped = False
         self._resume_hint = weakref.WeakMethod(self._print_resume_hint, _resume_hints.discard)
 
     def __repr__(self) -> str:
@@ -447,7 +451,8 @@ class CheckpointManager(OfThisProcess):
             planner: See `cloudckpt.save`.
 
         Returns:
-            The result of `async_save` or `save`. None, without any I/O, if the step is not due. The failure, if it has
+            The result of `async_save` or `save`. None, without any I/O, if the step is not due: nothing keeps its
+            `metrics`, and the next save without them warns, once. The failure, if it has
             failed already and ``on_failure="warn"`` lets training go on.
 
         Raises:
@@ -457,6 +462,7 @@ class CheckpointManager(OfThisProcess):
         """
         step, numbers = _check_step(step), check_metrics(metrics)
         if not force and not self.is_due(step):
+            self._dropped.update(dict.fromkeys(numbers or (), step))
             return None
         refuse_in_fork()
         is_owed = force or self._is_due(self._schedule, step)
@@ -503,10 +509,25 @@ class CheckpointManager(OfThisProcess):
             saved.is_fast, saved.is_owed = ranks.broadcast("find", decide)
         return self._save_to(saved, folder, state_dict, settings)
 
+    def _warn_of_dropped(self, saved: _StepState) -> None:
+        """Warn once if a step is saved without metrics that only steps were given which were not due."""
+        dropped = [name for name in self._dropped if name not in (saved.numbers or {})]
+        if dropped and saved.rank == 0 and not self._has_warned_of_dropped:
+            self._has_warned_of_dropped = True
+            _log.warning(
+                "step %d is saved without the metrics %s. They were passed for step %d, which was not due, so nothing "
+                "has them. Pass force=True to save such a step, or measure if is_due(step) is True",
+                saved.step,
+                quote_names(dropped),
+                self._dropped[dropped[0]],
+            )
+        self._dropped.clear()
+
     def _save_to(
         self, saved: _StepState, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save to the place that was chosen, and if the fast one fails at once, to the root."""
+        self._warn_of_dropped(saved)
         steps, metadata = self._steps, build_metadata(saved.step, saved.numbers or {})
         if self._fast is not None and saved.is_fast:
             steps = self._fast.steps

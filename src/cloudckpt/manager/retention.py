@@ -164,11 +164,14 @@ class Retention:
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
 
     def _warn_of_missing_metric(self, infos: Sequence[StepInfo]) -> None:
-        """Warn once if `keep_best` keeps nothing, because its metric has another name in the steps."""
+        """Warn once if `keep_best` keeps nothing, because no step has its metric."""
         keep_best = self.policy.keep_best
         if keep_best is None or self._has_warned_of_metric:
             return
-        if (missing := explain_missing_metric(infos, keep_best[0])) is not None:
+        missing = explain_missing_metric(infos, keep_best[0])
+        if missing is None and not any(info.metrics for info in infos):
+            missing = f"no step has metrics. Pass metrics={{{keep_best[0]!r}: …}} to save"
+        if missing is not None:
             self._has_warned_of_metric = True
             _log.warning("keep_best keeps no step under %s: %s", self._steps.location.uri, missing)
 

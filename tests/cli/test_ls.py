@@ -112,6 +112,9 @@ def test_metrics_have_columns_and_a_mark_at_the_best(local: LocalPlace, run: Run
     }
     assert next(one["metrics"] for one in chosen if one["name"] == "step-3") == {"val_loss": None, "top1/acc": 0.25}
     assert all(one["save_s"] > 0 for one in chosen if one["state"] == "committed")
+    unsorted = run("ls", local.root, "--sort", "val_loss")
+    told = "Invalid value for '--sort': 'val_loss' is not one of 'date', 'name', 'size'."
+    assert (unsorted.code, told in unsorted.err) == (2, True)
     undirected, unknown = run("ls", local.root, "--best", "kl"), run("ls", local.root, "--best", "min:val_los")
     assert (undirected.code, "min:kl or max:kl" in undirected.err) == (2, True)
     assert (unknown.code, "did you mean 'val_loss'?" in unknown.err) == (3, True)

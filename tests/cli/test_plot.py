@@ -81,6 +81,14 @@ def test_values_that_cannot_be_drawn_are_named(local: LocalPlace, run: Run, tmp_
     assert ("highest acc" in listed.err, "lowest" in listed.err, "''" in listed.out) == (True, False, True)
 
 
+def test_a_best_value_that_is_not_drawn_is_refused(local: LocalPlace, run: Run) -> None:
+    """If this fails, a plot shows no best value, and nothing says that --name leaves it out."""
+    _save_run(local)
+    hidden = run("plot", local.root, "--name", "size", "--best", "min:loss")
+    assert (hidden.code, "--best min:loss: --name leaves this metric out" in hidden.err) == (2, True)
+    assert run("plot", local.root, "--name", "lo*", "--best", "min:loss").code == 0
+
+
 def test_a_format_that_cannot_be_written_is_refused_before_anything_is_read(
     local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +165,7 @@ def test_a_report_tells_what_takes_the_space_and_what_changed(local: LocalPlace,
     for name, kind in (("model.w", "type"), ("model.new", "added"), ("model.b", "removed"), ("optim.lr", "removed")):
         assert f"{name}{kind}" in words, name
     assert "model: 23.4 KiB in 2 tensors with 6,002 elements and 0 values" in words
-    assert "differences: 3 in model, 1 in optim. Only names, dtypes and shapes were compared, and no value" in words
+    assert "4 differences in names, shapes and dtypes (values not compared): 3 in model, 1 in optim." in words
     assert "optim.stepvalues" not in words
     assert "* 0.25" in words
     run("report", local.root, "-o", output, "--values", "--compare", "step-20", "step-30")

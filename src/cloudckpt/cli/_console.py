@@ -245,7 +245,8 @@ def usage_message(error: BaseException) -> str | None:
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error)
     command = "cloudckpt" if context is None else context.command_path
-    return f"Error: {plain_line(' '.join(format_message().split()))} ({command} --help shows how to use it)"
+    message = " ".join(format_message().split()).replace(": Value error, ", ": ")  # Typer's words for a wrong choice
+    return f"Error: {plain_line(message)} ({command} --help shows how to use it)"
 
 
 def _single_cause(error: BaseException) -> BaseException:

@@ -63,6 +63,9 @@ def plot(
     if not named:
         have = ", ".join(title_of(one.name) for one in all_series)
         raise CheckpointNotFoundError(f"nothing is named like {' or '.join(name or ())}. There are: {have}", uri=root)
+    shown = {text for one in named for text in (one.name, f"min:{one.name}", f"max:{one.name}")}
+    if hidden := sorted({*(best or ())} - shown):
+        raise InvalidOptionError(f"--best {hidden[0]}: --name leaves this metric out. Name it, too, or omit --best")
     series = keep_drawable(named, common)
     if not series:
         raise CheckpointNotFoundError("nothing is left to draw. `cloudckpt ls --metrics` shows the values", uri=root)

@@ -187,7 +187,7 @@ def _differences(
     if has_values:
         with common.console.progress("comparing") as on_progress:
             found = compare(before.uri, after.uri, options=common.options(), on_progress=on_progress)
-        differences, note = list(found.differences), f"{count(found.num_same, 'entry')} the same."
+        differences, what, note = list(found.differences), "", f"{count(found.num_same, 'entry')} the same."
     else:
         olds, news = (
             {tensor.name: f"{tensor.dtype} {[*tensor.shape]}" for tensor in each.tensors}
@@ -204,11 +204,11 @@ def _differences(
             for name in {**olds, **news}
             if olds.get(name) != news.get(name)
         ]
-        note = "Only names, dtypes and shapes were compared, and no value: report --values compares the values, too."
+        what, note = " in names, shapes and dtypes (values not compared)", "report --values compares the values, too."
     title = f"<h2>{escape(before.uri.rpartition('/')[2])} to {escape(after.uri.rpartition('/')[2])}</h2>"
     parts = Counter(difference.name.partition(".")[0] for difference in differences)
     where = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if len(parts) <= _MAX_TOTALS)
-    note = f"{count(len(differences), 'difference')}{where and ': '}{where}. {note}"
+    note = f"{count(len(differences), 'difference')}{what}{where and ': '}{where}. {note}"
     left_out = len(differences) - _MAX_DIFFERENCES
     end = f"<p>The table leaves out {count(left_out, 'more difference')}.</p>" if left_out > 0 else ""
     titles = ["name", "change", "before", "after", "elements", "largest", "relative"][: 7 if has_values else 4]

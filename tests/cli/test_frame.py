@@ -185,6 +185,22 @@ def test_hints_print_their_argument() -> None:
         assert f"{hint.option.rpartition('.')[2]}={hint.value}" in str(hint)
 
 
+def test_advice_says_once_how_to_pass_its_option() -> None:
+    """If this fails, a message says "pass call cloudckpt.enable(…)", which is no English and no code."""
+    advices = {
+        node.value
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "{option}" in node.value
+    }
+    assert len(advices) > 8
+    for advice in advices:
+        for via in ("", "enable", "reader", "writer", "manager"):
+            for option, value in (("strict", "False"), ("rename", "{}"), ("Options.timeout_s", "9")):
+                text = Hint(advice=advice, option=option, value=value).as_python(via)
+                assert not re.search(r"\b(pass|call|give|with|use|and) (pass|call|give) ", text), text
+
+
 def test_a_denied_request_is_told_from_what_is_missing(s3: S3Place, run: Run) -> None:
     """If this fails, a lacking permission or a store that is busy looks like a missing checkpoint."""
     assert run("ls", "s3://there-is-no-such-bucket/run").code == 3

@@ -90,7 +90,7 @@ def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str
                 f"{uri} holds {quote_names(below)}, and {name!r} is empty in the state dict, so that it asks for none "
                 "of it",
                 "Load with cloudckpt.load, which gives a Stateful what was saved; fill the dict with what to load; or "
-                "pass {option} to leave it behind",
+                "{option} to leave it behind",
                 uri=uri,
             )
 

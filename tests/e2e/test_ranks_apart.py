@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -90,3 +91,22 @@ def test_rank_that_restores_while_the_other_saves_is_named(root: str) -> None:
     told = rf"rank 0: asking if a step is due under {root}; rank 1: finding a checkpoint under {root}"
     with pytest.raises(CheckpointException, match=told):
         manager.restore(dict(STATE)) if dist.get_rank() else manager.save(1, dict(STATE))
+
+
+@on_ranks(2)
+def test_ranks_that_see_different_directories_are_told_so(root: str) -> None:
+    """If this fails, a mount that one host lacks is told as a removal by gc or by another job."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    uri = "/proc/self/cwd/step-1"  # one text, and a directory of each rank
+    for folder in ("0", "1"):
+        Path(root, folder).mkdir(exist_ok=True)
+    state = {"w": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}
+    os.chdir(f"{root}/{rank}")
+    with pytest.raises(cloudckpt.errors.IncompleteSaveError, match=r"1-0\.safetensors is gone\. Do all ranks see the"):
+        cloudckpt.save(state, uri)
+    os.chdir(f"{root}/0")
+    cloudckpt.save(state, uri)
+    dist.barrier()
+    os.chdir(f"{root}/{rank}")
+    with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="unless rank 1 sees another directory there"):
+        cloudckpt.load(state, uri)

@@ -237,18 +237,22 @@ def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | 
     folder, and a HEAD for each object that the listing lacks, since a listing may lag.
     """
     problems: list[str] = []
+    is_of_others = False  # what a rank other than 0 wrote
     newest: datetime | None = None
     for folder in sorted({stored.folder for stored in manifest.objects}):
         wanted = {stored.key: stored.size for stored in manifest.objects if stored.folder == folder}
         missing, modified_at = find_missing(siblings(folder), wanted)
         problems += missing.values()
+        is_of_others |= any(not key.rpartition("/")[2].startswith("0-") for key in missing)
         if not folder:
             newest = modified_at
     if problems:
-        uri = siblings("").uri
+        uri, cause = siblings("").uri, "Something"
+        if is_of_others and siblings("").store.capabilities.is_near:
+            cause = "Do all ranks see the same directory there (a mount that all hosts share)? If so, something"
         raise IncompleteSaveError(
-            f"nothing was committed at {uri}: {join_first(problems, _MAX_SHOWN_PROBLEMS)}. Something removed or "
-            "replaced what this save wrote or refers to (a gc with a short older_than, a lifecycle rule?): save again",
+            f"nothing was committed at {uri}: {join_first(problems, _MAX_SHOWN_PROBLEMS)}. {cause} removed or replaced "
+            "what this save wrote or refers to (a gc with a short older_than, a lifecycle rule?): save again",
             uri=uri,
         )
     return newest

@@ -366,10 +366,13 @@ class Reader:
         return CorruptCheckpointError(f"{url} is missing, and with it {names}. {_LOAD_AN_OLDER_ONE}", uri=uri)
 
     def _changed_error(self) -> CheckpointChangedError:
-        uri = self.context.uri
+        uri, rank = self.context.uri, self.context.rank
+        apart = ""
+        if rank and self.context.store.capabilities.is_near:
+            apart = f", unless rank {rank} sees another directory there than rank 0 (a mount that its host lacks?)"
         return CheckpointChangedError(
-            f"{uri} was overwritten or removed while it was being read. What was read is not usable; load again, "
-            "or repeat the command",
+            f"{uri} was overwritten or removed while it was being read{apart}. What was read is not usable; load "
+            "again, or repeat the command",
             uri=uri,
         )
 

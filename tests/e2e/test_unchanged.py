@@ -132,11 +132,16 @@ def test_retention_removes_what_no_step_needs(tmp_path: Path, monkeypatch: pytes
     run(0, 1, frozen=1.0)
     assert len(list((tmp_path / "step-0").rglob("*.safetensors"))) == 1  # step-1 names it
     run(2, 3, frozen=2.0)
+    (data,) = (tmp_path / "step-2" / "data").rglob("*.safetensors")
+    other = tmp_path / "other" / "step-7" / data.relative_to(tmp_path / "step-2")
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"of a save that is running")
     for path in tmp_path.rglob("*"):
         os.utime(path, (time.time() - 2 * 86_400,) * 2)
     set_time(monkeypatch, ahead_s=2 * 86_400)
     run(4, frozen=2.0)  # one: to this clock, the files of the file system's are two days old at once
     assert not list((tmp_path / "step-0").rglob("*.safetensors"))
+    assert other.exists()  # another run's
     assert len(list((tmp_path / "step-2").rglob("*.safetensors"))) == 1
     assert_same(load(tmp_path / "step-4", state_of(4))["frozen.0"], torch.full((FROZEN_BYTES // 4,), 2.0))
 
@@ -220,6 +225,10 @@ def test_an_object_that_mostly_changed_is_not_kept_for_a_small_part(tmp_path: Pa
     save(tmp_path, 0, {"small": small, "large": large})
     assert save(tmp_path, 1, {"small": small, "large": large + 1}, base=tmp_path / "step-0").num_bytes_unchanged == 0
     assert not list(tmp_path.rglob("*.claim"))
+    tied = {f"tied.{i}": small for i in range(8)}
+    save(tmp_path / "tied", 0, {**tied, "large": large})
+    report = save(tmp_path / "tied", 1, {**tied, "large": large + 1}, base=tmp_path / "tied" / "step-0")
+    assert report.num_bytes_unchanged == 0
     # What was unchanged got an object of its own, which the next save can name.
     report = save(tmp_path, 2, {"small": small, "large": large + 2}, base=tmp_path / "step-1")
     assert report.num_bytes_unchanged == small.nbytes
@@ -306,9 +315,7 @@ def test_a_base_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path / "elsewhere", 0, state_of(0))
     with pytest.raises(CheckpointNotFoundError, match=f"no checkpoint at {tmp_path}/step-9 to refer to"):
         save(tmp_path, 1, state_of(1), base=tmp_path / "step-9")
-    with pytest.raises(
-        InvalidOptionError, match=r"plain: it was saved without hashes .*Options\(unchanged='reference'\)"
-    ):
+    with pytest.raises(InvalidOptionError, match=r"plain, which has no hashes .*Options\(unchanged='reference'\)"):
         save(tmp_path, 1, state_of(1), base=tmp_path / "plain")
     with pytest.raises(InvalidOptionError, match="others in its folder"):
         save(tmp_path, 1, state_of(1), base=tmp_path / "elsewhere" / "step-0")
@@ -317,6 +324,12 @@ def test_a_base_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
     other_tiles = make_options(unchanged="reference", tile_bytes=8 * KIB)
     with pytest.raises(InvalidOptionError, match=r"tile_bytes=4096\), and this save has 8192"):
         save(tmp_path, 1, state_of(1), base=tmp_path / "step-0", options=other_tiles)
+    (tmp_path / "newest").symlink_to(tmp_path / "step-0")
+    with pytest.raises(InvalidOptionError, match="by their own names"):
+        save(tmp_path, 1, state_of(1), base=tmp_path / "newest")
+    (tmp_path / "newest").unlink()
+    with pytest.raises(InvalidOptionError, match="base cannot be used with extensions"):
+        save(tmp_path, 1, state_of(1), base=tmp_path / "step-0", options=Options(extensions=[cloudckpt.Zstandard()]))
     writer = cloudckpt.ObjectStoreWriter(tmp_path / "step-1")
     with pytest.raises(InvalidOptionError, match="belong to the writer"):
         cloudckpt.save(state_of(1), storage_writer=writer, base=tmp_path / "step-0")
@@ -326,6 +339,36 @@ def test_a_base_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
         cloudckpt.CheckpointManager(tmp_path / "run", fast=tmp_path / "fast", options=OPTIONS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "plain", "step-0"]
     assert not list(tmp_path.rglob("*.claim"))
+
+
+def test_a_run_heals_after_damage(tmp_path: Path) -> None:
+    """If this fails, each save after a damaged step names the damaged data again, and no step of the run loads."""
+    with cloudckpt.CheckpointManager(tmp_path, options=OPTIONS, async_=False) as manager:
+        for step in range(3):
+            manager.save(step, state_of(step))
+        (own,) = (tmp_path / "step-2" / "data").rglob("*.safetensors")
+        own.write_bytes(bytes(own.stat().st_size))
+        restored = manager.restore(state_of(-1))
+        assert restored is not None
+        assert restored.step == 1
+        manager.save(2, state_of(2))
+        manager.save(3, state_of(3))
+    for name, step in (("step-2-again-1", 2), ("step-3", 3)):
+        assert_same(load(tmp_path / name, state_of(step)), state_of(step))
+        assert "step-2" not in {stored.folder for stored in manifest_at(tmp_path / name).objects}
+
+
+def test_an_overwritten_step_whose_data_is_claimed_can_be_removed(tmp_path: Path) -> None:
+    """If this fails, retention takes data that another step uses for a save that is running, and keeps the step."""
+    save(tmp_path, 0, state_of(0))
+    save(tmp_path, 1, state_of(1), base=tmp_path / "step-0")
+    save(tmp_path, 0, state_of(5), overwrite=True)
+    with cloudckpt.CheckpointManager(tmp_path, keep_last=1, options=OPTIONS, async_=False) as manager:
+        manager.save(2, state_of(2))
+        manager.wait()
+        assert manager.retention is not None
+        assert manager.retention.failed == ()
+    assert_same(load(tmp_path / "step-2", state_of(2)), state_of(2))
 
 
 @pytest.mark.parametrize("trouble", ["is damaged", "was saved without hashes", "is gone"])

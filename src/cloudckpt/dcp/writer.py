@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import uuid
@@ -109,7 +108,7 @@ class ObjectStoreWriter(StorageWriter):
         options: Options | None = None,
         overwrite: bool = False,
         base: str | os.PathLike[str] | None = None,
-        _find_base: Callable[[], str | None] = lambda: None,
+        _find_base: Callable[[], str | None] | None = None,
         _extensions: Sequence[StreamTransformExtension] | None = None,
         _via: str = "writer",  # `CloudckptError.via`
     ) -> None:
@@ -120,6 +119,8 @@ class ObjectStoreWriter(StorageWriter):
         self._base = None if base is None else parse_location(base)
         self._find_base = _find_base
         """Finds the base when the save begins, once the one before it has ended, if `base` does not name it."""
+        if base is not None and (self._options.extensions or self._options.commit == "unconditional"):
+            raise InvalidOptionError("base cannot be used with extensions, or with commit='unconditional'")
         if base is not None and self._options.unchanged == "send":
             self._options = dataclasses.replace(self._options, unchanged="reference")
         require_no_resume(self._options)
@@ -223,8 +224,10 @@ class ObjectStoreWriter(StorageWriter):
     def _refer_to_base(self, draft: Draft) -> None:
         if self._base is not None:
             draft.refer_to(self._base, is_required=True)
-        elif self._options.unchanged == "reference" and (uri := self._find_base()) is not None:
-            draft.refer_to(parse_location(uri), is_required=False)
+        elif self._find_base is not None and self._options.unchanged == "reference":
+            uri = self._find_base()
+            if uri is not None:
+                draft.refer_to(parse_location(uri), is_required=False)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach this rank's `AttemptMessage`. Raises `UnsupportedValueError` for a name that no manifest can hold."""
@@ -345,13 +348,12 @@ class ObjectStoreWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save that has begun belongs to its process.
-        base = self._find_base() if self._options.unchanged == "reference" else None
         return {
             **self.__dict__,
             "_draft": None,
             "_snapshot": None,
             "_cancellation": None,
-            "_find_base": functools.partial(_return, base),
+            "_find_base": None,
             "newest_commit_time_ns": newest_commit_time_ns(),
         }
 
@@ -377,10 +379,6 @@ def _answer(plan: SavePlan, message: AttemptMessage, draft: Draft) -> AttemptMes
         indices = (item.index for item in plan.items if item.tensor_data is not None)
         known = draft.base.known_blocks((index.fqn, tuple(index.offset or ())) for index in indices)
     return dataclasses.replace(message, attempt=draft.attempt, known=known)
-
-
-def _return(value: str | None) -> str | None:
-    return value
 
 
 def _result_of(receipts: ItemReceipts) -> WriteResult:

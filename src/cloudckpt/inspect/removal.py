@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from cloudckpt._display import count, shown, size
@@ -152,6 +152,16 @@ def walk_checkpoint(location: Location, options: Options) -> WalkedLocation:
     if inventory.unlisted is not None:
         raise inventory.unlisted
     return _walked_location(location, client, inventory, "", options)
+
+
+def remove_spent_claims(location: Location, options: Options, *, older_than: timedelta) -> None:
+    """Remove the claims of removed checkpoints at `location`, and the data that only these kept, as `gc` does."""
+    walked = walk_checkpoint(location, options)
+    if any(item.kind == "claim" for item in walked.found):
+        beside = replace(
+            walked, siblings=lambda folder: walked.client.at(open_store(location.parent.child(folder), options))
+        )
+        collect(beside, before=clock.now() - older_than, conditional=options.commit == "conditional")
 
 
 def _delete(location: Location, options: Options) -> None:

@@ -251,6 +251,9 @@ class CheckpointManager(OfThisProcess):
         """The step that holds the job's state: the last save, or the step that was restored since."""
         self._last_committed: tuple[int, str] | None = None
         """Number and URI of the step that this manager committed last."""
+        self._base: str | None = None
+        """URI of the step that the next save may refer to: the last that was committed or restored. Empty after damage
+        was found, since others may share the damaged data. None before all that."""
         self._restored: Restored | None = None
         self._unknown_metrics: set[str] = set()
         """Metrics for which a warning has said that no step has them."""
@@ -575,14 +578,10 @@ class CheckpointManager(OfThisProcess):
 
     def _find_base(self, uri: str) -> str | None:
         """Return the newest other step of the root, for `Options.unchanged`. Called on rank 0, once the save begins."""
-        if self._last_committed is not None:
-            found = self._last_committed[1]
-        elif self._restored is not None:
-            found = self._restored.uri
-        else:
+        if self._base is None:
             latest = self._steps.find_latest()
-            found = "" if latest is None else latest.uri
-        return None if found in ("", uri) else found
+            self._base = "" if latest is None else latest.uri
+        return None if self._base in ("", uri) else self._base
 
     def restore(
         self,
@@ -657,6 +656,7 @@ class CheckpointManager(OfThisProcess):
         if restored is not None:
             _log.info("restored step %d from %s", restored.step, restored.uri)
             self._restored = restored
+            self._base = "" if self._damaged else restored.uri
         if self._fast is not None and rank_in(self._process_group, no_dist=self._no_dist) == 0:
             self._fast.start()  # copies that an earlier process has left undone
         return restored
@@ -836,6 +836,7 @@ class CheckpointManager(OfThisProcess):
             if error is None:
                 self._failures.in_a_row = 0
                 self._last_committed = saved.step, saved.uri
+                self._base = saved.uri
                 self._damaged -= {saved.uri}
                 if saved.rank == 0:  # before a waiter checks if a copy or a removal runs
                     self._start_after(saved)
@@ -874,6 +875,7 @@ class CheckpointManager(OfThisProcess):
     def _note_damage(self, uri: str) -> None:
         with self._note_lock:
             self._damaged |= {uri}
+            self._base = ""
 
     def _is_to_replace(self, step: int) -> bool:
         """Return True if `step` is to be overwritten: it is damaged, or one of the last saves may have committed it."""

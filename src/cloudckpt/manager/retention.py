@@ -13,9 +13,10 @@ from cloudckpt._workers import RepeatedTask
 from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
 from cloudckpt.commit.log import resolve
+from cloudckpt.commit.references import find_claimed
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
-from cloudckpt.inspect.removal import KeptObject, gc, walk_checkpoint
+from cloudckpt.inspect.removal import KeptObject, gc, remove_spent_claims, walk_checkpoint
 from cloudckpt.manager.policies import RetentionPolicy, explain_missing_metric, find_superseded
 from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, parse_step_uri, sort_newest_first
 from cloudckpt.options import Options
@@ -222,15 +223,19 @@ class Retention:
         return reason
 
     def _remove_claims(self) -> None:
-        """Remove, once a day, the claims of removed steps: without it, the data that they claimed stays for ever."""
+        """Remove, once a day, the claims of removed steps: without it, the data that they claimed stays for ever.
+
+        It looks at the folders of steps alone: other runs may save under the same root.
+        """
         now = clock.now()
         if self._claims_removed_at is not None and now < self._claims_removed_at + ALIVE:
             return
         self._claims_removed_at = now
-        root = self._steps.location.uri
         try:
-            gc(root, older_than=ALIVE, dry_run=False, quiet=True, options=self._steps.options)
+            for uri in self._steps.list_uris():
+                remove_spent_claims(parse_location(uri), self._steps.options, older_than=ALIVE)
         except CloudckptError as error:
+            root = self._steps.location.uri
             _log.warning("did not remove what removed steps under %s have claimed: %s", root, error)
 
     def _remove_fences(self) -> None:
@@ -262,7 +267,9 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
 
 
 def _has_other_writer(walked: WalkedLocation, *, alive_since: datetime) -> bool:
-    found = [item for item in walked.found if item.attempt and item.kind != "claim"]
+    claimed = find_claimed(walked.client) if any(item.kind == "claim" for item in walked.found) else frozenset()
+    kept = {walked.prefix + key for key in claimed or ()}  # what an overwrite has left to those who refer to it
+    found = [item for item in walked.found if item.attempt and item.kind != "claim" and item.key not in kept]
     attempts = {item.attempt for item in found}
     if len(attempts) <= 1:
         return False  # the only attempt is the committed one; the manifest, which may be large, need not be read

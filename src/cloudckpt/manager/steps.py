@@ -239,6 +239,10 @@ class Steps:
         self._have_times |= step is None
         return found
 
+    def list_uris(self) -> list[str]:
+        """Return the URIs of all folders with the name of a step, also of those that were deleted."""
+        return [self._uri_of_folder(name) for name in _list_names(self._open_client())]
+
     def read_times(self) -> None:
         """Read the times of all commits, unless this was done, so that the next one is later. Never raises."""
         if self._have_times:

@@ -8,6 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from cloudckpt.commit.publish import (
 from cloudckpt.commit.times import draw_commit_time_ns
 from cloudckpt.errors import (
     OVERWRITE_HINT,
+    AccessDeniedError,
     CheckpointError,
     CheckpointExistsError,
     CloudckptError,
@@ -118,14 +120,15 @@ class Draft:
         else a warning says why everything is sent.
         """
         location = self.context.location
-        if base == location or not location.name or base.parent != location.parent:
+        is_link = base.local_path is not None and Path(base.local_path).is_symlink()  # it may name another folder later
+        if base == location or not location.name or base.parent != location.parent or is_link:
             raise InvalidOptionError(
-                f"a checkpoint can refer only to others in its folder: {location.uri} to one under "
-                f"{location.parent.uri}/, and not to {base.uri}"
+                f"a checkpoint can refer only to others in its folder, by their own names: {location.uri} cannot refer "
+                f"to {base.uri}"
             )
         try:
             self.base = Base(self.context, base.name, attempt=self.attempt)
-        except (InvalidOptionError, CheckpointError) as error:
+        except (InvalidOptionError, CheckpointError, AccessDeniedError) as error:
             if is_required:
                 raise
             _log.warning("%s is saved whole, because %s", self.context.uri, error)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,6 +46,8 @@ class KnownBlocks:
 
     blocks: Mapping[BlockKey, KnownBlock]
     objects: Mapping[int, ObjectRef]
+    content_bytes: Mapping[int, int]
+    """The size of each object without its header."""
 
 
 def find_unchanged(
@@ -52,33 +55,35 @@ def find_unchanged(
 ) -> tuple[dict[int, KnownBlock], set[int]]:
     """Return what a save need not send, and what it sends although it is unchanged, by the positions in `blocks`.
 
-    The latter lies in objects that mostly hold what has changed. Aliases stay together.
+    The latter is in objects that mostly hold what has changed. Aliases stay together.
     """
-    found: dict[int, KnownBlock] = {}
-    used_bytes: defaultdict[int, int] = defaultdict(int)
-    for position, block in blocks.items() if known is not None else ():
-        same = known.blocks.get((block.fqn, block.offsets)) if known is not None else None
-        if same is not None and same[:3] == (block.xxh3_128.hex(), block.dtype, block.lengths):
-            found[position] = same
-            used_bytes[same.object_index] += block.num_bytes
-    unsent = {
+    if known is None:
+        return {}, set()
+    found = {
         position: same
-        for position, same in found.items()
-        if known is not None
-        and used_bytes[same.object_index] >= _MIN_USED_SHARE * known.objects[same.object_index].size_bytes
+        for position, block in blocks.items()
+        if (same := known.blocks.get((block.fqn, block.offsets))) is not None
+        and same[:3] == (block.xxh3_128.hex(), block.dtype, block.lengths)
     }
-    again = found.keys() - unsent.keys()
+    _keep_families(found, aliases)
+    used_bytes: defaultdict[int, int] = defaultdict(int)
+    for object_index, begin, end in {(same.object_index, same.begin, same.end) for same in found.values()}:
+        used_bytes[object_index] += end - begin
+    named = {index for index, used in used_bytes.items() if used >= _MIN_USED_SHARE * known.content_bytes[index]}
+    unsent = {position: same for position, same in found.items() if same.object_index in named}
+    _keep_families(unsent, aliases)
+    return unsent, found.keys() - unsent.keys()
+
+
+def _keep_families(found: dict[int, KnownBlock], aliases: Mapping[int, int]) -> None:
+    """Remove from `found` all aliases of one tensor if one of them is not in it."""
     families: defaultdict[int, set[int]] = defaultdict(set)
     for follower, first in aliases.items():
         families[first] |= {first, follower}
     for family in families.values():
-        if not family <= unsent.keys():
-            again |= family & unsent.keys()
-            for position in family:
-                unsent.pop(position, None)
-        if not family <= again:
-            again -= family
-    return unsent, again
+        if not family <= found.keys():
+            for position in family & found.keys():
+                del found[position]
 
 
 def receipts_of(
@@ -145,8 +150,9 @@ class Base:
         for index in {block.object_index for block in self._blocks.values()}:
             sizes_bytes[holders[index]][self._objects[index].key] = self._objects[index].size
         self._claims = {holder: frozenset(sizes) for holder, sizes in sizes_bytes.items()}
-        self._put_claims(self._claims)
+        self._header_ends = _find_header_ends(manifest)
         try:
+            self._put_claims(self._claims)
             _check_current(client, manifest)
             missing = [find_missing(context.client_at(holder), sizes)[0] for holder, sizes in sizes_bytes.items()]
         except Exception:  # after an interrupt, gc removes the claims
@@ -162,9 +168,11 @@ class Base:
             if (block := self._blocks.get(key)) is not None
             and self._objects[block.object_index].key not in self._missing
         }
+        used = {block.object_index for block in blocks.values()}
         return KnownBlocks(
             blocks=blocks,
-            objects={index: self._ref(index) for index in {each.object_index for each in blocks.values()}},
+            objects={index: self._ref(index) for index in used},
+            content_bytes={index: self._objects[index].size - self._header_ends[index] for index in used},
         )
 
     def _ref(self, index: int) -> ObjectRef:
@@ -199,6 +207,19 @@ class Base:
         )
 
 
+def _find_header_ends(manifest: Manifest) -> dict[int, int]:
+    """Return where the first tensor or value of each object begins."""
+    ends: dict[int, int] = {}
+    chunks = itertools.chain.from_iterable(tensor.chunks for tensor in manifest.tensors.values())
+    begins = itertools.chain(
+        ((chunk.object_index, chunk.begin) for chunk in chunks),
+        ((value.object_index, value.begin) for value in manifest.values.values()),
+    )
+    for object_index, begin in begins:
+        ends[object_index] = min(ends.get(object_index, begin), begin)
+    return ends
+
+
 def _check_current(client: StoreClient, manifest: Manifest) -> None:
     if not is_current(client, manifest.attempt):
         raise CheckpointChangedError(f"{client.uri} is being replaced or removed", uri=client.uri)
@@ -207,8 +228,8 @@ def _check_current(client: StoreClient, manifest: Manifest) -> None:
 def _check_fit(manifest: Manifest, uri: str, *, tile_bytes: int) -> None:
     if not manifest.is_referable:
         raise InvalidOptionError(
-            f"no save can refer to {uri}: it was saved without hashes of its tensors. Save it with "
-            "Options(unchanged='reference')"
+            f"no save can refer to {uri}, which has no hashes of its tensors: it was saved without "
+            "Options(unchanged='reference'), or by a planner of your own. Save it with that option"
         )
     if manifest.tile_bytes != tile_bytes:
         raise InvalidOptionError(

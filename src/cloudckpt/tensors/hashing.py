@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import msgspec
+import torch
 
 from cloudckpt._workers import each_done
 from cloudckpt.options import MIB
 from cloudckpt.tensors.body import PieceBody, SaveItems, StagedItem, new_piece, new_side_streams, pack
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.copying import CudaStream, Snapshot
 from cloudckpt.tensors.host_memory import Arena
 
 _READ_BYTES = 8 * MIB
@@ -43,13 +44,15 @@ def hash_blocks(
     """
     blocks: dict[int, Block] = {}
     positions = [position for position, is_fixed in enumerate(planned.are_fixed) if is_fixed]
+    # In the caller's thread: the copies from a GPU must come after what is queued on the caller's current stream.
+    items = dict(zip(positions, planned.stage(positions), strict=True))
+    streams = new_side_streams(item.content for item in items.values())
     sizes_bytes = [planned.sizes_bytes[position] for position in positions]
 
     def hash_group(group: range) -> None:
-        chosen = positions[group.start : group.stop]
-        for position, item in zip(chosen, planned.stage(chosen), strict=True):
-            if item.dtype is not None and not item.transforms:
-                blocks[position] = _hash_item(item, item.dtype, arena, snapshot)
+        for position in positions[group.start : group.stop]:
+            if (dtype := items[position].dtype) is not None:
+                blocks[position] = _hash_item(items[position], dtype, arena, snapshot, streams)
 
     groups = pack(sizes_bytes, object_bytes=_GROUP_BYTES)
     for _ in each_done(groups, hash_group, num_threads=num_threads, name="cloudckpt-hash", on_failure=lambda: None):
@@ -57,11 +60,17 @@ def hash_blocks(
     return blocks
 
 
-def _hash_item(item: StagedItem, dtype: str, arena: Arena, snapshot: Snapshot | None) -> Block:
+def _hash_item(
+    item: StagedItem,
+    dtype: str,
+    arena: Arena,
+    snapshot: Snapshot | None,
+    streams: Mapping[torch.device, CudaStream],
+) -> Block:
     import xxhash
 
     piece = new_piece(item.content, begin=0, address=item.address)
-    body = PieceBody([piece], arena, snapshot, new_side_streams([item.content]))
+    body = PieceBody([piece], arena, snapshot, streams)
     hasher = xxhash.xxh3_128()
     for begin in range(0, body.size_bytes, _READ_BYTES):
         with body.open(begin, min(begin + _READ_BYTES, body.size_bytes)) as views:

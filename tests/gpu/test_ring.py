@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,3 +143,20 @@ def test_every_view_of_a_gpus_tensor_is_saved_by_value(memory: Memory) -> None:
         if tensor.dtype is torch.float8_e4m3fn:
             loaded, expected = loaded.view(torch.uint8), expected.view(torch.uint8)
         assert torch.equal(loaded, expected), name
+
+
+@pytest.mark.parametrize("is_side", [False, True], ids=["default stream", "side stream"])
+def test_a_change_on_the_callers_stream_is_not_called_unchanged(tmp_path: Path, *, is_side: bool) -> None:
+    """If this fails, a save hashes a tensor before the last step has written it, and refers to its old value."""
+    options = make_options(unchanged="reference")
+    tensor = torch.zeros(64 * MIB // 4, device="cuda")
+    cloudckpt.save({"tensor": tensor}, tmp_path / "step-0", options=options)
+    with torch.cuda.stream(torch.cuda.Stream() if is_side else None):
+        torch.cuda._sleep(100_000_000)  # the stream is busy for a while
+        tensor.fill_(1.0)
+        report = cloudckpt.save({"tensor": tensor}, tmp_path / "step-1", base=tmp_path / "step-0").report
+    assert report is not None
+    assert report.num_bytes_unchanged == 0
+    loaded = torch.zeros_like(tensor)
+    cloudckpt.load({"tensor": loaded}, tmp_path / "step-1")
+    assert bool(loaded.eq(1.0).all())

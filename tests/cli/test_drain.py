@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def test_ls_says_in_which_places_a_step_is(tmp_path: Path, run: Run) -> None:
     places = {one["name"]: one["place"] for one in run("ls", root, "--fast", fast, "--json").document}
     assert places == {"step-1": "root", "step-2": "owed", "step-3": "fast", "step-9": f"fast, of {tmp_path / 'other'}"}
     assert run("drain", fast, root).code == 0
+    left = Path(fast, "step-5", "data", "20260101T000000000Z-0123456789ab", "0-0.safetensors")
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"left by a save that was killed")
+    advice = run("ls", root, "--fast", fast, "--alive-within", "0s").err
+    assert f"`cloudckpt gc {fast}`" in advice, advice
+    assert f"gc {root}`" not in advice
+    shutil.rmtree(Path(fast, "step-5"))
     lines = run("ls", root, "--fast", fast, "--columns", "name,place").out.splitlines()
     assert lines[0].split() == ["NAME", "PLACE"]
     assert "step-2 both" in [" ".join(line.split()) for line in lines]

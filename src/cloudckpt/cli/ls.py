@@ -125,7 +125,7 @@ def ls(
     elif sort is _Order.size:
         found.sort(key=lambda one: one.num_bytes or 0)
     shown = found[::-1] if reverse else found
-    _print_list(console, root, shown, names, long=long, best_of=best_of, places=places)
+    _print_list(console, root, shown, names, long=long, best_of=best_of, places=places, fast=fast)
     if modes and best_of and not common.as_json:
         console.say(f"* marks the best: {describe_modes(modes, best_of)}. For others: --best min:METRIC or max:METRIC.")
     elif modes is not None and found and not find_metrics(found):
@@ -213,6 +213,7 @@ def _print_list(
     long: bool,
     best_of: Mapping[str, CheckpointInfo] | None,
     places: Mapping[int, str],
+    fast: str | None,
 ) -> None:
     if console.as_json:
         documents = [document_of(one) for one in found]
@@ -239,7 +240,9 @@ def _print_list(
     for one in found:
         if one.problem:
             console.warn(f"{one.name}: {one.problem}")
-    _print_advice(console, root, found)
+    near = [one for one in found if places.get(id(one), "root") not in ("root", "both")]
+    _print_advice(console, fast or root, near)
+    _print_advice(console, root, [one for one in found if places.get(id(one), "root") in ("root", "both")])
 
 
 def _options_of(fast: str, root: str, options: Options) -> Options:

@@ -37,12 +37,29 @@ class CheckpointMetrics:
         )
         self._bytes = Counter("cloudckpt_bytes", "Bytes sent and read, as they move", ["direction"], registry=registry)
         self._retries = Counter("cloudckpt_retries", "Requests made again", ["error"], registry=registry)
-        self._hedges = Counter("cloudckpt_hedges", "Requests made twice", registry=registry)
-        self._skipped = Counter("cloudckpt_skipped", "Checkpoints that load_latest passed over", registry=registry)
+        self._counters = {
+            "hedge": Counter("cloudckpt_hedges", "Requests made twice", registry=registry),
+            "load.skipped": Counter("cloudckpt_skipped", "Checkpoints that load_latest passed over", registry=registry),
+            "save.tolerated": Counter(
+                "cloudckpt_tolerated", "Failed saves that did not end training", registry=registry
+            ),
+        }
+        self._outcomes = {
+            "drain": Counter("cloudckpt_drains", "Copies from the fast place", ["outcome"], registry=registry),
+            "retention": Counter("cloudckpt_removals", "Removals by retention", ["outcome"], registry=registry),
+        }
         self._in_flight = Gauge("cloudckpt_in_flight", "Saves and loads under way", ["operation"], registry=registry)
-        self._last_save = Gauge("cloudckpt_last_save_timestamp_seconds", "Time of the last commit", registry=registry)
+        self._last = {
+            "save.done": Gauge(
+                "cloudckpt_last_save_timestamp_seconds", "Time of the last commit, in any place", registry=registry
+            ),
+            "drain.committed": Gauge(
+                "cloudckpt_last_drain_timestamp_seconds", "Time of the last copy to the root", registry=registry
+            ),
+        }
         # Until the first commit, the age counts from the start: a job that never saves has to be noticed as well.
-        self._last_save.set_to_current_time()
+        for gauge in self._last.values():
+            gauge.set_to_current_time()
 
     def __call__(self, event: cloudckpt.Event) -> None:
         """One event."""
@@ -53,17 +70,17 @@ class CheckpointMetrics:
             self._bytes.labels("read").inc(event.num_bytes)
         elif event.name == "retry":
             self._retries.labels(event.error).inc()
-        elif event.name == "hedge":
-            self._hedges.inc()
-        elif event.name == "load.skipped":
-            self._skipped.inc()
+        elif event.name in self._counters:
+            self._counters[event.name].inc()
+        elif operation in self._outcomes:
+            self._outcomes[operation].labels(step).inc()
         elif step == "begun":
             self._in_flight.labels(operation).inc()
         elif operation in ("save", "load") and step in ("done", "failed", "cancelled"):
             self._in_flight.labels(operation).dec()
             self._operations.labels(operation, step).observe(event.seconds)
-            if event.name == "save.done":
-                self._last_save.set_to_current_time()
+        if event.name in self._last:
+            self._last[event.name].set_to_current_time()
 
 
 def main() -> None:

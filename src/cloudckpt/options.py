@@ -283,7 +283,7 @@ _BOUNDS: tuple[_Rule, ...] = (
     (
         "unchanged",
         lambda options: options.unchanged == "send" or (options.commit == "conditional" and not options.extensions),
-        "'send' with commit='unconditional' or extensions",
+        "'send' ('reference' needs commit='conditional' and no extensions)",
     ),
     (
         "trace",

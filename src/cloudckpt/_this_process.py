@@ -92,8 +92,8 @@ def rare_collections() -> Iterator[None]:
 
     Planning makes some twenty containers for each tensor, none of them garbage. At Python's own threshold of 700 new
     containers, a save of 20,000 small tensors takes twice the processor time, and so does a load
-    (``docs/design/013-save-balance.md``). Use it as a decorator: Python collects as the context ends, and traverses
-    all containers that the function's variables still hold.
+    (``docs/design/013-save-balance.md``). Python collects as the context ends, and traverses all
+    containers that variables still hold. So use it as a decorator where a function's own variables hold many.
 
     The thresholds belong to the whole process. The main thread that calls this waits for a save, a load or a snapshot,
     so no training loop runs beside it. The work of a background save runs in other threads, and leaves the thresholds

@@ -414,7 +414,12 @@ class CheckpointChangedError(CheckpointError):
 
 
 class CommitUnknownError(CheckpointError):
-    """The store's answer to the commit was lost, so the checkpoint may exist. Nothing was removed."""
+    """The manifest of a save may exist, so its data was not removed.
+
+    The store's answer to the commit was lost, the commit was interrupted, or another save's commit hides this one. The
+    last is known for certain; the error is then a `CheckpointExistsError`, too. A deletion or gc raises it if the
+    answer to its fence was lost.
+    """
 
 
 class RankLostError(CheckpointError, TimeoutError):
@@ -459,7 +464,7 @@ class GarbageLeftError(CheckpointError):
 
 
 class IncompleteSaveError(CheckpointError):
-    """The ranks did not write what was planned, so nothing was committed."""
+    """The ranks did not write what was planned, or what they wrote was damaged or removed. Nothing was committed."""
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -40,7 +40,7 @@ class FoundItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovalPlan:
-    """The items to remove at one location, in the order of the fields."""
+    """The items to remove at one location, in the order of the fields, and the `young` ones, which stay."""
 
     needs_fence: bool
     """True if a fence must be put first: the save of some of this data could still commit."""

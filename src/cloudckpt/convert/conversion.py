@@ -132,7 +132,7 @@ class Progress:
 
 
 class Conversion:
-    """One copy, export or import: its two ends, and the arguments that all of them have.
+    """One copy, export or import: its two ends, and its arguments. A copy selects and renames nothing.
 
     Raises `InvalidURIError` if both ends are the same place, or one is inside the other.
     """
@@ -239,7 +239,7 @@ def upload(
 
 
 def choose_buffered_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
-    """Return the size of the parts of uploads to `target` that hold `budget_bytes` in all."""
+    """Return the part size with which all buffers together take at most `budget_bytes`, if that is not too small."""
     return choose_held_part_bytes(
         budget_bytes,
         connections=target.connections,

@@ -117,7 +117,8 @@ def run_save(
 
     Raises:
         CheckpointException: The save failed on some rank. The exception is `SaveOrLoadError`, which is also an instance
-            of the class that the causes have in common. This rank has removed its objects (`end_failed_save`).
+            of the class that the causes have in common. This rank has removed its objects, except after
+            `CommitUnknownError` and `RankLostError` (`end_failed_save`).
 
     """
     try:
@@ -148,7 +149,7 @@ def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:
 
 
 def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> CheckpointException:
-    """Remove the objects of this rank, and return the error that the save raises."""
+    """Return the error that a failed save raises. Remove this rank's objects, unless a manifest may name them."""
     # All ranks know that the save failed, so each can remove its objects. But after these two errors the manifest may
     # exist, or a lost rank 0 may still put it: then the data belongs to it.
     if not any(isinstance(cause, CommitUnknownError | RankLostError) for cause in causes_of(error)):

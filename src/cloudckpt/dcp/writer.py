@@ -313,8 +313,9 @@ class ObjectStoreWriter(StorageWriter):
         """Commit, on the coordinator. Returns only once the checkpoint exists.
 
         Raises `CheckpointExistsError` if another save committed first, `IncompleteSaveError` if the ranks did not
-        write what was planned; in both cases what all ranks wrote is removed. Raises `CommitUnknownError`, and removes
-        nothing, if the outcome cannot be found out.
+        write what was planned, or something removed it; in both cases what all ranks wrote is removed. Raises
+        `CommitUnknownError`, and removes nothing, if the outcome cannot be found out. `OvertakenError` is an instance
+        of `CheckpointExistsError`, too, but it removes nothing either.
         """
         with self.lifecycle.ending_on_error():
             # Before the commit, because a failure after it would report a committed save as failed.

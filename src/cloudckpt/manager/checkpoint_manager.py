@@ -449,7 +449,8 @@ class CheckpointManager(OfThisProcess):
             metrics: Numbers by name, saved in the manifest. The coordinator's count.
             force: Save also a step that is not due. The step that this manager saved last is not saved again: the call
                 waits for that save and, unless it failed, returns its result. A step that was restored since is not
-                saved again either; the call returns None. Neither gets new `metrics`.
+                saved again either; the call returns None. Neither gets new `metrics`. With a fast place, a step there
+                that is not owed to the root is saved again, with the `metrics` of this call.
             overwrite: Replace a step that exists, for example from an earlier start of this job.
             planner: See `cloudckpt.save`.
 

@@ -85,7 +85,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One object in a listing."""
+    """One object, as a listing or `Store.head` describes it."""
 
     key: str
     size_bytes: int

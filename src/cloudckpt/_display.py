@@ -189,7 +189,7 @@ def _columns(item: Any) -> Iterable[tuple[str, str]]:
             for name, each in value.items():  # metrics
                 title = title_of(str(name))
                 yield f"{field.name}.{title}" if title in field_names else title, _text(str(name), each)
-        elif field.repr and field.name != "attempt":  # a number that counts nothing does not apply
+        elif field.repr and field.name != "attempt":  # leave out counts that are 0
             yield field.name, "" if value is False or field.default == 0 == value else _text(field.name, value)
 
 

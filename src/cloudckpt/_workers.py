@@ -30,8 +30,8 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
 
     At most as many tasks as `width` returns run at once; the number may change while they run. `put` waits while
     `max_waiting` tasks wait for a thread (0: no bound), and `join` waits until every task has run. A context: at its
-    end, all tasks have run, and the threads have ended. It raises the first exception of a task there, whose thread
-    continues. The interpreter does not wait for threads that are `daemon`.
+    end, all tasks have run, and the threads have ended. It then raises the first exception of a task. A task's
+    exception does not end its thread. The interpreter does not wait for threads that are `daemon`.
     """
 
     def __init__(self, width: Callable[[], int], *, name: str, max_waiting: int = 0, daemon: bool = False) -> None:

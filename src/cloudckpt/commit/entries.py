@@ -218,7 +218,7 @@ def put_entry(client: StoreClient, number: int, document: bytes, *, conditional:
             raise
 
     try:
-        # On a path, a deletion of the checkpoint takes the hidden file of a put under way for an unfinished upload.
+        # On a file system, a concurrent delete mistakes this put's temporary file for an unfinished upload.
         client.confirm(lambda: client.call(put), errors=ObjectNotFoundError)
     except StoreError as error:
         return PutOutcome(error=error, may_have_arrived=may_have_arrived)

@@ -296,6 +296,6 @@ def _split_numbers(name: str) -> list[str | int]:
 
 
 def describe_folders(folders: Sequence[str]) -> str:
-    """Name the first few of at least one folder, in words."""
+    """Return a phrase that names the first few folders. `folders` must not be empty."""
     more = " and more" if len(folders) > _MAX_NAMED else ""
     return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders[:_MAX_NAMED]))}{more}"

@@ -62,7 +62,7 @@ def scratch_location(uri: str, options: Options, *, name: str, warn: Callable[[s
     """
     location = parse_location(uri).child(f"{name}-{uuid.uuid4().hex[:12]}")
     with removing_directories(location):
-        _remove_all(location, options)  # a store refuses this without the permission, although nothing is there
+        _remove_all(location, options)  # nothing is there yet: this finds out now if removal is permitted.
         try:
             yield location
         finally:

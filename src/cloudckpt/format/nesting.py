@@ -142,7 +142,7 @@ def flatten(
 ) -> FlatStateDict:
     """Flatten `state_dict` as torch's planners do: ``flatten_state_dict``, then ``flatten_sharded_tensors`` of each.
 
-    Named tuples, and tuples that hold one or tensors, are taken apart as if they were lists. Raises
+    Named tuples, and tuples that hold a named tuple or a tensor, are taken apart as if they were lists. Raises
     `UnsupportedValueError` if two entries would have one name.
     """
     flat = FlatStateDict(takes_apart=takes_apart, is_value=is_value)

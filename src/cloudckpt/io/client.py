@@ -366,7 +366,8 @@ class Retries:
         """Wait before the next try, and return True. Return False if `error` is final: the context then raises it.
 
         An exception that is not cloudckpt's, of a `wrap_store` for example, is raised as a `StoreError` with its class
-        in the text, except for a `MemoryError`. A ranged read that breaks off after its first byte has made progress.
+        in the text, except for a `MemoryError`. A ranged read that broke off after at least one byte counts as
+        progress: its retries start anew.
         """
         if not isinstance(error, (TransientStoreError, ChecksumRefusedError)):
             if isinstance(error, (CloudckptError, MemoryError)):

@@ -366,9 +366,8 @@ class Hedger:
 class _Watch(AbstractContextManager[None]):
     """Calls `watch` in a thread of its own.
 
-    Not a generator: an unfinished one runs its ``finally`` when it is collected, which for a file that is never closed
-    is
-    the end of the process. The thread is stopped by then, and Python 3.13 waits for it for ever.
+    Not a generator: an unfinished one runs its ``finally`` when it is collected. For a file that is never closed, that
+    is when the process ends: the watch thread is stopped by then, and Python 3.13 would wait for it for ever.
     """
 
     def __init__(self, watch: Callable[[], None], *, daemon: bool) -> None:

@@ -59,7 +59,7 @@ class PreemptionReport:
 
 
 class Preemption(OfThisProcess):
-    """Request to stop this job. `on_sigterm` makes it. For the main thread.
+    """A request to stop this job, as SIGTERM makes it. Use it in the main thread.
 
     Example::
 
@@ -128,7 +128,8 @@ class Preemption(OfThisProcess):
         Args:
             save: Makes the last save. It is called on all ranks or on none, depending on how long the last save took.
                 If it returns the handle of `async_save`, `finish` waits for it, and cancels it shortly before the
-                deadline. A synchronous save is not interrupted. It returns what `CheckpointManager.save` returned.
+                deadline. A synchronous save is not interrupted. `save` may return the result of
+                `CheckpointManager.save`.
             in_flight: ``"finish"`` waits for the save in flight and cancels it shortly before the deadline.
                 ``"cancel"`` cancels it at once, unless its commit has begun.
 

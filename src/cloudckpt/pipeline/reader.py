@@ -243,7 +243,7 @@ class Reader:
         """Let the body read object `index` here; if that fails, call `read` with the reader of the copy.
 
         If both fail, a failure that may pass is raised before one that speaks of damage. `names` returns the names of
-        the object's entries, for the message. The body runs in the frame of the caller, whose number is bounded.
+        the object's entries, for the message. A context manager, not a callback: that saves a frame in each traceback.
         """
         elsewhere = self._elsewhere
         try:

@@ -98,7 +98,7 @@ class ViewsBody:
 
 
 def send_all(connection: Any, views: Views) -> None:
-    """Send `views`. The connection's timeout bounds the time without progress, and no slow line.
+    """Send `views`. The connection's timeout bounds the time without progress. A slow line is not cut off.
 
     Over plain HTTP on Linux, a call takes up to 1,024 views and waits in the kernel until all are sent, so that the
     thread waits less often for the GIL. Raises `TimeoutError` after at most 1.25 timeouts in which the kernel has taken

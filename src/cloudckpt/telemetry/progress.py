@@ -46,7 +46,8 @@ def show_progress(
             if in_notebook:
                 bar.enter_context(_NotebookBar(verb, uri))
             elif _has_rich():
-                if (tqdm := sys.modules.get("tqdm")) is not None:  # a bar of the program has no line of its own
+                # Keep a tqdm bar of the program from sharing our line.
+                if (tqdm := sys.modules.get("tqdm")) is not None:
                     bar.enter_context(tqdm.tqdm.external_write_mode(file=sys.stderr, nolock=True))
                 bar.enter_context(_TerminalBar(verb, uri))
     return shown

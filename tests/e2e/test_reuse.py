@@ -72,7 +72,7 @@ def load_by_fates(
         tried.append(uri)
         if errors := fates[uri].pop(0):
             failures: Any = {rank: (error, traceback.StackSummary()) for rank, error in enumerate(errors)}
-            raise failure_of(CheckpointException("read", failures), what=f"loading {uri}", is_alone=True)
+            raise failure_of(CheckpointException("read", failures), subject=f"loading {uri}", is_alone=True)
         return cloudckpt.load(state_dict, "memory://reused/whole", no_dist=True)
 
     cloudckpt.save({"w": torch.ones(1)}, "memory://reused/whole", no_dist=True, overwrite=True)

@@ -109,8 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fasts3-binary", type=Path, required=True, help="the server")
     parser.add_argument("--mib", type=int, default=1000, help="of the state (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=7, help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--mb-per-s", type=float, default=0, help="of a connection (default: as loopback gives)")
     arguments = parser.parse_args(argv)
-    with servers.fasts3(arguments.fasts3_binary, latency_s=_LATENCY_S) as server:
+    bytes_per_s = arguments.mb_per_s * 1e6
+    with servers.fasts3(arguments.fasts3_binary, latency_s=_LATENCY_S, bytes_per_s=bytes_per_s) as server:
         os.environ |= servers.environment(None)
         bench = Bench(server, num_bytes=arguments.mib * MIB, repetitions=arguments.repetitions)
         figures = list(bench.figures())

@@ -55,7 +55,7 @@ def find_problems(manifest: Manifest) -> list[str]:
         problems.append(f"an object has a folder, which version {manifest.version[0]} does not know")
     if problems:
         return problems  # ranges cannot be judged against objects that are wrong themselves
-    import numpy as np  # noqa: PLC0415  # a program that only lists checkpoints starts sooner without it
+    import numpy as np
 
     object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
     for fqn, tensor in manifest.tensors.items():
@@ -316,7 +316,7 @@ def is_sound(tensor: StoredTensor, itemsize_bytes: int, object_sizes_bytes: Inte
     The tensor's shape must be a shape already, of less than 2^63 bytes, so that no sum or product here overflows
     unnoticed: extents bound offsets and lengths, and a product that wraps has a zero among its factors.
     """
-    import numpy as np  # noqa: PLC0415  # see `find_problems`
+    import numpy as np
 
     def column(of: Callable[[Chunk], int]) -> Integers:
         return np.fromiter(map(of, chunks), dtype=np.int64, count=len(chunks))
@@ -356,7 +356,7 @@ def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int])
 
     The same corners are counted, by sorting. If they are too many or too far apart for that, `fills_once` decides.
     """
-    import numpy as np  # noqa: PLC0415  # see `find_problems`
+    import numpy as np
 
     extents = np.array(shape, dtype=np.int64)
     is_filled = (lengths != 0).all(axis=1)

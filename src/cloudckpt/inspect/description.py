@@ -224,8 +224,8 @@ def _resolve(location: Location, options: Options) -> Resolved:
     if not location.name.endswith((SUFFIX, INDEX_SUFFIX)):
         with contextlib.suppress(CheckpointNotFoundError):
             return resolve(open_client(location, options))
-    from cloudckpt.pipeline.context import Context  # noqa: PLC0415  # torch, which a checkpoint does not need
-    from cloudckpt.pipeline.safetensors_files import find_source  # noqa: PLC0415
+    from cloudckpt.pipeline.context import Context
+    from cloudckpt.pipeline.safetensors_files import find_source
 
     return find_source(Context(location, options, rank=0))[1]
 

@@ -334,4 +334,7 @@ def translating(
     except OSError as error:
         failure = translate(error, key=key, operation=operation)
         failure.had_no_effect = had_no_effect or error.errno in refusals
-        raise failure from error
+        try:
+            raise failure from error
+        finally:
+            del failure  # its traceback holds this frame: a cycle otherwise, with the state dict of the caller in it

@@ -124,5 +124,5 @@ def test_wait_for_a_save_that_a_user_interrupts_is_not_its_end(wait: str, notebo
     last, _ = notebook.run(f"hold(is_awaited={wait == 'await handle'}); {begin}; {wait}")
     words = f"the save to {tmp_path / 'c'} continues in the background, and result() waits for it"
     assert last == expected(words, "CancelledError" if wait == "await handle" else "KeyboardInterrupt")
-    last, _ = notebook.run("is_interrupted.set(); print(handle.result().report.num_bytes > 0, handle)")
+    last, _ = notebook.run("is_interrupted.set(); print(f'{handle.result().report.num_bytes > 0} {handle}')")
     assert last == f"True <AsyncSave to {tmp_path / 'c'}: committed>"

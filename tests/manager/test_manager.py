@@ -488,15 +488,6 @@ def test_metrics_that_no_step_has_are_named(memory: Memory, caplog: pytest.LogCa
     assert "is_due" in message
 
 
-def test_keep_best_without_any_metrics_is_told_once(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
-    """If this fails, the best steps are removed, because no step was saved with metrics."""
-    manager = CheckpointManager(memory.root, keep_last=1, keep_best=("val_loss", "min", 3))
-    save_all(manager, 1, 2, 3)
-    warnings = [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
-    told = "no step has metrics. Pass metrics={'val_loss': …} to save"
-    assert warnings == [f"keep_best keeps no step under {memory.root}: {told}"]
-
-
 def test_unknown_metric_is_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a mistyped metric is not told, or a run that asks for one before its first evaluation ends."""
     manager = CheckpointManager(memory.root, keep_last=1, keep_best=("val_los", "min", 3))

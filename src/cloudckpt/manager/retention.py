@@ -169,10 +169,8 @@ class Retention:
         keep_best = self.policy.keep_best
         if keep_best is None or self._has_warned_of_metric:
             return
-        missing = explain_missing_metric(infos, keep_best[0])
-        if missing is None and not any(info.metrics for info in infos):
-            missing = f"no step has metrics. Pass metrics={{{keep_best[0]!r}: …}} to save"
-        if missing is not None:
+        # Without any metrics, the first evaluation may be still to come.
+        if (missing := explain_missing_metric(infos, keep_best[0])) is not None:
             self._has_warned_of_metric = True
             _log.warning("keep_best keeps no step under %s: %s", self._steps.location.uri, missing)
 

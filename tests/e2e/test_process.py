@@ -157,9 +157,7 @@ def test_a_save_that_a_process_cannot_make_is_refused(root: str) -> None:
     part.global_shape, part.global_offsets = (6,), ((3,),)
     for is_async in (False, True):
         stager = DefaultStager(StagingOptions(False, True, is_async, False))  # noqa: FBT003  # torch's own order
-        with pytest.raises(
-            UnsupportedValueError, match=r"copy of 'w\.1' has attributes .* does not get them"
-        ):
+        with pytest.raises(UnsupportedValueError, match=r"copy of 'w\.1' has attributes .* does not get them"):
             save_by_process({"w": [1, part]}, f"{root}/a", async_stager=stager).result(WAIT_S)
         stager.close()
     assert list(Path(root).iterdir()) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -106,6 +105,8 @@ def ls(
     Example: cloudckpt ls s3://bucket/run
     """
     from cloudckpt.inspect.catalog import list_checkpoints
+    from cloudckpt.stores.open import options_at
+    from cloudckpt.uri import parse_location
 
     console = common.console
     usual = [*list(_COLUMNS)[: _LONG if long else _USUAL], *([] if fast is None else [_PLACE])]
@@ -115,7 +116,8 @@ def ls(
     found = list_all(root, options=options)
     places: dict[int, str] = {}
     if fast is not None:
-        places = _add_fast(found, list_all(fast, options=_options_of(fast, root, options)), root)
+        near = options_at(parse_location(fast), parse_location(root), options)
+        places = _add_fast(found, list_all(fast, options=near), root)
     if not found:
         _print_no_checkpoint(console, root, options)
     modes = choose_modes(found, best) if metrics or best else None
@@ -243,15 +245,6 @@ def _print_list(
     near = [one for one in found if places.get(id(one), "root") not in ("root", "both")]
     _print_advice(console, fast or root, near)
     _print_advice(console, root, [one for one in found if places.get(id(one), "root") in ("root", "both")])
-
-
-def _options_of(fast: str, root: str, options: Options) -> Options:
-    """Return the options for a fast place: those of the store are for the root, unless both are of one kind."""
-    from cloudckpt.uri import parse_location
-
-    if parse_location(fast).is_of_kind(parse_location(root)):
-        return options
-    return dataclasses.replace(options, storage_options={})
 
 
 def _add_fast(found: list[CheckpointInfo], near: Sequence[CheckpointInfo], root: str) -> dict[int, str]:

@@ -28,7 +28,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.client import open_client
 from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING, GIB, Options
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores.open import open_store, options_at
 from cloudckpt.stores.probe import CHECKS, CheckFailed, Scratch
 from cloudckpt.uri import Location, parse_location
 
@@ -334,8 +334,7 @@ def _check_fast(
     checklist: _Checklist, fast: Location, root: Location, at_root: Scratch, options: Options, *, num_bytes: int
 ) -> list[str]:
     """Measure a fast place, and the root as the target of its copies. Return what could not be removed."""
-    near = options if fast.is_of_kind(root) else dataclasses.replace(options, storage_options={})
-    client = open_client(fast, near)
+    client = open_client(fast, options_at(fast, root, options))
     scratch, threads = Scratch(client.store), client.hedger.most_connections
     read_s = 0.0
     left: list[str] = []

@@ -20,6 +20,7 @@ from cloudckpt.commit.collect import (
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.garbage import Inventory, RemovalPlan
 from cloudckpt.commit.publish import check_conditional_create
+from cloudckpt.commit.references import Siblings
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -158,9 +159,7 @@ def remove_spent_claims(location: Location, options: Options, *, older_than: tim
     """Remove the claims of removed checkpoints at `location`, and the data that only these kept, as `gc` does."""
     walked = walk_checkpoint(location, options)
     if any(item.kind == "claim" for item in walked.found):
-        beside = replace(
-            walked, siblings=lambda folder: walked.client.at(open_store(location.parent.child(folder), options))
-        )
+        beside = replace(walked, siblings=_siblings_of(location, walked.client, options))
         collect(beside, before=clock.now() - older_than, conditional=options.commit == "conditional")
 
 
@@ -298,17 +297,17 @@ def _walked_location(
         return WalkedLocation(client=client, root=client, prefix=prefix, found=inventory.at(prefix))
     # Raises `InvalidURIError` for a folder that no checkpoint can have.
     own = parse_location(location.child(prefix.rstrip("/")).uri)
-
-    def open_sibling(folder: str) -> StoreClient:
-        return client.at(open_store(own.parent.child(folder), options))
-
     return WalkedLocation(
         client=client.at(open_store(own, options)),
         root=client,
         prefix=prefix,
         found=inventory.at(prefix),
-        siblings=open_sibling,
+        siblings=_siblings_of(own, client, options),
     )
+
+
+def _siblings_of(location: Location, client: StoreClient, options: Options) -> Siblings:
+    return lambda folder: client.at(open_store(location.parent.child(folder), options))
 
 
 @shown

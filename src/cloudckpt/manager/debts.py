@@ -30,6 +30,7 @@ from cloudckpt.manager.policies import RetentionPolicy, find_superseded
 from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, name_of, parse_folder, raise_if_denied
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, log_and_deliver
+from cloudckpt.stores.open import options_at
 from cloudckpt.uri import Location, parse_location
 
 _log = logging.getLogger("cloudckpt")
@@ -356,8 +357,7 @@ def explain_debt(uri: str, metadata: Mapping[str, Any], committed_at: datetime, 
         return ""
     try:
         location = parse_location(root)
-        if not location.is_of_kind(parse_location(uri)):
-            options = dataclasses.replace(options, storage_options={})
+        options = options_at(location, parse_location(uri), options)
         found = Steps(location, options).list_folders(step=parse_folder(name))
         raise_if_denied(found)
     except CloudckptError as error:

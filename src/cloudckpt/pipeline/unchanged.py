@@ -65,22 +65,22 @@ def find_unchanged(
         if (same := known.blocks.get((block.fqn, block.offsets))) is not None
         and same[:3] == (block.xxh3_128.hex(), block.dtype, block.lengths)
     }
-    _keep_families(found, aliases)
+    families: defaultdict[int, set[int]] = defaultdict(set)
+    for follower, first in aliases.items():
+        families[first] |= {first, follower}
+    _drop_incomplete(found, families.values())
     used_bytes: defaultdict[int, int] = defaultdict(int)
     for object_index, begin, end in {(same.object_index, same.begin, same.end) for same in found.values()}:
         used_bytes[object_index] += end - begin
     named = {index for index, used in used_bytes.items() if used >= _MIN_USED_SHARE * known.content_bytes[index]}
     unsent = {position: same for position, same in found.items() if same.object_index in named}
-    _keep_families(unsent, aliases)
+    _drop_incomplete(unsent, families.values())
     return unsent, found.keys() - unsent.keys()
 
 
-def _keep_families(found: dict[int, KnownBlock], aliases: Mapping[int, int]) -> None:
+def _drop_incomplete(found: dict[int, KnownBlock], families: Iterable[set[int]]) -> None:
     """Remove from `found` all aliases of one tensor if one of them is not in it."""
-    families: defaultdict[int, set[int]] = defaultdict(set)
-    for follower, first in aliases.items():
-        families[first] |= {first, follower}
-    for family in families.values():
+    for family in families:
         if not family <= found.keys():
             for position in family & found.keys():
                 del found[position]

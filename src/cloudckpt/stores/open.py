@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cloudckpt._this_process import refuse_in_fork
@@ -34,6 +35,11 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
             "or one that stands for it"
         )
     return wrapped
+
+
+def options_at(location: Location, given_for: Location, options: Options) -> Options:
+    """Return options for `location`: the storage options are left out unless `given_for` is of the same kind."""
+    return options if location.is_of_kind(given_for) else replace(options, storage_options={})
 
 
 def _make_store(location: Location, options: Options) -> Store:

@@ -24,7 +24,6 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     offsets: tuple[int, ...] | None
     dtype: str
     lengths: tuple[int, ...]
-    num_bytes: int
     xxh3_128: bytes
     """XXH3-128 of the bytes (https://github.com/Cyan4973/xxHash), big endian."""
 
@@ -81,6 +80,5 @@ def _hash_item(
         offsets=item.index_offsets,
         dtype=dtype,
         lengths=item.lengths,
-        num_bytes=body.size_bytes,
         xxh3_128=hasher.digest(),
     )

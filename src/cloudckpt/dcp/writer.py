@@ -278,8 +278,11 @@ class ObjectStoreWriter(StorageWriter):
                     context.emit("save.planned", num_bytes=total_bytes)
                     context.on_sent = self._cancellation.count_uploaded
                     bodies = (bodies_of(context, part, arena, snapshot, make_receipts) for part in parts)
-                    objects = draft.write(itertools.chain.from_iterable(bodies), in_memory=True)
-                    draft.note_unchanged(sum(sum(each.ends) - sum(each.begins) for each in unsent))
+                    objects = draft.write(
+                        itertools.chain.from_iterable(bodies),
+                        in_memory=True,
+                        num_bytes_unchanged=sum(sum(each.ends) - sum(each.begins) for each in unsent),
+                    )
                 if snapshot is not None:
                     snapshot.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:

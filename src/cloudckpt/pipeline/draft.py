@@ -167,6 +167,7 @@ class Draft:
         bodies: Iterable[tuple[Body, int]],
         *,
         in_memory: bool = False,
+        num_bytes_unchanged: int = 0,
         on_failure: Callable[[], None] = lambda: None,
     ) -> list[ObjectRef]:
         """Upload this rank's objects, all or none.
@@ -174,6 +175,7 @@ class Draft:
         Args:
             bodies: The body of each object, and the size of its parts.
             in_memory: See `UploadSession.submit`.
+            num_bytes_unchanged: Bytes that need not be sent, for the report.
             on_failure: Called before the wait for the parts in flight.
 
         """
@@ -195,6 +197,7 @@ class Draft:
             attempt=self.attempt,
             rank=context.rank,
             num_bytes=sum(stored_in.size_bytes for stored_in in objects),
+            num_bytes_unchanged=num_bytes_unchanged,
             num_objects=len(objects),
             num_requests=context.client.num_requests,
             num_retries=context.client.num_retries,
@@ -207,11 +210,6 @@ class Draft:
         )
         context.emit("save.written", num_bytes=self.report.num_bytes)
         return objects
-
-    def note_unchanged(self, num_bytes: int) -> None:
-        """Add to the report what `write` did not send."""
-        if self.report is not None:
-            self.report = dataclasses.replace(self.report, num_bytes_unchanged=num_bytes)
 
     def commit(self, content: Content, keys: Iterable[str] = ()) -> None:
         """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote.

@@ -57,7 +57,7 @@ class Notebook:
         """Run a cell, and interrupt it once the store holds a request; return its last line and its last bars."""
         sent = self._client.execute(code)
         bars: dict[str, str] = {}
-        last = ""
+        printed = last = ""
         while True:
             try:
                 message = self._client.get_iopub_msg(timeout=WAIT_S)
@@ -69,7 +69,8 @@ class Notebook:
             elif message["parent_header"].get("msg_id") != sent:
                 continue
             elif kind == "stream":
-                last = content["text"].strip()
+                printed += content["text"]  # the kernel may send a line and its end in two messages
+                last = (printed.strip().splitlines() or [""])[-1]
             elif kind in ("display_data", "update_display_data"):
                 bars[content["transient"]["display_id"]] = content["data"]["text/html"]
             elif kind == "error":

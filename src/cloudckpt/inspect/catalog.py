@@ -274,21 +274,33 @@ def look_at_folders(
     `look` returns its result for a folder, and what is missing there: a falsy value if nothing is. A folder in which
     something is missing is looked at again. Two looks must also agree on the names of the folders, because a listing
     may lack one. Raises the error of `changing` if no two looks agree.
+
+    The second listing is made while the folders are looked at. It counts only if nothing is missing in them: a folder
+    that is deleted meanwhile may be the last of the old ones, and its successor newer than that listing.
     """
     found: dict[str, tuple[_T, Hashable]] = {}
+    listed_ahead: list[list[str]] = []
 
-    def look_at(name: str) -> None:
-        found[name] = look(name)
+    def look_at(name: str | None) -> None:
+        if name is None:
+            listed_ahead.append(sorted(list_names()))
+        else:
+            found[name] = look(name)
 
     def look_at_all() -> tuple[Sequence[str], Hashable]:
-        names = sorted(list_names())
+        names = listed_ahead.pop() if listed_ahead else sorted(list_names())
+        is_first = not found
         for name in [name for name, (_, missing) in found.items() if missing]:
             del found[name]
         num_threads = options.connections or DEFAULT_CONNECTIONS
-        new = [name for name in names if name not in found]
+        new: list[str | None] = [name for name in names if name not in found]
+        if new and is_first and "" not in new:  # the folder itself is seldom a checkpoint: it would be missing
+            new.insert(0, None)
         for _ in each_done(new, look_at, num_threads=num_threads, name="cloudckpt-list", on_failure=client.stop):
             pass
         missed = tuple((name, missing) for name, (_, missing) in sorted(found.items()) if missing)
+        if missed:
+            listed_ahead.clear()
         return names, missed
 
     client.confirm(look_at_all, evidence=lambda seen: (*seen[0], seen[1]), changing=changing)

@@ -62,6 +62,10 @@ class Places:
     def fail(self, directory: Path, error: Callable[[Call], Exception | None]) -> None:
         self.broken[str(directory)] = error
 
+    def num_calls(self, directory: Path, operation: str) -> int:
+        """Number of these calls there."""
+        return sum(store.count(operation) for store in self.stores if store.uri.startswith(str(directory)))
+
     def num_bytes(self, directory: Path, *operations: str) -> int:
         """Bytes of data objects that these operations moved there."""
         return sum(
@@ -165,6 +169,21 @@ def test_copies_are_the_same_save(fast: Path, root: Path) -> None:
     near, far = (json.loads((place / "step-1/manifest.json").read_bytes()) for place in (fast, root))
     for name in ("save_id", "committed_at_ns", "metadata"):
         assert near[name] == far[name], name
+
+
+def test_removed_steps_cost_later_saves_nothing(fast: Path, root: Path) -> None:
+    """If this fails, training waits longer with each step of the day, because each removed one is looked at again."""
+    places = Places()
+    options = make_options(wrap_store=places)
+    listed = []
+    with CheckpointManager(root, save_every=10**6, fast=fast, fast_every=1, fast_keep=1, options=options) as manager:
+        for step in range(1, 31):
+            before = places.num_calls(fast, "list")
+            save_all(manager, step)
+            manager.wait(WAIT_S)
+            listed.append(places.num_calls(fast, "list") - before)
+    assert len([*fast.iterdir()]) == 30
+    assert max(listed[20:]) <= max(listed[5:15]), listed
 
 
 def test_intervals_of_time_choose_the_place(fast: Path, root: Path) -> None:

@@ -105,12 +105,12 @@ class Debts:
         self.report: DrainReport | None = None
         """Report of the last run."""
 
-    def list_own(self) -> list[StepFolder]:
+    def list_own(self, *, excluded_uris: Collection[str] = ()) -> list[StepFolder]:
         """Return the committed steps of this run, and those whose manifest cannot be read: a restore names the damage.
 
         Raises `StoreError`, also if the access to one of them is denied.
         """
-        folders = self.steps.list_folders(with_metadata=True)
+        folders = self.steps.list_folders(excluded_uris=excluded_uris, with_metadata=True)
         raise_if_denied(folders)
         committed = [one for one in folders if one.info is not None]
         others = [one.uri for one in committed if not one.problem and not self.is_own(one)]
@@ -206,7 +206,8 @@ class Debts:
     def _find_owed(self) -> list[StepFolder]:
         """Return the steps that the root may be owed, newest first."""
         owed = []
-        for one in self.list_own():
+        # A run of many steps leaves a fence of each for a day, and this look follows each save.
+        for one in self.list_own(excluded_uris=self.steps.fenced_at.keys() - self.promised.keys()):
             if one.problem and one.uri not in self.promised:
                 _log.warning("cannot tell if %s is owed %s: %s", self._root.uri, one.uri, one.problem)
             elif one.problem or self.is_unsettled(one):

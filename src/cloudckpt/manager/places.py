@@ -15,7 +15,7 @@ from cloudckpt.io.client import open_client
 from cloudckpt.manager.debts import Debts, is_debt
 from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, is_positive
 from cloudckpt.manager.retention import Retention
-from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, sort_newest_first
+from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, parse_folder, sort_newest_first
 from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING
 from cloudckpt.stores.open import open_store
 from cloudckpt.stores.probe import Scratch
@@ -58,6 +58,8 @@ class FastPlace:
         """The ranks that do not see the place. None until `open` knows them."""
         self.has_failed = False
         """The last save here failed because of the place, and none was made at the root since: the next one is."""
+        self._has_looked = False
+        """True once all steps here were looked at."""
         self._problem = ""
         """Why the last save was not made here."""
 
@@ -180,7 +182,10 @@ class FastPlace:
         scratch = Scratch(store)
         try:
             scratch.put(scratch.key, _TOKEN)
-            committed = [one for one in self.steps.list_folders(with_metadata=True) if one.info is not None]
+            # All steps once, and then that of the name alone: training waits, and each removed step leaves a folder.
+            step = parse_folder(name) if self._has_looked else None
+            committed = [one for one in self.steps.list_folders(step=step, with_metadata=True) if one.info is not None]
+            self._has_looked = True
             self.debts.note(committed)
             free_bytes = store.free_bytes()
         except CloudckptError as error:
@@ -192,9 +197,9 @@ class FastPlace:
         mine = self.steps.location.child(name).uri
         if any(one.uri == mine and not one.problem and not self.debts.is_own(one) for one in committed):
             return "another run has saved its step of this name there"
-        num_bytes = max((one.info.num_bytes or 0 for one in committed if one.info is not None), default=0)
-        if free_bytes is not None and free_bytes < _FREE * num_bytes:
-            return f"less than {size(_FREE * num_bytes)} is free, which a step needs"
+        needed_bytes = _FREE * self.steps.most_bytes
+        if free_bytes is not None and free_bytes < needed_bytes:
+            return f"less than {size(needed_bytes)} is free, which a step needs"
         return ""
 
     def _drain(self) -> None:

@@ -88,8 +88,6 @@ class Retention:
         self._lock = threading.Lock()
         self._task = RepeatedTask(self._run_and_report, name="cloudckpt-retention")
         self._report: RetentionReport | None = None
-        self._fenced_at: dict[str, datetime] = {}
-        """URIs of deleted checkpoints whose fence is still there, and the time of the fence."""
         self._own_step: int | None = None
         """Step that this manager committed last."""
         self._denied_uris: set[str] = set()
@@ -106,7 +104,7 @@ class Retention:
     def start(self, uri: str) -> None:
         """Start a run after a step was committed at `uri`. Does not wait and never raises."""
         with self._lock:
-            self._fenced_at.pop(uri, None)
+            self._steps.fenced_at.pop(uri, None)
             self._own_step = parse_step_uri(uri)
         self.start_again()
 
@@ -134,7 +132,7 @@ class Retention:
         infos: list[StepInfo] = []
         try:
             with self._lock:
-                excluded, own_step = set(self._fenced_at), self._own_step
+                excluded, own_step = set(self._steps.fenced_at), self._own_step
             folders = self._list_folders(excluded_uris=excluded)
             infos = [one.info for one in folders if one.info is not None]
             failed += [KeptObject(uri=one.uri, reason=str(one.denied)) for one in folders if one.denied is not None]
@@ -149,7 +147,7 @@ class Retention:
                 self._warn_of_missing_metric(infos)
             self._remove_all(superseded, removed, failed)
             with self._lock:
-                self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
+                self._steps.fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
             self._remove_fences()
             if removed and self._steps.options.unchanged == "reference":
                 self._remove_claims()
@@ -215,7 +213,7 @@ class Retention:
                 return str(error)
         if reason is None:
             with self._lock:
-                self._fenced_at[info.uri] = clock.now()
+                self._steps.fenced_at[info.uri] = clock.now()
             words = f"removed the superseded checkpoint {info.uri}"
             log_and_deliver(Event(name="retention.removed", uri=info.uri, rank=0), self._steps.options, words=words)
         return reason
@@ -240,7 +238,7 @@ class Retention:
         """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""
         before = clock.now() - ALIVE
         with self._lock:
-            old = [uri for uri, since in self._fenced_at.items() if since < before]
+            old = [uri for uri, since in self._steps.fenced_at.items() if since < before]
         for uri in old[:_MAX_FENCES]:
             try:
                 gc(uri, older_than=ALIVE, dry_run=False, options=self._steps.options)
@@ -248,7 +246,7 @@ class Retention:
                 _log.warning("did not remove the fence of the deleted checkpoint %s: %s", uri, error)
                 return
             with self._lock:
-                self._fenced_at.pop(uri, None)
+                self._steps.fenced_at.pop(uri, None)
 
 
 def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | None:

@@ -163,8 +163,10 @@ class Steps:
         self.options = options
         self.known_uris: set[str] = set()
         """URIs of all checkpoints that a look has found, or this process has made, also if they were removed since."""
+        self.fenced_at: dict[str, datetime] = {}
+        """URIs of deleted checkpoints whose fence is still there, and the time of the fence. `Retention` fills it."""
         self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
-        """The metadata and the size of each step whose manifest was read."""
+        """The metadata and the size of each step whose manifest was read, but for those that a look at all misses."""
 
     def uri_of(self, step: int, again: int = 0) -> str:
         """Return the URI to which a step is saved."""
@@ -235,9 +237,17 @@ class Steps:
             return folder, folder if folder.is_missing else None
 
         found = list(self._look_at_folders(list_names, look, client).values())
-        self.known_uris |= {one.uri for one in found if one.info is not None}
+        committed = {one.uri for one in found if one.info is not None}
+        self.known_uris |= committed
         self._have_times |= step is None
+        if step is None and summaries is not None:
+            self._read = {key: summary for key, summary in [*self._read.items()] if key[0] in committed}
         return found
+
+    @property
+    def most_bytes(self) -> int:
+        """Size of the largest step in the last look at all with metadata, or read since; 0 without any."""
+        return max((num_bytes for _, num_bytes in [*self._read.values()]), default=0)
 
     def list_uris(self) -> list[str]:
         """Return the URIs of all folders with the name of a step, also of those that were deleted."""

@@ -36,12 +36,12 @@ class CopiedBody:
 
     @property
     def known_crc32cs(self) -> Sequence[int]:
-        """Checksums of its tiles, by which parts of an earlier copy are known without reading the source."""
+        """Checksums of the tiles. With them, parts of an earlier copy are compared without reading the source."""
         return self._reader.tiles_of(RangeRead(object_index=self._object_index, begin=0, end=self.size_bytes))
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
-        """Lend views of bytes ``[begin, end)``. Bounds are those of tiles."""
+        """Lend views of bytes ``[begin, end)``. Both bounds are bounds of tiles."""
         with self._arena.lend(end - begin) as buffer:
             views = [bytes_view(buffer)]
             self._reader.read_tiles(
@@ -57,7 +57,7 @@ class TensorReader(Protocol):
     """A source of tensors."""
 
     def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
-        """Fill all buffers. No bound is inside an element. Several threads call it."""
+        """Fill all buffers. No bound is inside an element. Several threads call this method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class TensorFile:
     layout: Layout
 
     def body_in(self, reader: TensorReader, names: Mapping[str, str]) -> BodyIn:
-        """Return a function that makes the body. `names` has the reader's name for each name in the file."""
+        """Return a function that makes the body. `names` maps each name in the file to the reader's name."""
         return functools.partial(_TensorsBody, self, reader, [names[entry.fqn] for entry in self.entries])
 
 
@@ -108,7 +108,7 @@ class _TensorsBody:
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
-        """Lend views of bytes ``[begin, end)``. Bounds are those of tiles, and so never inside an element."""
+        """Lend views of bytes ``[begin, end)``. Both bounds are bounds of tiles, so no element is cut."""
         with self._arena.lend(end - begin) as buffer:
             view = bytes_view(buffer)
             head = self._header[begin:end]

@@ -1,4 +1,4 @@
-"""One mechanism for copies, exports and imports: two ends, bodies that are uploaded to the target, and a report."""
+"""The parts that copies, exports and imports share: a source and a target, an upload of bodies, and a report."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class CopyReport:
     num_bytes: int
     """Size of all data objects."""
     num_service_bytes: int
-    """Bytes that the service copied, and for which it reported the CRC32C of the save."""
+    """Bytes that the service copied and confirmed by the CRC32C of the save."""
     num_read_back_bytes: int
-    """Bytes that the service copied without a CRC32C, and that were read back and compared."""
+    """Bytes that the service copied without a CRC32C. The copy read them back and compared them."""
     num_reused_bytes: int
-    """Bytes that an earlier copy had left at the target (`Options.resume`), and that were read there and compared."""
+    """Bytes that an earlier copy had left at the target (`Options.resume`). The copy read them and compared them."""
     was_there: bool
-    """True if an earlier copy had committed all of it (`Options.resume`), so that nothing was written."""
+    """True if an earlier copy had committed the whole checkpoint (`Options.resume`), so that nothing was written."""
     num_requests: int
     """Number of requests to both stores."""
     num_retries: int
@@ -132,9 +132,9 @@ class Progress:
 
 
 class Conversion:
-    """One copy, export or import: its two ends, and its arguments. A copy selects and renames nothing.
+    """The source, the target and the arguments of one copy, export or import. A copy selects and renames nothing.
 
-    Raises `InvalidURIError` if both ends are the same place, or one is inside the other.
+    Raises `InvalidURIError` if source and target are the same folder, or one is inside the other.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Conversion:
 
     @property
     def seconds(self) -> float:
-        """The time since it began."""
+        """The time since this object was made."""
         return time.monotonic() - self._begun_s
 
     def report(
@@ -204,14 +204,14 @@ def upload(
     tile_bytes: int,
     stop_reading: Callable[[], None] = lambda: None,
 ) -> tuple[list[ObjectRef], int]:
-    """Upload an object for each key of `bodies`, and those of `last` once all others exist.
+    """Upload an object for each key of `bodies`, and then one for each key of `last`.
 
-    Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure none does. `leftovers` of
-    earlier attempts, by key, are used if their bytes are the same. If they are given, a failure leaves the parts that
-    were sent. A failure also calls `stop_reading`.
+    Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure, no object exists.
+    `leftovers`, by key, are from earlier attempts; those with the same bytes are used. With `leftovers`, a failed
+    upload leaves the parts that it sent. A failure also calls `stop_reading`.
 
     Returns:
-        The receipts in the order of the keys, and the number of bytes that were used of `leftovers`.
+        The receipts in the order of the keys, and the number of bytes that came from `leftovers`.
 
     """
     target.on_sent = progress.add
@@ -227,8 +227,8 @@ def upload(
         try:
             for group in (bodies, last or {}):
                 for key, body_in in group.items():
-                    found = (leftovers or {}).get(key, ())
-                    session.submit(key, body_in(arena), found, part_bytes=choose_part_bytes())
+                    leftovers_of_key = (leftovers or {}).get(key, ())
+                    session.submit(key, body_in(arena), leftovers_of_key, part_bytes=choose_part_bytes())
                 session.tasks.join()
                 receipts = session.receipts()
         except BaseException:
@@ -239,7 +239,7 @@ def upload(
 
 
 def choose_buffered_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
-    """Return the part size with which all buffers together take at most `budget_bytes`, if that is not too small."""
+    """Return the part size with which one buffer for each connection fits into `budget_bytes`: one tile at least."""
     return choose_held_part_bytes(
         budget_bytes,
         connections=target.connections,
@@ -258,7 +258,7 @@ def naming_missing_file() -> Iterator[None]:
 
 
 def head_file(context: Context, key: str) -> ObjectInfo:
-    """Look at a file of the source. Raises `CheckpointNotFoundError` if it does not exist."""
+    """Return the size and version of a file of the source. Raises `CheckpointNotFoundError` if it does not exist."""
     with naming_missing_file():
         return context.client.require(key)
 
@@ -282,13 +282,13 @@ def replaced_error(uri: str) -> CheckpointChangedError:
 
 
 def check_apart(source: Context, target: Context) -> None:
-    """Raise `InvalidURIError` if both are the same place, or one is inside the other."""
-    one, other = _path_of(source.location), _path_of(target.location)
+    """Raise `InvalidURIError` if source and target are the same folder, or one is inside the other."""
+    source_path, target_path = _path_of(source.location), _path_of(target.location)
     if _server_of(source) != _server_of(target):
         return
-    if one == other:
+    if source_path == target_path:
         raise InvalidURIError(f"{source.uri} is both the source and the target: there is nothing to do. Give another")
-    for inner, outer in ((one, other), (other, one)):
+    for inner, outer in ((source_path, target_path), (target_path, source_path)):
         if inner.startswith(outer + "/") or not outer:
             raise InvalidURIError(
                 f"{source.uri} and {target.uri} are one inside the other, so their files would mix. Choose a target "

@@ -1,4 +1,4 @@
-"""Copy a checkpoint from store to store: whole, checked, and committed last."""
+"""Copy a checkpoint from store to store, and compare every byte with the checksums of the save."""
 
 from __future__ import annotations
 
@@ -127,21 +127,21 @@ def run_copy(conversion: Conversion) -> CopyReport:
 
 def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
     """Return True if a checkpoint is committed at `target`. Lists it, and reads no manifest."""
-    there = Context(parse_location(target), options, rank=0)
-    return read_log(there.client).current_number is not None
+    context = Context(parse_location(target), options, rank=0)
+    return read_log(context.client).current_number is not None
 
 
 def list_others(target: str | os.PathLike[str], *, options: Options) -> list[str]:
-    """Return the names in the folder `target` that no checkpoint has there; none if one is committed there."""
-    there = Context(parse_location(target), options, rank=0)
-    if read_log(there.client).current_number is not None:
+    """Return the names in the folder `target` that a checkpoint would not write; none if a checkpoint exists there."""
+    context = Context(parse_location(target), options, rank=0)
+    if read_log(context.client).current_number is not None:
         return []
-    names = (info.key.partition("/")[0] for info in there.client.list(most=_MAX_LOOKED_AT))
+    names = (info.key.partition("/")[0] for info in context.client.list(most=_MAX_LOOKED_AT))
     return [name for name in dict.fromkeys(names) if name != "data" and not name.startswith(_OWN_NAMES)]
 
 
 def _read_manifest(source: Context) -> Manifest:
-    """Read the manifest to copy. One without a commit time (format 1.0) gets the store's time."""
+    """Read the manifest to copy. If it has no commit time (format 1.0), it gets the store's time."""
     resolved = resolve(source.client)
     if resolved.manifest.committed_at_ns is not None:
         return resolved.manifest
@@ -155,20 +155,24 @@ def _read_manifest(source: Context) -> Manifest:
 
 
 def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
-    """Return the manifest at the target if it is an earlier copy of exactly this one."""
+    """Return the manifest at the target if it is an earlier copy of exactly `manifest`."""
     try:
         number = read_log(target.client).current_number
-        there = None if number is None else read_manifest(target.client, number)
+        copied = None if number is None else read_manifest(target.client, number)
     except CheckpointError:
-        return None  # an unreadable manifest is no such copy
-    return there if there is not None and there.is_copy_of(manifest) else None
+        return None  # an unreadable manifest is no copy
+    return copied if copied is not None and copied.is_copy_of(manifest) else None
 
 
 def _is_one_service(source: Context, target: Context) -> bool:
-    """Return True if one service with one set of credentials has both, so that it can be asked to copy."""
-    mine, its = source.options.storage_options, target.options.storage_options
+    """Return True if one service holds both with the same storage options, so that it can copy by itself."""
+    source_options, target_options = source.options.storage_options, target.options.storage_options
     service = target.store.capabilities.copies_within
-    return service != "" and source.store.capabilities.copies_within == service and dict(mine) == dict(its)
+    return (
+        service != ""
+        and source.store.capabilities.copies_within == service
+        and dict(source_options) == dict(target_options)
+    )
 
 
 class CopyJob:
@@ -184,7 +188,7 @@ class CopyJob:
         self._contents = list_contents(manifest)
         self._draft = Draft(self._target, save_id=manifest.save_id or "")
         self._budget_bytes = self._source.options.read_bytes
-        self._keys: dict[int, str] = {}  # of the new objects, by the numbers of the old ones
+        self._keys: dict[int, str] = {}  # keys of the copied objects, by their numbers in the source
         self.num_bytes = sum(stored.size for stored in manifest.objects)
         self.num_service_bytes = 0
         self.num_read_back_bytes = 0
@@ -195,17 +199,17 @@ class CopyJob:
     def find_earlier(self) -> Manifest | None:
         """Return the manifest of an earlier copy that is committed and whole, if the target has ``resume``.
 
-        Raises `CorruptCheckpointError` if it is damaged and may not be replaced.
+        Raises `CorruptCheckpointError` if the earlier copy is damaged and may not be replaced.
         """
         target = self._target
-        there = _copy_at(target, self._manifest) if target.options.resume else None
-        if there is None:
+        copied = _copy_at(target, self._manifest) if target.options.resume else None
+        if copied is None:
             return None
-        reader = Reader(target, there)
+        reader = Reader(target, copied)
         problems = Verification(reader, on_read=self._progress.add).run()
         if not problems:
             self.num_reused_bytes, self.was_there = self.num_bytes, True
-            return there
+            return copied
         if reader.has_changed():
             raise CheckpointChangedError(
                 f"{target.uri} was overwritten or removed while it was being compared. Copy again",

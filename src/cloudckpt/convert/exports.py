@@ -56,8 +56,8 @@ ExportFormat: TypeAlias = Literal["safetensors", "torch"]
 _SAFETENSORS_PATTERNS = (SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
 _RESERVED_NAME = "__metadata__"
 _MAX_SHOWN_URLS = 3
-_CONNECTIONS_OF_EACH = 2
-"""Connections of each upload for the bytes that it sends."""
+_CONNECTIONS_PER_UPLOAD = 2
+"""Connections that each upload uses to read the bytes that it sends."""
 TILE_BYTES = MIB
 _OTHER_FILES = (".bin", ".ckpt", ".pt", ".pth", ".safetensor")
 _WILDCARD = re.compile(r"[*?[]")
@@ -222,12 +222,12 @@ def _export_safetensors(
 
 
 def _limit_memory(source: Context, budget_bytes: int) -> Context:
-    """Return a context whose loads hold at most `budget_bytes` each, beside the memory that they fill."""
+    """Return a context in which each load holds at most `budget_bytes`, besides the memory that it fills."""
     advanced = source.options.advanced
     request_bytes = max(min(advanced.request_bytes, budget_bytes), advanced.tile_bytes)
     options = dataclasses.replace(
         source.options,
-        connections=_CONNECTIONS_OF_EACH,
+        connections=_CONNECTIONS_PER_UPLOAD,
         read_bytes=max(budget_bytes, advanced.tile_bytes),
         advanced=dataclasses.replace(advanced, request_bytes=request_bytes),
     )
@@ -236,7 +236,7 @@ def _limit_memory(source: Context, budget_bytes: int) -> Context:
 
 def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor], uri: str) -> None:
     """Raise `UnsupportedValueError` for a dtype or a name that safetensors files cannot have."""
-    unknown = {fqns[name]: each.dtype for name, each in tensors.items() if each.dtype not in SAFETENSORS_TAG}
+    unknown = {fqns[name]: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_TAG}
     if unknown:
         raise UnsupportedValueError(
             f"safetensors files that every reader can open have no dtype for "
@@ -293,9 +293,9 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
 
 
 def _replace_named_tuples(value: Any) -> Any:
-    """Return `value` with tuples in place of named tuples, which a reader of the file would need the classes of."""
+    """Replace named tuples in `value` by tuples: a reader of the file would need the classes of named tuples."""
     if type(value) is dict:
-        return {key: _replace_named_tuples(one) for key, one in value.items()}
+        return {key: _replace_named_tuples(element) for key, element in value.items()}
     if type(value) is list:
         return list(map(_replace_named_tuples, value))
     is_tuple = type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
@@ -305,9 +305,9 @@ def _replace_named_tuples(value: Any) -> Any:
 class Files:
     """Files of one export in one folder of a store.
 
-    `patterns` match the names that an export of this format writes. If such a file exists, `check` fails, unless
-    the export may overwrite. `write` then removes the old export before any file is written. It begins with the files
-    whose names have no wildcard, by which readers find the others.
+    `patterns` match the names that an export of this format writes. If a file with a matching name exists, `check`
+    fails, unless the export may overwrite. In that case, `write` removes the old export before it writes a file. It
+    first removes the files whose patterns have no wildcard, since readers find the others by them.
     """
 
     def __init__(self, conversion: Conversion, target: Context, *, patterns: Sequence[str]) -> None:
@@ -359,7 +359,7 @@ class Files:
     def _clear(self, names: Iterable[str]) -> None:
         """Remove the export that is to be replaced. Without `overwrite`, make sure that no file has one of `names`.
 
-        A HEAD finds what a listing may have left out.
+        A HEAD finds a file that a listing may have left out.
         """
         target = self._target
         if not self._overwrite:
@@ -394,11 +394,11 @@ class Files:
         prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
         infos = [info for prefix in prefixes for info in target.client.list(prefix)]
         keys = {info.key for info in infos if "/" not in info.key}
-        return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, each) for each in self._patterns))
+        return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._patterns))
 
 
 class DequantizingReader:
-    """Reads a checkpoint whose wrappers are dequantized. It holds one of them at a time, with its values."""
+    """Reads a checkpoint, and dequantizes its wrappers. It holds one wrapper at a time, with its values."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -162,10 +162,10 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
         if name in tensors:
             raise InvalidOptionError(f"{name!r} is in {conversion.source.uri} already, and needs no tie")
     names = conversion.selection.choose_names([*tensors, *ties])
-    names_of: defaultdict[str, list[str]] = defaultdict(list)  # of each stored tensor, its own name first
+    names_of: defaultdict[str, list[str]] = defaultdict(list)  # names of each stored tensor, its own first
     for fqn, name in names.items():
         names_of[ties.get(fqn, fqn)].append(name)
-    fqns = {its_names[0]: fqn for fqn, its_names in names_of.items()}
+    fqns = {tied_names[0]: fqn for fqn, tied_names in names_of.items()}
     if unknown := [f"{fqn} ({source.unknown[fqn]})" for fqn in fqns.values() if fqn in source.unknown]:
         raise UnsupportedValueError(
             f"{conversion.source.uri} has tensors of dtypes that torch does not have: {quote_names(unknown)}. Choose "
@@ -210,14 +210,15 @@ def _import_torch(conversion: Conversion) -> ConversionReport:
 def _import_dcp(conversion: Conversion) -> ConversionReport:
     source = conversion.source
 
-    def files() -> list[ObjectInfo]:
+    def list_files() -> list[ObjectInfo]:
         infos = source.client.list()
         return sorted((info for info in infos if info.key.endswith(_DCP_SUFFIXES)), key=lambda info: info.key)
 
     def check_unchanged() -> None:
-        now = files()
-        if len(now) != len(before) or any(
-            one.key != other.key or not one.is_same_write(other) for one, other in zip(now, before, strict=True)
+        infos_after = list_files()
+        if len(infos_after) != len(infos_before) or any(
+            info.key != info_before.key or not info.is_same_write(info_before)
+            for info, info_before in zip(infos_after, infos_before, strict=True)
         ):
             raise replaced_error(source.uri)
 
@@ -226,7 +227,7 @@ def _import_dcp(conversion: Conversion) -> ConversionReport:
             f"{source.uri} has no {TORCH_METADATA_KEY}, so no DCP checkpoint is there. Check the URI and the format",
             uri=source.uri,
         )
-    before = files()
+    infos_before = list_files()
     state_dict = load_whole(source.location, source.options, conversion.selection, allow_pickle=conversion.allow_pickle)
     return _save_state_dict("dcp", state_dict, conversion, check_unchanged)
 

@@ -28,7 +28,7 @@ class Selection:
     strip_prefix: str = ""
     add_prefix: str = ""
     leaves_out: Callable[[str], object] | None = None
-    """Returns a true value for the first part of a name if the entry is not to be taken."""
+    """Called with the first part of a name. Returns a true value if the entry is not to be taken."""
 
     def __post_init__(self) -> None:
         if self.add_prefix and "" in self.add_prefix.removesuffix(".").split("."):
@@ -37,7 +37,7 @@ class Selection:
     def choose_names(self, fqns: Iterable[str]) -> dict[str, str]:
         """Return the new name of each entry to take. The prefixes are whole parts of dotted names.
 
-        Raises `InvalidOptionError` for a pattern or a prefix that fits no entry, and `UnsupportedValueError` where two
+        Raises `InvalidOptionError` for a pattern or a prefix that fits no entry, and `UnsupportedValueError` if two
         entries would have one name.
         """
         known = list(fqns)
@@ -81,7 +81,7 @@ class Selection:
         return not self.include or matches(fqn, self.include)
 
     def rename_entries(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Flatten a state dict, and rename its entries. Returns it as it is if no names change."""
+        """Flatten a state dict, and rename its entries. If no names change, return the state dict unchanged."""
         if self == Selection(uri=self.uri):
             return state_dict
         flat = flatten_entries(state_dict, uri=self.uri, takes_apart=False)

@@ -1,4 +1,4 @@
-"""Segments of memory that hold views, by their addresses, and places for segments in blocks of memory.
+"""Plan the segments of memory that hold views, by addresses, and the offsets of segments in blocks of memory.
 
 Sizes are bytes, and ranges half-open.
 """
@@ -18,9 +18,9 @@ _MAX_HOLLOWNESS = 2  # most bytes of a hull for each byte of its tensor
 LINE_BYTES = 64
 """The size of a cache line, to which torch aligns its memory."""
 _PAGE_BYTES = 4096
-_LARGE_BYTES = 64 * 1024  # from here on, a segment begins on a page
+_LARGE_BYTES = 64 * 1024  # a segment of this size or more begins on a page
 _BLOCK_BYTES = 2 * 1024 * 1024  # blocks are whole numbers of huge pages
-_GROWTH = 8  # a later block has at least an eighth of the bytes of those before
+_GROWTH = 8  # a new block has at least an eighth of the bytes of all earlier blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class AddressRanges:
 def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses) -> AddressRanges:
     """Plan segments to hold views that reach over ``[begins[i], ends[i])`` and have ``own_bytes[i]`` of their own.
 
-    Views that share a byte share a segment, so that no byte is copied twice. A view with large holes is copied
-    without them, unless a segment of others holds it anyway. No segment has more than twice the bytes of its views.
+    Views that share a byte share a segment, so that no byte is copied twice. A view with large holes is copied alone,
+    without the holes, unless a segment of other views holds it. No segment has more than twice the bytes of its views.
     """
     lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
     own = np.array(own_bytes, dtype=np.uint64)
@@ -62,9 +62,9 @@ def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses
     segment_of = np.full(len(begins), -1, dtype=np.int64)
     segment_of[order] = position_of[number]
     for view in np.flatnonzero(is_hollow).tolist():
-        at = int(np.searchsorted(segment_begins, lows[view], side="right")) - 1
-        if at >= 0 and highs[view] <= segment_ends[at]:
-            segment_of[view] = position_of[at]
+        position = int(np.searchsorted(segment_begins, lows[view], side="right")) - 1
+        if position >= 0 and highs[view] <= segment_ends[position]:
+            segment_of[view] = position_of[position]
     return AddressRanges(
         begins=segment_begins[by_view].tolist(),
         ends=segment_ends[by_view].tolist(),
@@ -73,7 +73,7 @@ def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses
 
 
 def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
-    """Return the positions of those address ranges ``[begin, end)`` that share a byte with another."""
+    """Return the positions of the address ranges ``[begin, end)`` that share a byte with another range."""
     lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
     filled = np.flatnonzero(lows < highs)
     lows, highs = lows[filled], highs[filled]
@@ -93,10 +93,10 @@ class Placement:
 
 
 def place_segments(segments: Iterable[tuple[int, int]], capacities: Sequence[int]) -> Placement:
-    """Find places for segments of ``(address, num_bytes)`` in blocks of these capacities.
+    """Place segments of ``(address, num_bytes)`` in blocks of these capacities.
 
-    No two overlap. Within a block they keep their order, and each keeps its address modulo 64, so that its views keep
-    their alignment.
+    No two segments overlap. Segments in a block keep their order. Each keeps its address modulo 64, so that its views
+    keep their alignment.
     """
     blocks: list[int] = []
     offsets: list[int] = []

@@ -1,4 +1,4 @@
-"""Boxes in row-major arrays, and the flat ranges they are made of.
+"""Boxes in row-major arrays, and the flat ranges of their elements.
 
 Counts are elements. Ranges are half-open.
 """
@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A block of an array: it starts at `offsets` and extends over `lengths`."""
+    """A box in an array: it starts at `offsets` and extends over `lengths`."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that selects the block in the array."""
+        """The index that selects the box in the array."""
         return tuple(slice(offset, offset + length) for offset, length in zip(self.offsets, self.lengths, strict=True))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """Return the same block in a part of the array that starts at `origin`."""
+        """Return the same box relative to `origin`."""
         return Box(tuple(offset - first for offset, first in zip(self.offsets, origin, strict=True)), self.lengths)
 
 
@@ -38,8 +38,8 @@ def compute_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def find_runs(shape: Sequence[int], box: Box, *, max_gap: int) -> list[tuple[int, int]]:
     """Return the flat ranges of an array of `shape` that hold `box`, in order.
 
-    Runs at most `max_gap` elements apart are joined. With ``max_gap=0`` the ranges hold exactly the box, and otherwise
-    also the gaps.
+    Ranges at most `max_gap` elements apart are joined. With ``max_gap=0`` the ranges hold the elements of the box
+    alone; otherwise, they also hold the gaps.
     """
     if 0 in box.lengths:
         return []
@@ -83,11 +83,12 @@ def split_into_boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box
         yield from _in_row(last_row, split_into_boxes(0, tail, inner_shape))
 
 
-def intersect(one: Box, other: Box) -> Box | None:
+def intersect(first: Box, second: Box) -> Box | None:
     """Return the overlap of two boxes; None if they have none."""
-    offsets = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
+    offsets = tuple(max(a, b) for a, b in zip(first.offsets, second.offsets, strict=True))
     ends = (
-        min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+        min(a + n, b + m)
+        for a, n, b, m in zip(first.offsets, first.lengths, second.offsets, second.lengths, strict=True)
     )
     lengths = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
     return Box(offsets, lengths) if all(length > 0 for length in lengths) else None

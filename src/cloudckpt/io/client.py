@@ -2,7 +2,7 @@
 
 - A *retry* repeats a call that failed and may succeed the next time (`StoreClient.call`, `Retries`).
 - A *confirmation* repeats a call that was answered, if one wrong answer would hide a checkpoint or give it up: "it is
-  absent", "it is damaged" (`StoreClient.confirm`, `Confirmation`). One try of it is a *look*.
+  absent", "it is damaged" (`StoreClient.confirm`, `Confirmation`). One try of a confirmation is a *look*.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ SYSTEM_CLOCK = Clock()
 
 
 class _SharedState:
-    """The state that clients of several stores share: how calls are repeated, and how many there were."""
+    """The state that the clients of several stores share: how to repeat calls, and how many were made."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class _SharedState:
 class StoreClient:
     """Calls one store. Safe to share between threads; `stop` ends every wait at once.
 
-    A call is repeated after a failure that may pass. Delays grow exponentially, with jitter of half of each
-    (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/). A call is given up after `retries`
-    repetitions, or after `timeout_s` without progress. A try that made no request, because the process may open no more
-    files for example (`StoreError.is_unsent`), does not count as a repetition; and its time begins anew when another
-    call ends, which may have closed files.
+    The client repeats a call after a failure that may pass. Delays grow exponentially, with jitter of half of each
+    (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/). It gives a call up after `retries`
+    repetitions, or after `timeout_s` without progress. A try that made no request (`StoreError.is_unsent`) does not
+    count as a repetition, for example if the process may open no more files. The time of such a call begins anew when
+    another call ends, which may have closed files.
 
     `head` and `read` return None for an object that is absent, after `confirm` has confirmed it. A listing is not
     confirmed: its callers pass it to `confirm` where it matters.
@@ -117,7 +117,7 @@ class StoreClient:
         retries: Repetitions of a call.
         timeout_s: Seconds without progress after which a call is given up.
         on_retry: Called with the failure before each repetition.
-        recorder: Where time is recorded.
+        recorder: Records times.
         hedger: Bounds the transfers in flight, and repeats stragglers while it watches. By default, it only bounds.
         clock: The source of time and of random numbers.
 
@@ -140,13 +140,13 @@ class StoreClient:
         self.shared = _SharedState(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
 
     def at(self, store: Store) -> StoreClient:
-        """Return a client of another store, which is stopped together with this one and counts into its numbers."""
-        other = copy.copy(self)
-        other.store = store
-        return other
+        """Return a client of another store. `stop` stops both, and both count into the same numbers."""
+        client = copy.copy(self)
+        client.store = store
+        return client
 
     def restarted(self) -> StoreClient:
-        """Return a client of the same store for calls that are made even if this one was stopped."""
+        """Return a client of the same store that makes calls although this one was stopped."""
         client, shared = copy.copy(self), self.shared
         client.shared = _SharedState(
             retries=shared.retries, timeout_s=shared.timeout_s, on_retry=shared.on_retry, clock=shared.clock
@@ -155,7 +155,7 @@ class StoreClient:
 
     @property
     def num_requests(self) -> int:
-        """Tries so far, over all calls, the first of each and hedged ones included."""
+        """Tries so far, over all calls, including the first of each and hedges."""
         return self.shared.num_requests + self.hedger.num_hedges
 
     @property
@@ -164,7 +164,7 @@ class StoreClient:
         return self.shared.num_retries
 
     def stop(self, refusal: BaseException | None = None) -> None:
-        """Repeat no call any more: one that fails, or waits after a failure, raises that failure.
+        """Repeat no call any more: a call that fails, or waits after a failure, raises its failure.
 
         With a `refusal`, no call makes a request any more: each raises the refusal in place of its next try.
         """
@@ -209,7 +209,7 @@ class StoreClient:
         return self.confirm(look, evidence=lambda result: result is None)
 
     def list(self, prefix: str = "", *, most: int | None = None) -> Sequence[ObjectInfo]:
-        """List the objects whose keys start with `prefix`, or the first `most`. One listing, which may lag.
+        """List the objects whose keys start with `prefix`, or the first `most`. The listing may lag.
 
         A listing that breaks off starts anew.
         """
@@ -224,7 +224,7 @@ class StoreClient:
         return self.call(lambda: list(self.store.list_parts(key, upload_id)))
 
     def list_directories(self) -> Sequence[str]:
-        """List the folders directly in the store. One listing, which may lag."""
+        """List the folders directly in the store. The listing may lag."""
         return self.call(lambda: list(self.store.list_directories()))
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -255,10 +255,10 @@ class StoreClient:
         remove something while the look runs.
 
         Args:
-            look: Makes its requests with this client, so that failures are retried there.
+            look: Makes its requests with this client, which retries failures.
             evidence: Takes a result, and returns the part of it that two looks must agree on. A falsy value says that
                 the result is certain.
-            errors: Classes of the errors that must be confirmed. Time passes before the look after such an error.
+            errors: Classes of the errors that must be confirmed. The client waits before the look after such an error.
             changing: Makes the error to raise if no looks agree.
 
         Raises:
@@ -270,11 +270,11 @@ class StoreClient:
             try:
                 result = look()
             except errors as error:  # noqa: PERF203  # looks are rare, and requests
-                if confirmation.add(type(error).__name__, error):
+                if confirmation.confirm_or_wait(type(error).__name__, error):
                     raise
             else:
-                seen = evidence(result)
-                if not seen or confirmation.add(seen):
+                evidence_of_result = evidence(result)
+                if not evidence_of_result or confirmation.confirm_or_wait(evidence_of_result):
                     return result
 
 
@@ -286,7 +286,7 @@ def open_client(
     on_hedge: Callable[[], None] = lambda: None,
     recorder: Recorder | None = None,
 ) -> StoreClient:
-    """Return a client of the store at `uri`. The errors are those of `open_store`; nothing is contacted.
+    """Return a client of the store at `uri`. Makes no request. Raises the errors of `open_store`.
 
     `on_retry` is called with the failure before each repetition, and `on_hedge` for each request that is repeated as a
     straggler.
@@ -312,14 +312,14 @@ def open_client(
 
 
 def choose_hedge_bytes(options: Options) -> int:
-    """Return how much of a load's memory second requests may hold: nothing if only few requests fit into it."""
+    """Return how much of a load's memory second requests may hold: 0 if the memory has room for few requests."""
     return options.read_bytes // 4 if options.read_bytes >= 4 * options.advanced.request_bytes else 0
 
 
 class Retries:
     """The tries of one call.
 
-    It is the context of each try, in a loop that the successful try leaves::
+    The object is the context of each try, in a loop that the successful try leaves::
 
         retries = Retries(client)
         while True:
@@ -403,9 +403,10 @@ class Retries:
 
 
 class Confirmation:
-    """The evidence of the looks so far at one thing. `StoreClient.confirm` has the rule.
+    """The evidence of the looks so far. `StoreClient.confirm` has the rule.
 
-    A caller that cannot be a `look`, because it continues where the last try stopped, makes its own loop around `add`.
+    A caller that continues where the last try stopped cannot be a `look`: it makes its own loop around
+    `confirm_or_wait`.
     """
 
     def __init__(self, client: StoreClient, *, changing: Callable[[], Exception] | None = None) -> None:
@@ -413,10 +414,10 @@ class Confirmation:
         self._changing = changing
         self._evidence: list[Hashable] = []
 
-    def add(self, evidence: Hashable, error: Exception | None = None) -> bool:
-        """Add the evidence of a look. Return True if the last looks agree, and False if another look must begin.
+    def confirm_or_wait(self, evidence: Hashable, error: Exception | None = None) -> bool:
+        """Record the evidence of a look. Return True if the last looks agree, and False if another one must follow.
 
-        After an `error`, it waits before it returns False. Raises if `MAX_LOOKS` do not agree, and if the client was
+        After an `error`, wait before returning False. Raises if `MAX_LOOKS` looks do not agree, and if the client was
         stopped.
         """
         self._evidence.append(evidence)
@@ -451,7 +452,7 @@ class TracedStore(ForwardingStore):
 
     def around(self, call: Call, action: Callable[[], _T]) -> _T:
         recorder, moved_bytes = self._recorder, 0
-        # A call is repeated in the same thread, with no other call in between, but for a HEAD after a read of absence.
+        # A call is repeated in the same thread. Only a HEAD after a read of absence comes in between.
         failed, num_failures = getattr(self._last, "failed", (None, 0))
         num_tries = num_failures + 1 if failed == call else 1
         details: dict[str, object] = {"try": num_tries}

@@ -1,8 +1,8 @@
-"""Read byte ranges of a data object into memory: resume them where they break off, and verify them tile by tile.
+"""Read byte ranges of a data object into memory. Resume a read where it breaks off, and verify each tile.
 
-One answer that an object is missing, ends too early or has wrong bytes is not believed: a proxy may have given it. The
-functions here confirm it by three looks (`cloudckpt.io.client.Confirmation`), in each of which a read and a HEAD of the
-object agree. Where the two contradict each other, they raise `TransientStoreError`, which is retried as any other.
+A proxy may have given an answer that an object is missing, ends too early or has wrong bytes. So three looks confirm it
+(`cloudckpt.io.client.Confirmation`), in each of which a read and a HEAD of the object agree. If read and HEAD
+contradict each other, the functions here raise `TransientStoreError`, which is retried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, n
 from cloudckpt.telemetry.timeline import now_ns
 
 _Answer: TypeAlias = Literal["absent", "short", "there"]
-"""The store's answer about the bytes before an offset: no object, one that ends earlier, or all there."""
+"""The store's answer about the bytes before an offset: no object, an object that ends earlier, or all bytes."""
 
 
 class _OtherSizeError(Exception):
@@ -38,7 +38,7 @@ class _WrongBytesError(Exception):
 
 
 def download_range(client: StoreClient, *, key: str, begin: int, views: Views) -> None:
-    """Fill `views` with the object's bytes from `begin` on. A body that breaks off is resumed at the byte reached.
+    """Fill `views` with the object's bytes from `begin` on. Resume a body that breaks off at the byte reached.
 
     Raises `ObjectNotFoundError` and `ShortObjectError` only once they are confirmed.
     """
@@ -61,7 +61,7 @@ def download_range(client: StoreClient, *, key: str, begin: int, views: Views) -
         if unconfirmed is None:  # a failure that may pass
             continue
         try:
-            if confirmation.add(type(unconfirmed).__name__, unconfirmed):
+            if confirmation.confirm_or_wait(type(unconfirmed).__name__, unconfirmed):
                 raise unconfirmed
         finally:
             del unconfirmed  # its traceback holds this frame, and so the views
@@ -71,7 +71,7 @@ def download_range(client: StoreClient, *, key: str, begin: int, views: Views) -
 def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
     """Return the size of the object at `key`, or None. Absence, or another size than `size_bytes`, is confirmed first.
 
-    If all is as expected, this takes one HEAD.
+    Makes one HEAD if the object has `size_bytes`.
     """
     store = client.store
 
@@ -101,7 +101,10 @@ def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
 def _compare(
     store: Store, key: str, end: int, *, by_read: _Answer | None = None, by_head: _Answer | None = None
 ) -> None:
-    """Ask for the answer that is not given, about the first `end` bytes; raise `TransientStoreError` if they differ."""
+    """Ask by read or HEAD for the answer that is not given. Raise `TransientStoreError` if the two answers differ.
+
+    The question is about the first `end` bytes.
+    """
     by_read = by_read or _read_answer(store, key, end)
     by_head = by_head or _head_answer(store, key, end)
     if by_read == by_head:
@@ -148,7 +151,7 @@ def find_wrong_tiles(
 ) -> dict[int, int]:
     """Return index and actual CRC32C of each fetched tile that is wrong. `views` hold whole tiles.
 
-    A tile that does not match is read twice more, into its place: its bytes may have been damaged on their way.
+    A tile that does not match is read twice more, into the same views: its bytes may have been damaged on their way.
     """
     begun_ns = now_ns()
     values = compute_tile_crc32cs(views, tile_bytes)
@@ -159,7 +162,7 @@ def find_wrong_tiles(
     while wrong:
         client.call(_compare, client.store, key, begin + num_bytes(views), by_read="there")
         error = _WrongBytesError(f"{client.url(key)}: {len(wrong)} tiles have other checksums than were saved")
-        if confirmation.add("wrong", error):
+        if confirmation.confirm_or_wait("wrong", error):
             break
         still_wrong: dict[int, int] = {}
         for first, last in _runs(list(wrong)):

@@ -1,4 +1,4 @@
-"""Limit the requests in flight, and repeat a request that takes far longer than its peers. The first answer is used.
+"""Limit the requests in flight, and repeat a request that takes far longer than its peers.
 
 See ``docs/design/014-concurrency-and-tails.md``.
 """
@@ -53,9 +53,10 @@ def max_hedges(num_requests: int) -> int:
 class ConcurrencyLimit:
     """The number of requests that may be in flight: additive increase, multiplicative decrease.
 
-    It begins at `most`. It halves when the store asks to slow down, when a request times out, and when the process may
-    open no more files; failures of requests that were in flight together halve it only once. It rises by one after as
-    many successes as it allows requests, up to `most`. It is never below 1. Not thread-safe: `Hedger` locks it.
+    The limit begins at `most`. It halves when the store asks to slow down, when a request times out, and when the
+    process may open no more files. Failures of requests that were in flight together halve it only once. It rises by
+    one, up to `most`, after as many successes as it allows requests. It is never below 1. Not thread-safe: `Hedger`
+    locks it.
     """
 
     def __init__(self, most: int) -> None:
@@ -93,9 +94,9 @@ class PeerTimes:
         self._took.append((num_bytes, took_s))
 
     def patience_s(self, num_bytes: int) -> float | None:
-        """Return the time after which a request for `num_bytes` is a straggler; None if too few peers are known.
+        """Return the time after which a request for `num_bytes` is a straggler; None if it has too few peers.
 
-        Peers have half to twice its size.
+        The peers of a request have half to twice its size.
         """
         took = [
             took_s for size_bytes, took_s in self._took if num_bytes <= 2 * size_bytes and size_bytes <= 2 * num_bytes
@@ -125,18 +126,18 @@ class HedgedRequest(Generic[_T]):
 
 
 class Hedger:
-    """Send a second request if one takes far longer than its peers, and take the first answer of the two.
+    """Send a second request if one takes far longer than its peers, and use the first answer of the two.
 
     Peers are the last requests of the same kind and of about the same size. `upload_part` and `read_into` make
-    requests; `watch` finds the stragglers among those in flight and repeats them, each in a thread of its own.
+    requests. `watch` finds stragglers among the requests in flight, and repeats each in a thread of its own.
     `watching` calls `watch` twice a second. Safe to share between threads.
 
     - A request is repeated at most once, and only if its connection is known, so that it can be closed.
-    - The loser is the request whose answer is not used. Its connection is closed, and the caller continues only once
-      the loser has ended: it must not use memory that the caller has released. This wait takes at most as long as a new
-      connection.
-    - At most four second requests run at a time, and one in twenty requests is repeated, or two of fewer
-      than forty (`max_hedges`).
+    - The loser is the request whose answer is not used. The hedger closes its connection. The caller continues only
+      once the loser has ended, since the loser must not use memory that the caller has released. This wait takes at
+      most as long as a new connection.
+    - At most four second requests run at a time. One in twenty requests is repeated, or two of fewer than forty
+      (`max_hedges`).
     - After the store has asked to slow down, nothing is repeated for `_CALM_S`.
 
     Args:
@@ -187,9 +188,9 @@ class Hedger:
     ) -> Iterator[HedgedRequest[_T]]:
         """Make a request that raises `StoreError` in this context.
 
-        `second` makes it once more, in another thread, and holds `held_bytes`; it must not return None. If it succeeds
-        and the first request does not, the context suppresses the error, and `HedgedRequest.result` is its result.
-        `name` is the same however often the client repeats the request.
+        `second` makes the same request in another thread, and holds `held_bytes`; it must not return None. If `second`
+        succeeds and the first request fails, the context suppresses the error, and `HedgedRequest.result` is the result
+        of `second`. `name` is the same however often the client repeats the request.
         """
         with self._lock:
             request = HedgedRequest(
@@ -212,7 +213,7 @@ class Hedger:
             self._settle(request, None)
 
     def _settle(self, request: HedgedRequest[Any], failure: BaseException | None) -> bool:
-        """End the loser, and record the outcome. True if the first request failed and the second has succeeded."""
+        """End the loser, and record the outcome. Return True if only the second request succeeded."""
         with self._lock:
             self._running.remove(request)
         has_ended = request.second_has_ended  # final: `watch` repeats only what is in `_running`
@@ -245,8 +246,8 @@ class Hedger:
     ) -> UploadedPart:
         """Upload a part, hedged.
 
-        Its bytes are the same both times, so it does not matter which of the two requests the store carries out last.
-        If the tokens differ all the same, `complete_multipart` asks the store which one it has.
+        Both requests send the same bytes, so it does not matter which of them the store carries out last. If their
+        tokens differ, `complete_multipart` asks the store which part it has.
         """
 
         def upload_again() -> UploadedPart:
@@ -259,7 +260,7 @@ class Hedger:
         return request.result
 
     def read_into(self, store: Store, key: str, offset_bytes: int, views: Views) -> None:
-        """Read a range, hedged: the second request reads into memory of its own, which is copied at the end."""
+        """Read a range, hedged. The second request reads into memory of its own. If it wins, its bytes are copied."""
         size_bytes = num_bytes(views)
 
         def read_again() -> memoryview:
@@ -278,16 +279,18 @@ class Hedger:
         try:
             store.complete_multipart(key, upload_id, parts)
         except StoreError as error:
-            twice = [done for done in parts if _name_part(key, upload_id, done.part) in self._hedged]
-            if not twice or isinstance(error, TransientStoreError | ObjectNotFoundError):
+            sent_twice = [uploaded for uploaded in parts if _name_part(key, upload_id, uploaded.part) in self._hedged]
+            if not sent_twice or isinstance(error, TransientStoreError | ObjectNotFoundError):
                 raise
             # If the service holds the encryption's key, equal parts have different ETags, and the store may have
             # carried out last a request that was given up.
             try:
-                held = list(store.list_parts(key, upload_id))
-            except StoreError:  # it may not be permitted, and the first error says more
+                stored_parts = list(store.list_parts(key, upload_id))
+            except StoreError:  # a listing may not be permitted, and the first error says more
                 raise error from None
-            latest = [_with_held_token(done, held) if done in twice else done for done in parts]
+            latest = [
+                _with_held_token(uploaded, stored_parts) if uploaded in sent_twice else uploaded for uploaded in parts
+            ]
             if latest == list(parts):
                 raise
             store.complete_multipart(key, upload_id, latest)
@@ -307,7 +310,7 @@ class Hedger:
                 if self._is_straggler(request, now_s) and self._is_affordable(request):
                     self._start_hedge(request)
             num_more = len(self._hedged) - num_before
-        for _ in range(num_more):  # without the lock: it is the user's own code
+        for _ in range(num_more):  # without the lock: the function is the user's
             self._on_hedge()
 
     def _is_straggler(self, request: HedgedRequest[Any], now_s: float) -> bool:
@@ -366,8 +369,8 @@ class Hedger:
 class _Watch(AbstractContextManager[None]):
     """Calls `watch` in a thread of its own.
 
-    Not a generator: an unfinished one runs its ``finally`` when it is collected. For a file that is never closed, that
-    is when the process ends: the watch thread is stopped by then, and Python 3.13 would wait for it for ever.
+    This context is not a generator. An unfinished generator runs its ``finally`` when it is collected; for a file that
+    is never closed, at the end of the process. The watch thread is stopped by then, so Python 3.13 would wait for ever.
     """
 
     def __init__(self, watch: Callable[[], None], *, daemon: bool) -> None:
@@ -398,9 +401,13 @@ def _name_part(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int
     return ("upload", key, upload_id, part.number)
 
 
-def _with_held_token(done: UploadedPart, held: Sequence[FoundPart]) -> UploadedPart:
-    """Return the part with the token that the store has for it now, if the store's part certainly has its bytes."""
-    for part in held:
-        if (part.number, part.size_bytes, part.crc32c) == (done.part.number, done.part.size_bytes, done.crc32c):
-            return replace(done, token=part.token)
-    return done
+def _with_held_token(uploaded: UploadedPart, stored_parts: Sequence[FoundPart]) -> UploadedPart:
+    """Return `uploaded` with the token of the store's part, if the store's part certainly has the same bytes."""
+    for part in stored_parts:
+        if (part.number, part.size_bytes, part.crc32c) == (
+            uploaded.part.number,
+            uploaded.part.size_bytes,
+            uploaded.crc32c,
+        ):
+            return replace(uploaded, token=part.token)
+    return uploaded

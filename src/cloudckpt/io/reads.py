@@ -21,7 +21,7 @@ class WantedRange(NamedTuple):
     begin: int
     end: int
     is_held: bool = False
-    """Memory for all of it is taken with its first byte, and given back with its last."""
+    """Memory for the whole range is taken with its first byte, and given back with its last."""
 
 
 _RANGE = operator.itemgetter(WantedRange._fields.index("begin"), WantedRange._fields.index("end"))
@@ -29,7 +29,7 @@ _RANGE = operator.itemgetter(WantedRange._fields.index("begin"), WantedRange._fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead:
-    """One ranged read, and the part of each wanted range that it brings (the wanted ranges may reach further)."""
+    """One ranged read, and the wanted ranges of which it brings bytes. They may reach beyond the read."""
 
     object_index: int
     begin: int
@@ -38,7 +38,7 @@ class RangeRead:
     overlapping: bool = False
     """Some byte is wanted twice."""
     continues: bool = False
-    """It brings more of a want that is held, and that the read before it has begun."""
+    """The read continues a held range that the read before it has begun."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,9 +56,9 @@ def plan_reads(
 ) -> list[RangeRead]:
     """Return reads of whole tiles that bring all `wants`, each byte once, in the order in which to send them.
 
-    Ranges up to `max_gap_bytes` apart are read as one. So are others if that saves requests, the nearest first,
-    while the gaps between them come to at most `max_over_read` of the bytes wanted. No read is longer than
-    `request_bytes` (in whole tiles, at least one). Empty wants need no read.
+    Ranges up to `max_gap_bytes` apart are read as one. Ranges further apart are also joined if that saves requests,
+    nearest first, while all such gaps have at most `max_over_read` times the wanted bytes. No read is longer than
+    `request_bytes`, rounded down to whole tiles but at least one. Empty wants need no read.
     """
     by_object: defaultdict[int, list[WantedRange]] = defaultdict(list)
     for want in wants:
@@ -75,14 +75,14 @@ def plan_reads(
     budget_bytes = int(max_over_read * num_wanted_bytes)
     requests: list[RangeRead] = []
     merged = merge_runs(runs, step_bytes=step_bytes, budget_bytes=budget_bytes)
-    for object_index, of_object in itertools.groupby(merged, key=operator.attrgetter("object_index")):
-        cuts = (cut for run in of_object for cut in _cut(run, tile_bytes, step_bytes))
-        requests += _requests_of(object_index, by_object[object_index], cuts, tile_bytes)
+    for object_index, runs_of_object in itertools.groupby(merged, key=operator.attrgetter("object_index")):
+        cuts = (cut for run in runs_of_object for cut in _cut(run, tile_bytes, step_bytes))
+        requests += _plan_reads_of_object(object_index, by_object[object_index], cuts, tile_bytes)
     return interleave_reads(requests)
 
 
 def _join_tiles(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the ranges of whole tiles that hold `wants`, which are sorted, and how many bytes of each are wanted."""
+    """Yield the ranges of whole tiles that hold the sorted `wants`, and the number of wanted bytes in each."""
     begin = end = reached = -1
     num_wanted_bytes = 0
     for want in wants:
@@ -103,7 +103,7 @@ def _join_tiles(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: in
 
 
 def _cut(run: Run, tile_bytes: int, step_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut into pieces of whole tiles, at most `step_bytes` each, as few as possible and of about one size."""
+    """Cut a run into ranges of whole tiles, at most `step_bytes` each, as few as possible and of about one size."""
     num_bytes = run.end - run.begin
     share_bytes = -(-num_bytes // -(-num_bytes // step_bytes))
     piece_bytes = -(-share_bytes // tile_bytes) * tile_bytes
@@ -111,10 +111,10 @@ def _cut(run: Run, tile_bytes: int, step_bytes: int) -> Iterator[tuple[int, int]
         yield low, min(low + piece_bytes, run.end)
 
 
-def _requests_of(
+def _plan_reads_of_object(
     object_index: int, wants: Sequence[WantedRange], cuts: Iterable[tuple[int, int]], tile_bytes: int
 ) -> Iterator[RangeRead]:
-    """Return a read for each of the rising `cuts` that holds any of `wants`, which are sorted."""
+    """Yield a read for each of the rising `cuts` that holds bytes of the sorted `wants`."""
     begun: list[WantedRange] = []  # before this cut, and reaching into it
     index = 0
     for low, high in cuts:
@@ -149,10 +149,10 @@ class Run(NamedTuple):
 
 
 def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> Iterator[Run]:
-    """Yield `runs`, some joined over the gap between them; all such gaps together have at most `budget_bytes`.
+    """Yield `runs`, some joined over the gap between them. The gaps that are read have at most `budget_bytes` in all.
 
-    `runs` are by object, and rising and apart within each. The smallest gaps come first. One is read only if that
-    leaves fewer reads of at most `step_bytes`.
+    `runs` are sorted by object and offset, and do not touch. Smaller gaps come first. A gap is read only if that saves
+    a read of at most `step_bytes`.
     """
     # For a joined run, `last_of` is right at its first index, and `first_of` at its last. No other index is looked up.
     first_of, last_of = list(range(len(runs))), list(range(len(runs)))
@@ -177,7 +177,7 @@ def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> It
 
 
 def _gaps(runs: Sequence[Run], most_bytes: int) -> list[tuple[int, int]]:
-    """Return size and place of each gap that could be read, the smallest first."""
+    """Return the size of each gap that could be read, and the index of the run before it, smallest first."""
     gaps = (
         (runs[index + 1].begin - runs[index].end, index)
         for index in range(len(runs) - 1)
@@ -187,7 +187,7 @@ def _gaps(runs: Sequence[Run], most_bytes: int) -> list[tuple[int, int]]:
 
 
 class Read(Protocol):
-    """A ranged read, as far as its place in the order depends on it."""
+    """The properties of a ranged read by which `interleave_reads` orders it."""
 
     @property
     def object_index(self) -> int: ...
@@ -197,7 +197,7 @@ class Read(Protocol):
 
     @property
     def continues(self) -> bool:
-        """It continues a want that the read before it in its object has begun, and for which memory is held."""
+        """The read continues a held range that the read before it in its object has begun."""
 
 
 _Read = TypeVar("_Read", bound=Read)
@@ -206,9 +206,9 @@ _Read = TypeVar("_Read", bound=Read)
 def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
     """Order `reads`, given object by object, so that connections stay busy to the end and on many objects.
 
-    Large ones come before small ones (by powers of two), so that no connection still works on a long one when the
+    Large reads come before small ones (by powers of two), so that no connection still works on a long read when the
     others are done. Among reads of about one size the objects take turns, so that no phase of a load is bound by one
-    object or its disks. A read that continues another one follows it, so that little memory is held at once.
+    object or its disks. A read that continues another one follows it directly, so that little memory is held at once.
     """
     num_turns: defaultdict[tuple[int, int], int] = defaultdict(int)
     placed: list[tuple[int, int, int, list[_Read]]] = []
@@ -218,7 +218,7 @@ def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
         turn = num_turns[size_class, object_index]
         num_turns[size_class, object_index] += 1
         placed.append((-size_class, turn, object_index, unit))
-    placed.sort(key=lambda at: at[:3])
+    placed.sort(key=lambda turn_of_unit: turn_of_unit[:3])
     return [read for *_, unit in placed for read in unit]
 
 

@@ -1,7 +1,7 @@
 """Find the objects and parts of an earlier copy that a copy can use (``docs/design/008-resumable-copies.md``).
 
-A leftover is used only after its tiles were compared with those to send. Nothing here fails a copy: the bytes of a
-leftover that cannot be used are sent again.
+A leftover is used only after its tiles were compared with the tiles to send. No error here fails a copy: the copy sends
+the bytes of a leftover that cannot be used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views, combine_
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
 
-_PIECE_BYTES = 4 * MIB  # of what is read back at once, on each connection
+_READ_BACK_BYTES = 4 * MIB  # read at once on each connection
 
 
 class Body(Protocol):
@@ -35,14 +35,14 @@ class Body(Protocol):
     def size_bytes(self) -> int: ...
 
     def open(self, begin: int, end: int) -> AbstractContextManager[Views]:
-        """Give views of bytes ``[begin, end)``, valid while the context is open."""
+        """Yield views of bytes ``[begin, end)``, valid while the context is open."""
 
 
 @runtime_checkable
 class KnownBody(Body, Protocol):
-    """A body whose checksums an earlier save recorded. It is compared by these, without being opened.
+    """A body whose checksums an earlier save recorded, so that leftovers are compared without opening the body.
 
-    A CRC32C is proof only for bytes that were written from the very same source.
+    An equal CRC32C proves equal bytes only if both were written from the same source.
     """
 
     @property
@@ -81,16 +81,16 @@ class _DifferentBytesError(Exception):
 
 
 def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, list[Leftover]]:
-    """Return the leftovers under `prefixes` by the rest of the key, those under an earlier prefix first."""
+    """Return the leftovers under `prefixes`, by the rest of their keys. Those under an earlier prefix come first."""
     by_key: defaultdict[str, list[Leftover]] = defaultdict(list)
     try:
         for prefix in prefixes:
-            here: dict[str, Leftover] = {}
+            by_key_in_prefix: dict[str, Leftover] = {}
             for info in client.list(prefix):
-                here.setdefault(info.key, Leftover(key=info.key)).size_bytes = info.size_bytes
+                by_key_in_prefix.setdefault(info.key, Leftover(key=info.key)).size_bytes = info.size_bytes
             for upload in client.list_uploads(prefix):
-                here.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
-            for key, leftover in here.items():
+                by_key_in_prefix.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
+            for key, leftover in by_key_in_prefix.items():
                 by_key[key[len(prefix) :]].append(leftover)
     except StoreError as error:
         _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", client.uri, error)
@@ -99,15 +99,15 @@ def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, li
 
 
 class Resumption:
-    """Finds the bytes of one session's objects that are on the store already."""
+    """Finds the bytes of a session's objects that the store already has."""
 
     def __init__(self, client: StoreClient, *, tile_bytes: int) -> None:
         self._client = client
         self._tile_bytes = tile_bytes
 
     def is_at(self, key: str, body: Body) -> bool:
-        """Read the object at `key`. Return True if each of its tiles has the CRC32C of that of `body`."""
-        step_bytes = max(_PIECE_BYTES // self._tile_bytes, 1) * self._tile_bytes
+        """Read the object at `key`. Return True if its tiles have the CRC32Cs of the tiles of `body`."""
+        step_bytes = max(_READ_BACK_BYTES // self._tile_bytes, 1) * self._tile_bytes
         begins = range(0, body.size_bytes, step_bytes)
 
         def check(begin: int) -> None:
@@ -139,7 +139,7 @@ class Resumption:
         return None
 
     def find_part_bytes(self, leftovers: Sequence[Leftover]) -> int | None:
-        """Return the size of the parts of an earlier attempt's upload: parts of another size could not be used."""
+        """Return the part size of an earlier attempt's upload: parts of another size could not be used."""
         if self._client.store.capabilities.listed_parts == "none":
             return None
         return next(
@@ -177,19 +177,21 @@ class Resumption:
     def _held(self, key: str, upload_id: str, body: Body, parts: Sequence[Part]) -> HeldParts:
         held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
         listed: defaultdict[int, list[FoundPart]] = defaultdict(list)
-        for found in self._list_parts(key, upload_id):
-            listed[found.number].append(found)
+        for candidate in self._list_parts(key, upload_id):
+            listed[candidate.number].append(candidate)
 
         def check(part: Part) -> None:
-            candidates = [one for one in listed[part.number] if one.size_bytes == part.size_bytes]
+            candidates = [candidate for candidate in listed[part.number] if candidate.size_bytes == part.size_bytes]
             begin, end = part.offset_bytes, part.offset_bytes + part.size_bytes
             values = self._known_crc32cs(body, begin, end)
             whole = combine_tile_crc32cs(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
-            same = next((one for one in candidates if one.crc32c == whole), None)
-            if same is None and any(one.crc32c is None for one in candidates):
+            same = next((candidate for candidate in candidates if candidate.crc32c == whole), None)
+            if same is None and any(candidate.crc32c is None for candidate in candidates):
                 with body.open(begin, end) as views:
                     md5 = _md5_of(views)
-                same = next((one for one in candidates if one.crc32c is None and one.md5 == md5), None)
+                same = next(
+                    (candidate for candidate in candidates if candidate.crc32c is None and candidate.md5 == md5), None
+                )
             if same is not None:
                 held.crc32cs[part.number] = values
                 held.uploaded[part.number] = UploadedPart(part=part, token=same.token, crc32c=whole)
@@ -206,7 +208,7 @@ class Resumption:
             return ()
 
     def _known_crc32cs(self, body: Body, begin: int, end: int) -> list[int]:
-        """Return the CRC32C of each tile of ``[begin, end)``, whose bounds are tiles'."""
+        """Return the CRC32C of each tile in ``[begin, end)``. Both bounds are bounds of tiles."""
         assert isinstance(body, KnownBody)  # noqa: S101  # only copies are resumed
         return list(body.known_crc32cs[begin // self._tile_bytes : -(-end // self._tile_bytes)])
 

@@ -34,14 +34,14 @@ class ObjectUpload:
     """The upload of one object, from `UploadSession.submit` or `begin` to its receipt."""
 
     key: str
-    """The new key that it was submitted for."""
-    target_key: str
-    """The key of the data. It differs from `key` only if an earlier attempt's upload is continued."""
+    """The new key that the object was submitted for."""
+    data_key: str
+    """The key of the data. It differs from `key` only if the upload of an earlier attempt is continued."""
     body: Body
     parts: list[Part]
     upload_id: str | None
     num_held_bytes: int = 0
-    """The size of the parts that an earlier attempt has sent. If it is not 0, a failure makes the session send all."""
+    """The size of the parts that an earlier attempt has sent. If it is not 0, a failed upload is sent anew, whole."""
     is_given_up: bool = False
     crc32cs: dict[int, list[int]] = field(default_factory=dict)
     uploaded: dict[int, UploadedPart] = field(default_factory=dict)
@@ -50,8 +50,9 @@ class ObjectUpload:
 class UploadSession:
     """Uploads the objects of one save on one rank, in threads. The first failure ends the whole session.
 
-    It is a context. At its end it waits for the calls in flight. After a failure, it also aborts every unfinished
-    multipart upload, and removes every object that it wrote. Nothing that it did not complete ever becomes visible.
+    The session is a context. At its end it waits for the calls in flight. After a failure, it also aborts every
+    unfinished multipart upload, and removes every object that it wrote. An object that is not complete never becomes
+    visible.
 
     Args:
         client: Client of the store.
@@ -120,7 +121,7 @@ class UploadSession:
 
     @property
     def num_reused_bytes(self) -> int:
-        """Bytes of the objects that were on the store already, and were not sent."""
+        """Bytes that were on the store already, so that the session did not send them."""
         return self._num_reused_bytes
 
     def submit(
@@ -137,12 +138,12 @@ class UploadSession:
         Raises the session's first failure, as `receipts` does.
 
         Args:
-            key: The key; its receipt names another one if leftovers are used.
+            key: The key. If leftovers are used, the receipt names another key.
             body: The bytes.
-            leftovers: Objects and uploads of an earlier attempt, whose equal bytes are not sent again.
-            part_bytes: Size of its parts; by default the session's.
-            in_memory: The body is in this host's memory, so one thread can send its parts in turn, if the store writes
-                them in turn.
+            leftovers: Objects and uploads of an earlier attempt. Their bytes that are the same are not sent again.
+            part_bytes: Size of the parts; by default the session's.
+            in_memory: The body is in this host's memory. If the store writes the parts of an object in turn, one thread
+                can send them in turn.
 
         """
         finished = self._resumption.find_finished(body, leftovers)
@@ -155,45 +156,45 @@ class UploadSession:
         part_bytes = self._resumption.find_part_bytes(leftovers) or part_bytes or self._part_bytes
         parts = self._plan_parts(key, body.size_bytes, part_bytes)
         held = None if parts is None else self._resumption.find_unfinished(body, parts, leftovers)
-        target = (
+        upload = (
             self._new_upload(key, body, parts)
             if parts is None or held is None
             else self._continue_upload(key, body, parts, held)
         )
         with self._lock:
             self._started_keys.append(key)
-            self._open[key] = target
-        missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
+            self._open[key] = upload
+        missing: list[Part | None] = [part for part in upload.parts if part.number not in upload.crc32cs]
         # Callers make each body as they submit it. Waiting here bounds the memory of bodies that are not sent yet.
-        self._enqueue(target, missing or [None], in_turn=in_memory and not self._store.capabilities.parallel_parts)
+        self._enqueue(upload, missing or [None], in_turn=in_memory and not self._store.capabilities.parallel_parts)
 
     def begin(self, key: str, body: Body) -> ObjectUpload:
-        """Begin an object whose size is not known yet, at the fresh key `key`. Its parts follow, and `finish`."""
-        target = ObjectUpload(key=key, target_key=key, body=body, parts=[], upload_id=None)
+        """Begin an object of unknown size at the new key `key`. `append` sends parts, and `finish` completes it."""
+        upload = ObjectUpload(key=key, data_key=key, body=body, parts=[], upload_id=None)
         with self._lock:
             self._started_keys.append(key)
-            self._open[key] = target
-        return target
+            self._open[key] = upload
+        return upload
 
-    def append(self, target: ObjectUpload, part: Part) -> None:
+    def append(self, upload: ObjectUpload, part: Part) -> None:
         """Upload a part of a multipart object that others follow. Raises the session's first failure."""
-        if target.upload_id is None:
+        if upload.upload_id is None:
             try:
-                target.upload_id = self._client.create_multipart(target.key)
+                upload.upload_id = self._client.create_multipart(upload.key)
             except BaseException as error:
                 self._fail(error)
                 raise
-        self._enqueue(target, [part])
+        self._enqueue(upload, [part])
 
-    def finish(self, target: ObjectUpload, parts: list[Part], *, missing: Sequence[Part]) -> None:
-        """Upload the `missing` ones, at least one, of all `parts` of an object, and then complete it."""
-        target.parts = parts
-        self._enqueue(target, missing)
+    def finish(self, upload: ObjectUpload, parts: list[Part], *, missing: Sequence[Part]) -> None:
+        """Upload the `missing` ones of all `parts` of an object, at least one, and then complete the object."""
+        upload.parts = parts
+        self._enqueue(upload, missing)
 
-    def _enqueue(self, target: ObjectUpload, parts: Sequence[Part | None], *, in_turn: bool = False) -> None:
+    def _enqueue(self, upload: ObjectUpload, parts: Sequence[Part | None], *, in_turn: bool = False) -> None:
         # Parts in turn have one thread, and leave the other threads to other objects.
         for group in [parts] if in_turn else [[part] for part in parts]:
-            self.tasks.submit(functools.partial(self._send_parts, target, group))
+            self.tasks.submit(functools.partial(self._send_parts, upload, group))
             if self._failure is not None:
                 raise self._failure
 
@@ -213,16 +214,16 @@ class UploadSession:
             parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
         else:
             upload_id = self._client.create_multipart(key)
-        return ObjectUpload(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
+        return ObjectUpload(key=key, data_key=key, body=body, parts=parts, upload_id=upload_id)
 
     def _continue_upload(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> ObjectUpload:
-        """Return the upload of an earlier attempt; or a new one with its parts, where parts complete any upload."""
-        target_key, upload_id = held.key, held.upload_id
+        """Continue the upload of an earlier attempt. If parts complete any upload, begin a new one with its parts."""
+        data_key, upload_id = held.key, held.upload_id
         if self._store.capabilities.listed_parts == "any_upload":
-            target_key, upload_id = key, self._client.create_multipart(key)
+            data_key, upload_id = key, self._client.create_multipart(key)
         return ObjectUpload(
             key=key,
-            target_key=target_key,
+            data_key=data_key,
             body=body,
             parts=parts,
             upload_id=upload_id,
@@ -237,86 +238,86 @@ class UploadSession:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]
 
-    def _send_parts(self, target: ObjectUpload, parts: Sequence[Part | None]) -> None:
-        """Send parts in turn, and complete the object after its last one. None in place of a part: complete it."""
-        store, client, upload_id = self._store, self._client, target.upload_id
+    def _send_parts(self, upload: ObjectUpload, parts: Sequence[Part | None]) -> None:
+        """Send `parts` in turn, and complete the object after its last part. None as the only part completes it."""
+        store, client, upload_id = self._store, self._client, upload.upload_id
         for part in parts:
-            if self._failure is not None or target.is_given_up:
+            if self._failure is not None or upload.is_given_up:
                 return
             try:
                 if part is not None:
                     with open_part(
-                        target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=client.recorder
-                    ) as (views, values, whole):
+                        upload.body, part, key=upload.data_key, tile_bytes=self._tile_bytes, recorder=client.recorder
+                    ) as (views, tile_crc32cs, part_crc32c):
                         retries = Retries(client)
                         while True:  # not `StoreClient.call`: one frame less in the traceback of a failed part
                             with retries:
                                 if upload_id is None:
-                                    store.put(target.target_key, views, crc32c=whole)
+                                    store.put(upload.data_key, views, crc32c=part_crc32c)
                                 else:
-                                    target.uploaded[part.number] = self._hedger.upload_part(
-                                        store, target.target_key, upload_id, part, views, crc32c=whole
+                                    upload.uploaded[part.number] = self._hedger.upload_part(
+                                        store, upload.data_key, upload_id, part, views, crc32c=part_crc32c
                                     )
                                 break
                     with self._lock:
-                        target.crc32cs[part.number] = values
-                        is_last = len(target.crc32cs) == len(target.parts)
-                    self._on_part(target.target_key, part.size_bytes)
+                        upload.crc32cs[part.number] = tile_crc32cs
+                        is_last = len(upload.crc32cs) == len(upload.parts)
+                    self._on_part(upload.data_key, part.size_bytes)
                 if part is None or is_last:
-                    self._complete(target)
+                    self._complete(upload)
             except BaseException as error:  # noqa: BLE001  # receipts() raises it
-                if target.num_held_bytes and isinstance(error, StoreError):
-                    self._send_anew(target, error)
+                if upload.num_held_bytes and isinstance(error, StoreError):
+                    self._send_anew(upload, error)
                 else:
                     self._fail(_explain(error))
 
-    def _send_anew(self, target: ObjectUpload, error: StoreError) -> None:
+    def _send_anew(self, upload: ObjectUpload, error: StoreError) -> None:
         """Send the whole object to its own key, in the thread of its first part that failed."""
         with self._lock:
-            if target.is_given_up or self._failure is not None:
+            if upload.is_given_up or self._failure is not None:
                 return
-            target.is_given_up = True
-        _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)
+            upload.is_given_up = True
+        _log.info("sending %s anew, for %s cannot be completed: %s", upload.key, upload.data_key, error)
         try:
-            fresh = self._new_upload(target.key, target.body, target.parts)
+            fresh = self._new_upload(upload.key, upload.body, upload.parts)
         except BaseException as failure:  # noqa: BLE001  # receipts() raises it
             self._fail(failure)
             return
         with self._lock:
-            self._open[target.key] = fresh
+            self._open[upload.key] = fresh
         self._send_parts(fresh, fresh.parts)
 
-    def _complete(self, target: ObjectUpload) -> None:
-        size_bytes = target.body.size_bytes
-        if target.upload_id is not None:
-            self._on_completing(target.target_key)
-            self._client.call(self._complete_once, target, target.upload_id)
-            self._check_stored(target)
-        values = tuple(value for part in target.parts for value in target.crc32cs[part.number])
+    def _complete(self, upload: ObjectUpload) -> None:
+        size_bytes = upload.body.size_bytes
+        if upload.upload_id is not None:
+            self._on_completing(upload.data_key)
+            self._client.call(self._complete_once, upload, upload.upload_id)
+            self._check_stored(upload)
+        tile_crc32cs = tuple(value for part in upload.parts for value in upload.crc32cs[part.number])
         receipt = ObjectRef(
-            key=target.target_key, size_bytes=size_bytes, tile_bytes=self._tile_bytes, tile_crc32cs=values
+            key=upload.data_key, size_bytes=size_bytes, tile_bytes=self._tile_bytes, tile_crc32cs=tile_crc32cs
         )
         with self._lock:
-            del self._open[target.key]
-            self._receipts[target.key] = receipt
-            self._num_reused_bytes += target.num_held_bytes
-        self._on_object(target.target_key, size_bytes)
+            del self._open[upload.key]
+            self._receipts[upload.key] = receipt
+            self._num_reused_bytes += upload.num_held_bytes
+        self._on_object(upload.data_key, size_bytes)
 
-    def _complete_once(self, target: ObjectUpload, upload_id: str) -> None:
-        parts = [target.uploaded[part.number] for part in target.parts]
+    def _complete_once(self, upload: ObjectUpload, upload_id: str) -> None:
+        parts = [upload.uploaded[part.number] for part in upload.parts]
         try:
-            self._hedger.complete_multipart(self._store, target.target_key, upload_id, parts)
+            self._hedger.complete_multipart(self._store, upload.data_key, upload_id, parts)
         except ObjectNotFoundError:
             # The upload is gone: an earlier try has completed it, and its answer was lost. No other process writes to a
             # new key, so the object there is this one. But another process may have completed an upload that this one
             # continues.
-            if self._resumable and not self._resumption.is_at(target.target_key, target.body):
+            if self._resumable and not self._resumption.is_at(upload.data_key, upload.body):
                 raise
-            if self._store.head(target.target_key).size_bytes != target.body.size_bytes:
+            if self._store.head(upload.data_key).size_bytes != upload.body.size_bytes:
                 raise
 
-    def _check_stored(self, target: ObjectUpload) -> None:
-        store, key, size_bytes = self._store, target.target_key, target.body.size_bytes
+    def _check_stored(self, upload: ObjectUpload) -> None:
+        store, key, size_bytes = self._store, upload.data_key, upload.body.size_bytes
         stored_bytes = find_size(self._client, key=key, size_bytes=size_bytes)
         if stored_bytes is None:
             raise store.error(ObjectNotFoundError, "complete_multipart", key, "no object is there after its upload.")
@@ -326,7 +327,7 @@ class UploadSession:
                 "reliable, so nothing was committed"
             )
             raise store.error(ShortObjectError, "complete_multipart", key, problem)
-        if target.num_held_bytes and not self._resumption.is_at(key, target.body):
+        if upload.num_held_bytes and not self._resumption.is_at(key, upload.body):
             raise store.error(StoreError, "complete_multipart", key, "the object is not what was sent")
 
     def _fail(self, error: BaseException) -> None:
@@ -337,10 +338,10 @@ class UploadSession:
 
     def _remove_everything(self) -> None:
         """Remove all that was sent, after a failure, with no call in flight. Log the keys that remain for gc."""
-        for target in self._open.values():
-            if target.upload_id is not None:
+        for upload in self._open.values():
+            if upload.upload_id is not None:
                 with _logged("abort an upload", uri=self._store.uri):
-                    self._cleaner.abort_multipart(target.key, target.upload_id)
+                    self._cleaner.abort_multipart(upload.key, upload.upload_id)
         with _logged("remove what a failed save wrote", uri=self._store.uri):
             self._cleaner.delete(self._started_keys)
 
@@ -364,23 +365,23 @@ def _logged(action: str, *, uri: str) -> Iterator[None]:
 def open_part(
     body: Body, part: Part, *, key: str, tile_bytes: int, recorder: Recorder
 ) -> Iterator[tuple[Views, list[int], int]]:
-    """Give the part's views, the CRC32C of each of its tiles, and that of the part. `key` is for the timeline."""
+    """Yield the views of a part, the CRC32C of each of its tiles, and the part's CRC32C. `key` is for the timeline."""
     begun_ns = now_ns()
     with body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
         recorder.span("stage", begun_ns, key=key, part=part.number, size=part.size_bytes)
         checksum_begun_ns = now_ns()
-        values = compute_tile_crc32cs(views, tile_bytes)
-        whole = combine_tile_crc32cs(values, tile_bytes=tile_bytes, size_bytes=part.size_bytes)
+        tile_crc32cs = compute_tile_crc32cs(views, tile_bytes)
+        part_crc32c = combine_tile_crc32cs(tile_crc32cs, tile_bytes=tile_bytes, size_bytes=part.size_bytes)
         recorder.span("checksum", checksum_begun_ns, key=key, part=part.number, size=part.size_bytes)
         recorder.spent("stage", begun_ns)
-        yield views, values, whole
+        yield views, tile_crc32cs, part_crc32c
 
 
 def choose_part_bytes(num_bytes: int, *, connections: int, most_bytes: int, buffer_bytes: int | None) -> int:
-    """Return the size of the parts of the objects of a save that writes `num_bytes`.
+    """Return the part size for a save that writes `num_bytes`.
 
-    Parts are as large as possible, since each costs the client some CPU, but there are some for every connection.
-    If they are copied to buffers, which have `buffer_bytes` in all, there is a buffer for every connection.
+    Parts are as large as possible, since each costs the client some CPU, but every connection has a few. If parts are
+    copied to buffers of `buffer_bytes` in all, every connection has a buffer.
     """
     if buffer_bytes is not None:
         most_bytes = min(most_bytes, buffer_bytes // connections)
@@ -394,15 +395,15 @@ def choose_part_bytes(num_bytes: int, *, connections: int, most_bytes: int, buff
 
 
 def choose_held_part_bytes(budget_bytes: int, *, connections: int, most_bytes: int, tile_bytes: int) -> int:
-    """Return the size of parts that are held in memory, whole tiles each: the budget has one for each connection."""
+    """Return the size of parts, in whole tiles, with which one part for each connection fits into `budget_bytes`."""
     share_bytes = max(budget_bytes // connections, min(_MIN_HELD_PART_BYTES, budget_bytes))
     return max(min(most_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 
 def plan_parts(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Limits) -> list[Part]:
-    """Return the parts of an object: whole tiles each, near `part_bytes`, within what the store accepts.
+    """Split an object into parts of whole tiles and of about `part_bytes` that the store accepts.
 
-    Raises `ValueError` where no such parts exist, because the object or the tiles are too large for the store.
+    Raises `ValueError` if no such split exists, because the object or the tiles are too large for the store.
     """
 
     def up_to_tiles(num_bytes: int) -> int:

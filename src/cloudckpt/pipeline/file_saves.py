@@ -351,7 +351,7 @@ class FileWriter(io.RawIOBase):
     def _begin_object(self, offset: int) -> None:
         self._offset = offset
         self._body = _UnsentParts(self._free)
-        self._target: ObjectUpload = self._uploads.begin(self._new_key(), self._body)
+        self._upload: ObjectUpload = self._uploads.begin(self._new_key(), self._body)
         self._parts: list[Part] = []
         self._first = self._buffer = self._take_buffer()
         self._filled_bytes = self._header_bytes
@@ -382,7 +382,7 @@ class FileWriter(io.RawIOBase):
         part = self._new_part()
         if part.number > 1:
             self._body.hold(part.offset_bytes, self._buffer)
-            self._uploads.append(self._target, part)
+            self._uploads.append(self._upload, part)
         self._buffer, self._filled_bytes = self._take_buffer(), 0
 
     def _take_buffer(self) -> bytearray:
@@ -406,8 +406,8 @@ class FileWriter(io.RawIOBase):
         self._body.hold(last.offset_bytes, self._buffer)
         self._body.hold(first.offset_bytes, self._first)
         if last is not first:
-            self._uploads.append(self._target, last)
-        self._uploads.finish(self._target, self._parts, missing=[first])
+            self._uploads.append(self._upload, last)
+        self._uploads.finish(self._upload, self._parts, missing=[first])
         if not is_last:
             self._begin_object(self._offset + num_bytes)
 

@@ -73,6 +73,13 @@ def seconds(number: float) -> str:
     return f"{number * 1000:.{0 if abs(number) >= _TEN_MS else 1}f} ms"
 
 
+def transferred(num_bytes: int, spent_s: float) -> str:
+    """``: 48.0 MiB in 1.6 s, 31.5 MB/s``; `` in 1.6 s`` if no byte moved in this process."""
+    if not num_bytes:
+        return f" in {seconds(spent_s)}"
+    return f": {size(num_bytes)} in {seconds(spent_s)}, {rate(num_bytes / max(spent_s, 1e-9))}"
+
+
 def count(number: int, noun: str) -> str:
     """Return a count as text: ``1 object``, ``2 objects``; ``2 entries``."""
     if number == 1:

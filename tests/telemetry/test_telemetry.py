@@ -277,6 +277,23 @@ def test_failures_that_training_survives_are_counted(exported: Exported, memory:
     assert (tolerated.value, tolerated.attributes["error.type"]) == (1, "AccessDeniedError")
 
 
+def test_copies_from_a_fast_place_are_counted(exported: Exported, memory: Memory, tmp_path: Path) -> None:
+    """If this fails, no dashboard shows that the bucket has no step of the last hours."""
+    manager = cloudckpt.CheckpointManager(memory.root, fast=tmp_path / "fast", async_=False, no_dist=True)
+    manager.save(1, state_of())
+    manager.wait()
+    denied = cloudckpt.errors.AccessDeniedError("no", key="k", operation="put")
+    memory.at("step-2").fail("put", error=lambda: denied, times=100)
+    manager.save(2, state_of())
+    with pytest.raises(cloudckpt.errors.CheckpointError, match="does not have all steps"):
+        manager.close()
+    drains = {
+        (point.attributes["cloudckpt.store"], point.attributes.get("error.type")): point.value
+        for point in exported.points("cloudckpt.drains")
+    }
+    assert drains == {("memory", None): 1, ("file", "_OTHER"): 1}
+
+
 def test_removals_are_counted(exported: Exported, memory: Memory) -> None:
     """If this fails, no dashboard shows that a janitor does nothing, or that nobody may remove what is paid for."""
     save(memory.uri(), 1.0)

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 
 import msgspec
 
+from cloudckpt._display import transferred
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_prefix, new_attempt_id
 from cloudckpt.commit.entries import manifest_key, read_manifest
@@ -121,7 +122,7 @@ def run_copy(conversion: Conversion) -> CopyReport:
         num_retries=sum(client.num_retries for client in clients),
         copy_s=conversion.seconds,
     )
-    _log.info("copied %s", report)
+    _log.info("copied %s to %s%s", report.source, report.target, transferred(report.num_bytes, report.copy_s))
     return report
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from cloudckpt._display import transferred
 from cloudckpt.commit.log import resolve
 from cloudckpt.convert.bodies import TensorFile, plan_files
 from cloudckpt.convert.conversion import (
@@ -155,7 +156,8 @@ def export_checkpoint(
             skip_non_tensors=skip_non_tensors,
             dequantize=dequantize,
         )
-    _log.info("exported %s", report)
+    moved = transferred(report.num_bytes, report.convert_s)
+    _log.info("exported %s to %s%s", report.source, report.target, moved)
     return report
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cloudckpt._display import transferred
 from cloudckpt.api import save
 from cloudckpt.commit.log import TORCH_METADATA_KEY, has_torch_checkpoint
 from cloudckpt.convert.bodies import plan_files
@@ -144,7 +145,8 @@ def import_checkpoint(
         report = _import_torch(conversion)
     else:
         report = _import_dcp(conversion)
-    _log.info("imported %s", report)
+    moved = transferred(report.num_bytes, report.convert_s)
+    _log.info("imported %s to %s%s", report.source, report.target, moved)
     return report
 
 

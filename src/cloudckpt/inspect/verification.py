@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from cloudckpt._display import transferred
 from cloudckpt._workers import each_done
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import (
@@ -107,7 +108,7 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
         num_retries=context.client.num_retries,
         verify_s=time.monotonic() - begun_s,
     )
-    _log.info("verified %s", report)
+    _log.info("verified %s%s", report.uri, transferred(report.num_bytes, report.verify_s))
     return report
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from cloudckpt import _this_process
-from cloudckpt._display import rate, seconds, size
+from cloudckpt._display import transferred
 from cloudckpt._workers import logging_failures
 from cloudckpt.errors import SaveCancelledError, raised_via
 from cloudckpt.events import LEVELS, Event, EventName, log_fields
@@ -190,7 +190,7 @@ class Lifecycle:
         if isinstance(outcome, LoadReport):
             num_bytes = outcome.num_bytes_read
         done: EventName = "save.done" if self._verb == "save" else "load.done"
-        words = f"{'saved' if self._verb == 'save' else 'loaded'} {self._uri}{_describe(num_bytes, seconds)}"
+        words = f"{'saved' if self._verb == 'save' else 'loaded'} {self._uri}{transferred(num_bytes, seconds)}"
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             words += f" on rank {self._rank}"
         self._announce(done, words, seconds=seconds, num_bytes=num_bytes, report=outcome)
@@ -236,13 +236,6 @@ def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
     if options.on_event is not None:
         with logging_failures("Options.on_event failed at %s", event.name):
             options.on_event(event)
-
-
-def _describe(num_bytes: int, spent_s: float) -> str:
-    """``: 48.0 MiB in 1.6 s, 31.5 MB/s``; without the bytes if there are none, or if torch's process has sent them."""
-    if not num_bytes:
-        return f" in {seconds(spent_s)}"
-    return f": {size(num_bytes)} in {seconds(spent_s)}, {rate(num_bytes / max(spent_s, 1e-9))}"
 
 
 def _cause_of(error: BaseException) -> BaseException:

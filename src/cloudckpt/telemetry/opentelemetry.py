@@ -23,7 +23,7 @@ _NAME = "cloudckpt"
 _MAX_RUNNING = 256
 """The most operations that are kept. The end of some is never reported, as on most ranks of torch's own `save`."""
 _SPAN_OF_STEP = {"set_up": "plan", "write": "upload", "commit": "commit", "read": "read"}
-_REMOVERS = frozenset({"gc", "delete", "retention"})
+_COUNTED_BY_VERB = {"gc": "removals", "delete": "removals", "retention": "removals", "drain": "drains"}
 _COUNTED = {"retry": "retries", "load.skipped": "skipped", "save.tolerated": "tolerated"}
 _BYTES_ON_THEIR_WAY = {"save.part_uploaded": "transmit", "load.range_read": "receive"}
 
@@ -44,6 +44,11 @@ METRICS = {
         "failed saves that did not end training (`error.type`)",
     ),
     "cloudckpt.removals": ("counter", "{removal}", "what `gc`, `delete` and retention removed or not (`error.type`)"),
+    "cloudckpt.drains": (
+        "counter",
+        "{checkpoint}",
+        "copies of a fast place's checkpoints to its root, made or failed (`error.type`)",
+    ),
     "cloudckpt.garbage": ("counter", "By", "bytes of objects that `gc` removed"),
 }
 """Kind, unit and meaning of each metric."""
@@ -91,8 +96,8 @@ class Instrumentation:
             self._metrics["hedges"].add(1, _store_of(event.uri))
         elif event.name in _COUNTED:
             self._metrics[_COUNTED[event.name]].add(1, {"error.type": event.error, **_store_of(event.uri)})
-        elif verb in _REMOVERS:
-            self._record_removal(event, verb)
+        elif verb in _COUNTED_BY_VERB:
+            self._count(event, verb)
         elif event.name == "save.staged":
             self._record_staging(event)
         elif kind in ("done", "failed", "cancelled") and verb in ("save", "load"):
@@ -142,11 +147,11 @@ class Instrumentation:
                 one.span.end()
                 self._metrics["operation.active"].add(-1, one.kind)
 
-    def _record_removal(self, event: Event, by: str) -> None:
+    def _count(self, event: Event, verb: str) -> None:
         of_store = _store_of(event.uri)
-        # OpenTelemetry's own name for a cause that the event lacks, as events of retention do.
+        # OpenTelemetry's own name for a cause that the event lacks, as events of retention and of a drain do.
         how: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
-        self._metrics["removals"].add(1, {"cloudckpt.operation": by, **of_store, **how})
+        self._metrics[_COUNTED_BY_VERB[verb]].add(1, {"cloudckpt.operation": verb, **of_store, **how})
         if event.name == "gc.removed":
             self._metrics["garbage"].add(event.num_bytes, of_store)
 

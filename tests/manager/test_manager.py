@@ -60,6 +60,10 @@ def names(found: Iterable[Any]) -> list[str]:
     return [str(getattr(one, "uri", one)).rpartition("/")[2] for one in found]
 
 
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def at_event(name: str, call: Callable[[], None]) -> Options:
     return Options(on_event=lambda event: call() if event.name == name else None)
 
@@ -1169,6 +1173,60 @@ def test_random_generators_are_restored_only_where_that_is_asked_for(memory: Mem
     with CheckpointManager(memory.root) as manager:
         assert manager.restore(model=fresh, random_state=asks) is not None
     assert numbers_now() == (saved if asks else passed)
+
+
+@pytest.mark.parametrize("first", ["looks", "saves"])
+def test_a_second_job_on_a_root_is_named_once(memory: Memory, caplog: pytest.LogCaptureFixture, first: str) -> None:
+    """If this fails, two jobs with one root remove each other's steps for hours, and no log says so."""
+    manager = CheckpointManager(memory.root, keep_last=2 if first == "looks" else None)
+    assert manager.restore(state_of()) is None
+    if first == "looks":  # as retention does after each commit
+        save_all(manager, 10, 20)
+        CheckpointManager(memory.root).save(21, state_of(), force=True).result(WAIT_S)
+        save_all(manager, 30)
+        assert warnings_in(caplog) == [], "a step of this process is no other job's"
+    cloudckpt.save(state_of(), memory.uri("step-33"))
+    save_all(manager, 40, 50)
+    cloudckpt.save(state_of(), memory.uri("step-53"))
+    save_all(manager, 60)
+    (message,) = warnings_in(caplog)
+    assert message.startswith(f"another job has saved {memory.uri('step-33')} since this one looked at the steps")
+    assert message.endswith("stop one of them, or give each a root of its own")
+
+
+def test_steps_above_the_first_of_a_job_are_named_once(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a job that forgot `restore`, or continues from an old step, removes what another has reached."""
+    save_all(CheckpointManager(memory.root), 100, 200, 300)
+    with CheckpointManager(memory.root, keep_last=3) as fresh:
+        save_all(fresh, 10, 20)
+    with CheckpointManager(memory.root, keep_last=3) as resumed:
+        restored = resumed.restore(state_of())
+        assert restored is not None
+        assert restored.step == 20
+        save_all(resumed, 30)
+    assert [message.partition(". If")[0] for message in warnings_in(caplog)] == [
+        f"the first save of this job is step 10, and {memory.root} has higher steps: 100, 200, 300",
+        f"this job continues from the step that was committed last, 20, and {memory.root} has higher steps: 300",
+    ]
+    caplog.clear()
+    with CheckpointManager(memory.root, keep_last=1) as replacing:
+        replacing.save(1, state_of(), overwrite=True).result(WAIT_S)
+    with CheckpointManager(memory.root) as alone:
+        assert alone.restore(state_of()) is not None
+        save_all(alone, 2)
+    assert warnings_in(caplog) == []
+
+
+def test_damage_of_the_newest_step_is_no_other_job(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, each job that goes on beside a damaged step is told of another job."""
+    save_all(CheckpointManager(memory.root), 10, 20)
+    break_data(memory, "step-20")
+    with CheckpointManager(memory.root) as manager:
+        restored = manager.restore(state_of())
+        assert restored is not None
+        assert restored.step == 10
+        save_all(manager, 11)
+    assert not any("higher steps" in message for message in warnings_in(caplog))
 
 
 def test_after_a_rollback_keep_last_keeps_the_steps_committed_last(memory: Memory) -> None:

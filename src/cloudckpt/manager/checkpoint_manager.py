@@ -42,6 +42,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     SaveInFlightError,
+    join_first,
     quote_names,
     raised_via,
 )
@@ -70,6 +71,7 @@ from cloudckpt.manager.steps import (
     build_metadata,
     check_metrics,
     format_folder,
+    own_uris,
     parse_folder,
     parse_step_uri,
 )
@@ -84,6 +86,7 @@ _RESERVED = (STEP_KEY, METRICS_KEY)
 OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
 _ON_DAMAGED = ("raise", "skip", "replace")
 _FAST_KEEP = 2
+_MAX_SHOWN_STEPS = 5
 _resume_hints: set[weakref.WeakMethod[Callable[[], None]]] = set()
 """Print where runs can resume, each for a manager that has saved since it was closed."""
 
@@ -259,7 +262,7 @@ class CheckpointManager(OfThisProcess):
         """Metrics for which a warning has said that no step has them."""
         self._dropped: dict[str, int] = {}
         """Metrics that were passed for steps that were not due since the last save, each with its last step."""
-        self._has_warned_of_dropped = False
+        self._has_warned_of_dropped = self._has_warned_of_higher = False
         self._resume_hint = weakref.WeakMethod(self._print_resume_hint, _resume_hints.discard)
 
     def __repr__(self) -> str:
@@ -499,7 +502,7 @@ class CheckpointManager(OfThisProcess):
             "no_dist": self._no_dist,
         }
         if is_coordinator:
-            self._read_times()
+            self._look_before_save(step, overwrite=overwrite)
         if is_owed:
             self._schedule.note_save()
         if self._fast is not None and self._fast.schedule is not None and not is_saved:
@@ -512,6 +515,30 @@ class CheckpointManager(OfThisProcess):
             ranks = self._make_rank_calls("choosing the place of a step under")
             saved.is_fast, saved.is_owed = ranks.broadcast("find", decide)
         return self._save_to(saved, folder, state_dict, settings)
+
+    def _look_before_save(self, step: int, *, overwrite: bool) -> None:
+        """Read the times of all commits; before the first save, also warn of other jobs."""
+        self._read_times()
+        if self._last is None:
+            self._steps.look_for_others()
+            if not overwrite:
+                self._warn_of_higher(step, "the first save of this job is step")
+
+    def _warn_of_higher(self, step: int, begin: str) -> None:
+        """Warn, once, of steps above the first that this manager saves, or above the one that was committed last."""
+        known_uris = self._steps.known_uris - self._damaged
+        higher = sorted({number for uri in known_uris if (number := parse_step_uri(uri)) > step})
+        if higher and not self._has_warned_of_higher:
+            self._has_warned_of_higher = True
+            _log.warning(
+                "%s %d, and %s has higher steps: %s. If they are of another job, pass another root, because each job "
+                "restores and removes the other's steps. If they are not wanted, delete them with cloudckpt rm; if "
+                "they are, continue from one with restore(…, step=…)",
+                begin,
+                step,
+                self.root,
+                join_first(list(map(str, higher)), _MAX_SHOWN_STEPS, separator=", "),
+            )
 
     def _warn_of_dropped(self, saved: _StepState) -> None:
         """Warn once if a step is saved without metrics that only steps were given which were not due."""
@@ -532,6 +559,7 @@ class CheckpointManager(OfThisProcess):
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save to the place that was chosen, and if the fast one fails at once, to the root."""
         self._warn_of_dropped(saved)
+        own_uris.update(self._uris_of(folder))
         steps, metadata = self._steps, build_metadata(saved.step, saved.numbers or {})
         if self._fast is not None and saved.is_fast:
             steps = self._fast.steps
@@ -656,6 +684,8 @@ class CheckpointManager(OfThisProcess):
                 restored = self._restore_newest(state_dict, planner, reader_of)
         if restored is not None:
             _log.info("restored step %d from %s", restored.step, restored.uri)
+            if wanted is None and self._last is None and rank_in(self._process_group, no_dist=self._no_dist) == 0:
+                self._warn_of_higher(restored.step, "this job continues from the step that was committed last,")
             self._restored = restored
             self._base = "" if self._damaged else restored.uri
         if self._fast is not None and rank_in(self._process_group, no_dist=self._no_dist) == 0:

@@ -27,7 +27,7 @@ from cloudckpt.errors import (
 from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject
 from cloudckpt.manager.policies import RetentionPolicy, find_superseded
-from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, name_of, parse_folder, raise_if_denied
+from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, name_of, own_uris, parse_folder, raise_if_denied
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, log_and_deliver
 from cloudckpt.stores.open import options_at
@@ -84,7 +84,7 @@ class Debts:
         get_damaged_uris: Callable[[], Collection[str]],
         on_drained: Callable[[str], None],
     ) -> None:
-        self.steps = Steps(location, dataclasses.replace(root_steps.options, storage_options={}))
+        self.steps = Steps(location, dataclasses.replace(root_steps.options, storage_options={}), is_shared=True)
         try:
             check_apart(*(Context(steps.location, steps.options, rank=0) for steps in (self.steps, root_steps)))
         except InvalidURIError:
@@ -126,7 +126,9 @@ class Debts:
 
     def note(self, folders: Sequence[StepFolder]) -> None:
         """Record those of `folders` that the root is owed."""
-        self.promised |= {one.uri: one.info for one in folders if self.is_own(one) and self.is_unsettled(one)}
+        own = [one for one in folders if self.is_own(one)]
+        own_uris.update(self._root.child(one.uri.rpartition("/")[2]).uri for one in own)  # a drain may copy them
+        self.promised |= {one.uri: one.info for one in own if self.is_unsettled(one)}
 
     def check(self) -> None:
         """Raise `CheckpointError` if the root does not have all that it is owed."""

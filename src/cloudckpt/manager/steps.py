@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
@@ -40,6 +41,8 @@ Place: TypeAlias = Literal["root", "fast", "both", "owed"]
 
 _MAX_SHOWN_STEPS = 5
 _T = TypeVar("_T")
+own_uris: set[str] = set()
+"""URIs of all checkpoints that this process saves or copies to a root, also through other managers."""
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
 
 
@@ -153,11 +156,14 @@ class Steps:
     Args:
         location: Folder of all steps.
         options: Options of the manager.
+        is_shared: Other runs may save here, too.
 
     """
 
-    def __init__(self, location: Location, options: Options) -> None:
-        self.location = location
+    def __init__(self, location: Location, options: Options, *, is_shared: bool = False) -> None:
+        self.location, self._is_shared = location, is_shared
+        self._seen_uris: set[str] = set()
+        """URIs of all folders that a look at all steps has found."""
         self._times = CommitTimes()
         self._have_times = False
         self.options = options
@@ -239,15 +245,33 @@ class Steps:
         found = list(self._look_at_folders(list_names, look, client).values())
         committed = {one.uri for one in found if one.info is not None}
         self.known_uris |= committed
-        self._have_times |= step is None
-        if step is None and summaries is not None:
-            self._read = {key: summary for key, summary in [*self._read.items()] if key[0] in committed}
+        if step is None:
+            self._note_seen({one.uri for one in found})
+            self._have_times = True
+            if summaries is not None:
+                self._read = {key: summary for key, summary in [*self._read.items()] if key[0] in committed}
         return found
 
     @property
     def most_bytes(self) -> int:
         """Size of the largest step in the last look at all with metadata, or read since; 0 without any."""
         return max((num_bytes for _, num_bytes in [*self._read.values()]), default=0)
+
+    def look_for_others(self) -> None:
+        """Warn, once, of a step that another job has begun to save since the first look at all steps. Never raises."""
+        with contextlib.suppress(CloudckptError):  # the save finds it out
+            self._note_seen({*self.list_uris()})
+
+    def _note_seen(self, uris: set[str]) -> None:
+        others = sorted(uris - self._seen_uris - own_uris, key=parse_step_uri)
+        self._seen_uris |= uris
+        if others and self._have_times and not self._is_shared and is_first_warning("others", self.location.uri):
+            _log.warning(
+                "another job has saved %s since this one looked at the steps of %s. Two jobs with one root restore and "
+                "remove each other's steps: stop one of them, or give each a root of its own",
+                others[0],
+                self.location.uri,
+            )
 
     def list_uris(self) -> list[str]:
         """Return the URIs of all folders with the name of a step, also of those that were deleted."""

@@ -135,10 +135,14 @@ def test_names_from_a_store_are_escaped() -> None:
 
 def test_options_tell_no_secret_and_only_what_was_set() -> None:
     """If this fails, a key of the store is in a notebook that is shared, or the text cannot be pasted."""
-    options = cloudckpt.Options(connections=32, timeout_s=90.5, storage_options={"secret_access_key": "HUSH"})
-    assert repr(options) == "Options(timeout_s=90.5, connections=32)"
-    assert eval(repr(options), vars(cloudckpt)) == dataclasses.replace(options, storage_options={})  # noqa: S307
+    storage_options = {"endpoint_url": "http://user:HUSH@host:9000", "secret_access_key": "HUSH", "key": {"a": "HUSH"}}
+    options = cloudckpt.Options(connections=32, timeout_s=90.5, storage_options=storage_options)
+    assert repr(options).endswith(", timeout_s=90.5, connections=32)")
+    assert eval(repr(options), vars(cloudckpt)) == dataclasses.replace(  # noqa: S307
+        options, storage_options={"endpoint_url": "http://***@host:9000", "secret_access_key": "***", "key": "***"}
+    )
     assert "HUSH" not in options._repr_html_()
+    assert "endpoint_url: http://***@host:9000" in rows_of(options)[0][1]
     assert ["staging_bytes", "512.0 MiB"] in rows_of(options)
     assert repr(cloudckpt.Options()) == "Options()"
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.kit.options import make_options
 
+import cloudckpt
 from cloudckpt import Zstandard
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.options import KIB, MIB, Options
@@ -96,6 +99,24 @@ def test_misspelt_option_comes_with_the_one_that_is_meant(keywords: dict[str, An
     with pytest.raises(TypeError, match=told):
         Options(**keywords)
     assert "timeout_s" in inspect.signature(Options).parameters  # for help and completion
+
+
+def test_misspelt_argument_comes_with_the_one_that_is_meant() -> None:
+    """If this fails, Python before 3.13 names no neighbour of a misspelt argument of the calls of every script."""
+    root = "memory://misspelt"
+    manager = cloudckpt.CheckpointManager(root)
+    calls: list[tuple[Callable[..., Any], str]] = [
+        *((call, f"{call.__name__} has") for call in (cloudckpt.save, cloudckpt.async_save, cloudckpt.load)),
+        (cloudckpt.load_latest, "load_latest has"),
+        (cloudckpt.CheckpointManager, "CheckpointManager has"),
+        (manager.save, "CheckpointManager.save has"),
+        (manager.restore, "CheckpointManager.restore has"),
+    ]
+    for call, begin in calls:
+        wrong, meant = ("keeplast", "keep_last") if call is cloudckpt.CheckpointManager else ("optimzer", "optimizer")
+        told = f"{begin} no {wrong}, retries (did you mean '{meant}', 'Options.retries'?)"
+        with pytest.raises(TypeError, match=rf"^{re.escape(told)}$"):
+            call(root, **{wrong: None, "retries": 3})
 
 
 def test_options_are_values() -> None:

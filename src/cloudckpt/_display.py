@@ -24,6 +24,8 @@ _MAX_UNBROKEN = 60
 """Characters of a cell that stays one line."""
 _USUAL = {"place": "root"}  # values that say nothing if all rows have them
 _NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
+SHOWN_AS = "shown_as"
+"""The key of a field's metadata that has a function from its value to the one that may be shown."""
 _T = TypeVar("_T")
 
 
@@ -118,8 +120,8 @@ class _Brief(reprlib.Repr):
 def shown(cls: type[_T]) -> type[_T]:
     """Give a dataclass a short ``repr`` and, for notebooks, ``_repr_html_``.
 
-    The ``repr`` leaves out the identifier of the save, and fields that are empty or have their defaults. Neither shows
-    fields that are declared with ``repr=False``: they may be secret.
+    The ``repr`` leaves out the identifier of the save, and fields that are empty or have their defaults. For what may
+    be secret, a field is declared with ``repr=False``, or with `SHOWN_AS` in its metadata.
     """
     cls.__repr__ = _repr  # type: ignore[method-assign]
     cls._repr_html_ = to_html  # type: ignore[attr-defined]
@@ -129,12 +131,17 @@ def shown(cls: type[_T]) -> type[_T]:
 def _repr(shown: Any) -> str:
     words = []
     for field in dataclasses.fields(shown):
-        value = getattr(shown, field.name)
+        value = _value_of(shown, field)
         is_usual = value == (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
         if field.repr and field.name != "attempt" and not is_usual and value not in ("", (), [], {}, None):
             is_long = isinstance(value, tuple) and len(value) > 1 and _are_dataclasses(value)
             words.append(f"{field.name}=" + (f"<{len(value):,} in all>" if is_long else _Brief().repr(value)))
     return f"{type(shown).__name__}({', '.join(words)})"
+
+
+def _value_of(shown: Any, field: dataclasses.Field[Any]) -> Any:
+    value = getattr(shown, field.name)
+    return field.metadata[SHOWN_AS](value) if SHOWN_AS in field.metadata else value
 
 
 class Listing(list[_T]):
@@ -153,7 +160,7 @@ class Rows(tuple[_T, ...]):
 
 def to_html(shown: Any) -> str:
     """Return a dataclass as tables: its fields and the numbers that it computes; below them, the dataclasses in it."""
-    fields = ((field, getattr(shown, field.name)) for field in dataclasses.fields(shown) if field.repr)
+    fields = ((field, _value_of(shown, field)) for field in dataclasses.fields(shown) if field.repr)
     values = {field.name: value for field, value in fields if value is False or not field.default == 0 == value}
     for name, member in vars(type(shown)).items():
         if isinstance(member, property) and isinstance(value := getattr(shown, name), (int, float)):

@@ -40,7 +40,7 @@ from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
-from cloudckpt.options import Options, require_options
+from cloudckpt.options import Options, naming_keywords, require_options
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.progress import show_progress
 from cloudckpt.uri import parse_location, redact
@@ -51,6 +51,7 @@ StateDict = dict[str, Any]
 PathOrURI: TypeAlias = str | os.PathLike[str]
 
 
+@naming_keywords
 def save(
     state_dict: StateDict | PathOrURI | None = None,
     uri: PathOrURI | None = None,
@@ -133,6 +134,7 @@ def save(
         )
 
 
+@naming_keywords
 @rare_collections()
 def load(
     state_dict: StateDict | PathOrURI | None = None,
@@ -234,6 +236,7 @@ def load(
         )
 
 
+@naming_keywords
 def async_save(
     state_dict: StateDict | PathOrURI | None = None,
     uri: PathOrURI | None = None,

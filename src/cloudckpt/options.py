@@ -12,12 +12,13 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
-from cloudckpt._display import shown
+from cloudckpt._display import SHOWN_AS, shown
 from cloudckpt.errors import InvalidOptionError, did_you_mean, find_near
+from cloudckpt.uri import redact
 
 if TYPE_CHECKING:
     from cloudckpt.events import Event
@@ -32,28 +33,44 @@ DEFAULT_CONNECTIONS = 16
 CONNECTIONS_BESIDE_TRAINING = 2
 """Connections of a copy from a fast place that nothing waits for. More of them cost a training loop more than 3 %."""
 
+_C = TypeVar("_C")
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MAX_OVER_READ = 1000.0
+_OPEN = ("endpoint_url", "region", "region_name", "profile", "profile_name", "project", "anonymous", "addressing_style")
+"""Storage options that are no secrets."""
 
 
-def _naming_keywords(cls: type[_T]) -> type[_T]:
+def _hide_secrets(storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return storage options with the values that say where the store is. Any other value may be a secret."""
+    values = ((str(name), value if name in _OPEN else "***") for name, value in storage_options.items())
+    return {name: redact(value) if isinstance(value, str) else value for name, value in values}
+
+
+def naming_keywords(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """Let the error for unknown keywords name those that may be meant, which Python does since 3.13."""
-    init = cls.__init__
-    known = [*inspect.signature(cls).parameters]
+    known = [*inspect.signature(call).parameters]
 
-    @functools.wraps(init)
-    def checked(self: _T, *args: Any, **given: Any) -> None:
+    where = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*args: _P.args, **given: _P.kwargs) -> _T:
         if unknown := [name for name in given if name not in known]:
-            advanced = AdvancedOptions.__slots__ if "advanced" in known else ()
-            near = [f"AdvancedOptions.{name}" if name in advanced else find_near(name, known) for name in unknown]
-            raise TypeError(f"{cls.__name__} has no {', '.join(unknown)}{did_you_mean(*near)}")
-        init(self, *args, **given)
+            both = (Options, AdvancedOptions)
+            of_options = {name: f"{cls.__name__}.{name}" for cls in both for name in cls.__slots__}
+            near = [of_options.get(name) or find_near(name, known) for name in unknown]
+            raise TypeError(f"{where} has no {', '.join(unknown)}{did_you_mean(*near)}")
+        return call(*args, **given)
 
-    cls.__init__ = checked  # type: ignore[assignment]
+    return checked
+
+
+def _naming_options(cls: type[_C]) -> type[_C]:
+    cls.__init__ = naming_keywords(cls.__init__)  # type: ignore[method-assign]
     return cls
 
 
-@_naming_keywords
+@_naming_options
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvancedOptions:
@@ -96,7 +113,7 @@ class AdvancedOptions:
         _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)
 
 
-@_naming_keywords
+@_naming_options
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -112,7 +129,7 @@ class Options:
 
     """
 
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, metadata={SHOWN_AS: _hide_secrets})
     """Options of the store's client: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``). Needed
     where the environment does not have them."""
     timeout_s: float = 60.0

@@ -75,7 +75,7 @@ from cloudckpt.manager.steps import (
     parse_folder,
     parse_step_uri,
 )
-from cloudckpt.options import Options, require_options
+from cloudckpt.options import Options, naming_keywords, require_options
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import LoadReport, SkippedCheckpoint
 from cloudckpt.uri import parse_location
@@ -176,6 +176,7 @@ class CheckpointManager(OfThisProcess):
 
     """
 
+    @naming_keywords
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -419,6 +420,7 @@ class CheckpointManager(OfThisProcess):
             state_dict, self.root, process_group=self._process_group, no_dist=self._no_dist, options=self._options
         )
 
+    @naming_keywords
     def save(
         self,
         step: int,
@@ -612,6 +614,7 @@ class CheckpointManager(OfThisProcess):
             self._base = "" if latest is None else latest.uri
         return None if self._base in ("", uri) else self._base
 
+    @naming_keywords
     def restore(
         self,
         state_dict: dict[str, Any] | None = None,

@@ -33,7 +33,7 @@ from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
 from cloudckpt.inspect.verification import verify
 from cloudckpt.io.client import MAX_LOOKS, open_client
 from cloudckpt.manager.steps import StepInfo, Steps
-from cloudckpt.options import Options
+from cloudckpt.options import Options, naming_keywords
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import LoadReport, SkippedCheckpoint
 from cloudckpt.uri import redact
@@ -44,6 +44,7 @@ _SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
 _MAX_SHOWN_NAMES = 20
 
 
+@naming_keywords
 def load_latest(
     state_dict: dict[str, Any] | str | os.PathLike[str] | None = None,
     root: str | os.PathLike[str] | None = None,

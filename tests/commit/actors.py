@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
 
-from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, walk
 from cloudckpt.commit.entries import manifest_key, manifest_number
+from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint, remove_garbage, walk
 from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
@@ -177,7 +177,7 @@ def collector() -> Actor:
 
     def act(store: Replayed, client: StoreClient) -> str:
         try:
-            left = collect(_place(client), before=LATER, conditional=True).left
+            left = remove_garbage(_place(client), before=LATER, conditional=True).left
         except (CheckpointChangedError, CommitUnknownError, StoreError):
             return "gave up"
         return "left something" if left else "collected"
@@ -187,7 +187,7 @@ def collector() -> Actor:
 
 def _place(client: StoreClient) -> WalkedLocation:
     inventory = walk(client)
-    return WalkedLocation(client=client, root=client, prefix="", found=inventory.at(""))
+    return WalkedLocation(client=client, root=client, prefix="", items=inventory.at(""))
 
 
 def fence(*, keeps: int | None) -> bytes:

@@ -1,6 +1,7 @@
 """An exhaustive check of the commit protocol: every order in which the actors' store calls can happen.
 
-An actor is an ordinary function that calls the real `publish`, `resolve`, `collect` and so on, on a `Replayed` store.
+An actor is an ordinary function that calls the real `publish`, `resolve`, `remove_garbage` and so on, on a `Replayed`
+store.
 To find out what it does next, it is run again from its start with the answers that it has got so far; its first call
 without an answer is its next step. So the state of the whole is the objects in the store and each actor's answers,
 which are plain values, and states that were reached on several ways are looked at only once.

@@ -17,8 +17,8 @@ from tests.commit.model import IDS, LATER, Actor, Check, Inside, Progress, Repla
 from tests.kit.clock import skip_waits
 from tests.kit.options import make_options
 
-from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, walk
 from cloudckpt.commit.entries import manifest_key
+from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint, remove_garbage, walk
 from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.commit.references import claim_key, put_claims, references_of
@@ -221,7 +221,7 @@ def reader(folder: str) -> Actor:
 def place(store: Replayed, client: StoreClient, folder: str) -> WalkedLocation:
     own = client.at(Inside(store, folder))
     found = walk(client, prefixes=(f"{folder}/",)).at(f"{folder}/")
-    return WalkedLocation(client=own, root=client, prefix=f"{folder}/", found=found, siblings=siblings_of(client))
+    return WalkedLocation(client=own, root=client, prefix=f"{folder}/", items=found, siblings=siblings_of(client))
 
 
 def deleter(folder: str) -> Actor:
@@ -243,7 +243,7 @@ def collector(folders: str = "a") -> Actor:
     def act(store: Replayed, client: StoreClient) -> str:
         for folder in folders:
             try:
-                collect(place(store, client, folder), before=LATER, conditional=True)
+                remove_garbage(place(store, client, folder), before=LATER, conditional=True)
             except (CheckpointChangedError, CommitUnknownError, StoreError):  # noqa: PERF203  # three at most
                 return "gave up"
         return "collected"

@@ -1,4 +1,4 @@
-"""Names of attempts, and the keys they write."""
+"""Ids of attempts, and the keys of the objects that they write."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def new_attempt_id(mark: str = "") -> str:
 
 
 def copy_mark(number: int, source: str) -> str:
-    """Return the mark of a copy that would commit under `number`. `source` is the digest of its source's manifest.
+    """Return the mark of a copy that would commit under `number`. `source` is the digest of the source's manifest.
 
-    A later copy of the same source that would commit under the same number may use the objects that this one left
+    A later copy of the same source that would commit under the same number may use the objects of this copy
     (``docs/design/008-resumable-copies.md``).
     """
     return f"-r{number}-c{source}"
 
 
 def parse_number(attempt: str) -> int | None:
-    """Return the number in the id's mark; None if it has none, or is no such id."""
+    """Return the number in the mark of an attempt's id; None if there is no mark, or no such id."""
     match = ATTEMPT.fullmatch(attempt)
     return int(match["number"]) if match and match["number"] else None
 
 
 def data_prefix(attempt: str, rank: int) -> str:
-    """Return the prefix that all keys of a rank's data objects have, and no others."""
+    """Return the prefix of the keys of a rank's data objects. No other key has it."""
     return f"data/{attempt}/{rank}-"
 
 

@@ -1,4 +1,4 @@
-"""The entries of a checkpoint's log, manifests and fences: their keys, how each is read, and how one is put."""
+"""The entries of a checkpoint's log, manifests and fences: their keys, and how to read and put them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FREE_BYTES = 64 * 1024 * 1024
 """A manifest of at most this size is read, however little data its location has."""
 BYTES_PER_BYTE = 8
 _BYTES_PER_OBJECT = 128 * 1024 * 1024
-"""One byte of a data object's header takes at most eight in a manifest; an object has 100,000 entries."""
+"""One byte of a data object's header takes at most eight bytes in a manifest; an object has 100,000 entries."""
 _LARGE_BYTES = 32 * 1024 * 1024
 _HEAD_BYTES = 256
 _BEGINNING = b'{"format":"cloudckpt'
@@ -87,13 +87,13 @@ def manifest_key(number: int) -> str:
 
 
 def manifest_number(key: str) -> int | None:
-    """Return the reverse of `manifest_key`; None for a key that is no manifest's."""
+    """Return the number of the entry with this key; None for the key of another object."""
     match = _MANIFEST.fullmatch(key)
     return int(match.group(1) or 0) if match else None
 
 
 def parse_entry(key: str, info: ObjectInfo) -> Entry | None:
-    """Return the entry at `key`, seen from the checkpoint; None for a key that is no entry's."""
+    """Return the entry at `key`, relative to the checkpoint; None for the key of another object."""
     number = manifest_number(key)
     if number is None:
         return None
@@ -101,9 +101,9 @@ def parse_entry(key: str, info: ObjectInfo) -> Entry | None:
 
 
 def read_entry(client: StoreClient, number: int, *, prefix: str = "") -> Manifest | Fence | None:
-    """Return the entry with that number, or None if it does not exist, or not any more. Raises the decoders' errors.
+    """Return the entry with that number, or None if it does not exist. Absence and damage are confirmed.
 
-    Absence and damage are confirmed.
+    Raises the errors of `decode` and `decode_fence`.
     """
     return client.confirm(lambda: _read_once(client, number, prefix), errors=InvalidManifestError)
 
@@ -123,7 +123,7 @@ def _read_once(client: StoreClient, number: int, prefix: str) -> Manifest | Fenc
 def read_document(client: StoreClient, number: int, *, prefix: str = "") -> bytes | None:
     """Return the bytes of the entry with that number, or None if there is none.
 
-    One that is larger than a manifest can be is refused before it is read: raises `InvalidManifestError`.
+    Raises `InvalidManifestError` for an entry larger than any manifest of the data there, before reading it.
     """
     key = prefix + manifest_key(number)
     try:
@@ -136,7 +136,7 @@ def read_document(client: StoreClient, number: int, *, prefix: str = "") -> byte
         if info is None or info.size_bytes <= FREE_BYTES:
             raise
     data = client.list(f"{prefix}data/")
-    max_bytes = max_manifest_bytes(one.size_bytes for one in data)
+    max_bytes = max_manifest_bytes(info.size_bytes for info in data)
     if info.size_bytes > max_bytes:
         raise InvalidManifestError(
             f"{client.url(key)} has {info.size_bytes} bytes, and a manifest of the {len(data)} data objects beside it "
@@ -147,21 +147,21 @@ def read_document(client: StoreClient, number: int, *, prefix: str = "") -> byte
 
 
 def max_manifest_bytes(object_sizes_bytes: Iterable[int]) -> int:
-    """Return the size of the largest manifest of data objects of these sizes, which a reader takes memory for."""
-    of_objects = (min(BYTES_PER_BYTE * size_bytes, _BYTES_PER_OBJECT) for size_bytes in object_sizes_bytes)
-    return min(FREE_BYTES + sum(of_objects), MAX_MANIFEST_BYTES)
+    """Return the size of the largest manifest that readers accept for data objects of these sizes."""
+    bytes_of_objects = (min(BYTES_PER_BYTE * size_bytes, _BYTES_PER_OBJECT) for size_bytes in object_sizes_bytes)
+    return min(FREE_BYTES + sum(bytes_of_objects), MAX_MANIFEST_BYTES)
 
 
 def read_manifest(client: StoreClient, number: int) -> Manifest | None:
-    """Return the manifest with that number, or None if it does not exist, or not any more. Raises as `decode`.
+    """Return the manifest with that number, or None if it does not exist. Raises the errors of `decode`.
 
-    A fence is not a manifest: the number was freed meanwhile, and a gc has put its fence there.
+    Also returns None for a fence: the number was freed meanwhile, and a gc has put its fence there.
     """
     entry = read_entry(client, number)
     return None if isinstance(entry, Fence) else entry
 
 
-def check_ours(client: StoreClient, entries: Iterable[Entry]) -> None:
+def refuse_foreign_entries(client: StoreClient, entries: Iterable[Entry]) -> None:
     """Raise `InvalidManifestError` for an entry that another program wrote, by its first bytes."""
     for entry in entries:
         key = manifest_key(entry.number)
@@ -186,7 +186,7 @@ class PutOutcome:
     error: StoreError | None
     """The error of the last attempt; None if it succeeded."""
     may_have_arrived: bool
-    """The outcome of some attempt is unknown. A refusal of a later attempt does not settle it."""
+    """True if the outcome of some attempt is unknown. A later refusal does not settle it."""
 
     @property
     def is_taken(self) -> bool:
@@ -195,12 +195,12 @@ class PutOutcome:
 
     @property
     def is_refused(self) -> bool:
-        """True if each attempt was answered with a refusal. The answer may be wrong: a proxy can have given it."""
+        """True if each attempt was refused. The refusal may be wrong, since a proxy can have answered."""
         return self.error is not None and not (self.is_taken or self.may_have_arrived)
 
 
 def put_entry(client: StoreClient, number: int, document: bytes, *, conditional: bool) -> PutOutcome:
-    """Put `document` as the entry with that number; with `conditional`, only if there is none."""
+    """Put `document` as the entry with that number; with `conditional`, only if no entry has it."""
     key, views, checksum = manifest_key(number), [memoryview(document)], crc32c(document)
     may_have_arrived = False
 
@@ -228,7 +228,7 @@ def put_entry(client: StoreClient, number: int, document: bytes, *, conditional:
 def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditional: bool) -> bool:
     """Put a fence at `number`. Returns False if another entry has that number, which only `conditional` finds out.
 
-    Raises a `StoreError` if the store refused, and `CommitUnknownError` if it cannot be known: the fence may be there,
+    Raises a `StoreError` if the store refused, and `CommitUnknownError` if the outcome is unknown: the fence may exist,
     or still appear.
     """
     fence = new_fence(keeps=keeps)
@@ -259,18 +259,19 @@ def _unknown_error(client: StoreClient, number: int, error: StoreError) -> Commi
 
 
 class SummaryReader:
-    """Reads the summaries of manifests, in several threads: small manifests at once, large ones one after the other.
-    With `check`, it also validates each whole manifest.
+    """Reads the summaries of manifests, for several threads: small manifests at once, large ones one after the other.
+
+    With `check`, `read` also validates each whole manifest.
     """
 
     def __init__(self, *, check: bool = False) -> None:
         self._check = check
-        self._one_large = threading.Lock()
+        self._large_lock = threading.Lock()
 
     def read(self, client: StoreClient, entry: Entry) -> Summary | None:
         """Return the summary of a manifest; None if it has vanished. Raises as `decode_summary`."""
-        # Large ones are read one after the other: many would take gigabytes together.
-        with self._one_large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
+        # Many large manifests would take gigabytes together.
+        with self._large_lock if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
             return client.confirm(lambda: self._read(client, entry.number), errors=InvalidManifestError)
 
     def _read(self, client: StoreClient, number: int) -> Summary | None:
@@ -278,7 +279,7 @@ class SummaryReader:
         if document is None:
             return None
         if is_fence(document) and len(document) <= MAX_FENCE_BYTES:
-            decode_fence(document, number=number, uri=client.url(key))  # one that cannot be read is damage
+            decode_fence(document, number=number, uri=client.url(key))  # raises if the fence is damaged
             return None
         if self._check:
             decode(document, uri=client.url(key))
@@ -295,13 +296,13 @@ class CommitTimes:
     def read(self, client: StoreClient, key: str, entry: Entry) -> datetime | None:
         """Return when the manifest at `key` was committed; None if it has vanished, so that the caller looks again.
 
-        One small read. The store's own time stands in for a manifest without a time, for one whose head is damaged, and
-        for one that is listed twice and not found. A fence that a listing gave a wrong size is no manifest: None.
-        Raises `StoreError` if the store refuses the read.
+        Makes one small read. Returns the store's own time for a manifest without a time, with a damaged head, or that
+        is listed twice and not found. Returns None for a fence that a listing gave a wrong size. Raises `StoreError` if
+        the store refuses the read.
         """
         url = client.url(key)
-        place = (url, entry.modified_at, entry.size_bytes)
-        committed_at = self._known.get(place)
+        version = (url, entry.modified_at, entry.size_bytes)
+        committed_at = self._known.get(version)
         if committed_at is not None:
             return committed_at
         try:
@@ -310,7 +311,7 @@ class CommitTimes:
                 errors=(ObjectNotFoundError, _NoHeadError),
             )
         except _NoHeadError:
-            # An entry of a fence's size was opened already. If it is current, it cannot be read.
+            # `read_log` has opened an entry of a fence's size. If that entry is current, it cannot be read.
             if not entry.has_fence_size and _is_fence(client, key):
                 return None
             head = None
@@ -323,7 +324,7 @@ class CommitTimes:
         committed_at = entry.modified_at if committed_at_ns is None else datetime_of(committed_at_ns)
         note_commit_time_ns(ns_of(committed_at), url=url)
         if head is not None:
-            self._known[place] = committed_at
+            self._known[version] = committed_at
         return committed_at
 
 
@@ -367,18 +368,18 @@ class _FenceHead(msgspec.Struct):
     version: tuple[int, int]
 
 
-# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+# Made on import, by one thread: two threads that use a type of msgspec for the first time can crash the process.
 _FENCE_DECODER = msgspec.json.Decoder(Fence)
 _HEAD_DECODER = msgspec.json.Decoder(_FenceHead)
 
 
 def new_fence(*, keeps: int | None) -> Fence:
-    """Return a fence with an id of its own, by which its writer recognises it."""
+    """Return a fence with a new id, by which its writer recognises it."""
     return Fence(format=_FENCE_FORMAT, version=(_FENCE_MAJOR, 0), id=secrets.token_hex(6), keeps=keeps)
 
 
 def encode_fence(fence: Fence) -> bytes:
-    """Return the document: compact JSON whose last member is the CRC32C of all before it."""
+    """Return the document: compact JSON whose last member is the CRC32C of all bytes before it."""
     return add_checksum(msgspec.json.encode(fence))
 
 
@@ -390,7 +391,7 @@ def is_fence(document: bytes) -> bool:
 def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
     """Return the fence in `document`, which is the entry with that number.
 
-    Raises `InvalidManifestError` where it is damaged, and `UnsupportedFormatError` for a newer major version.
+    Raises `InvalidManifestError` if it is damaged, and `UnsupportedFormatError` for a newer major version.
     """
     checksums = find_checksums(document)
     if checksums is None or len(document) > MAX_FENCE_BYTES:

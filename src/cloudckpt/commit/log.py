@@ -57,7 +57,7 @@ def list_folders(client: StoreClient) -> list[str]:
 
 
 def list_entries(client: StoreClient) -> tuple[Entry, ...]:
-    """Return all entries of a log, lowest number first. That there is none is confirmed."""
+    """Return all entries of a log, lowest number first. An empty log is confirmed."""
     return client.confirm(
         lambda: _list_once(client, ""),
         evidence=lambda entries: not entries,
@@ -71,14 +71,14 @@ def _list_once(client: StoreClient, prefix: str) -> tuple[Entry, ...]:
 
 
 def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
-    """Return the log. It reads no manifest: it opens the highest entry only if that has the size of a fence.
+    """Return the log, without reading a manifest: the highest entry is opened only if it has the size of a fence.
 
     A result without a current manifest is confirmed.
 
     Args:
         client: Client of the checkpoint's location.
-        is_lenient: Do not raise if that entry cannot be read, but take the highest manifest below it for current. If
-            there is none, that entry itself is current: it may be a manifest that was cut, and its reader sees that.
+        is_lenient: Do not raise if the highest entry cannot be read, but take the highest manifest below it for
+            current. If there is none, take the entry itself: it may be a manifest that was cut, which its reader sees.
 
     Raises:
         InvalidManifestError: The entry is damaged.
@@ -90,9 +90,9 @@ def read_log(client: StoreClient, *, is_lenient: bool = False) -> Log:
 
 
 def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = False) -> Log:
-    """Return the log from a single listing, which can lack entries. It is for callers that confirm it themselves.
+    """Return the log from a single listing, which can lack entries, for callers that confirm it themselves.
 
-    The keys of the checkpoint begin with `prefix`. Otherwise this is `read_log`.
+    The keys of the checkpoint begin with `prefix`. Otherwise as `read_log`.
     """
     return _read_log(client, prefix, is_lenient=is_lenient, needs_confirming=lambda _: False)
 
@@ -111,8 +111,8 @@ def _read_log(client: StoreClient, prefix: str, *, is_lenient: bool, needs_confi
 def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
     """Return the log and its current manifest, or None if there is none.
 
-    None is confirmed. A fence can keep a manifest that is not listed, because another program removed it: None. If a
-    manifest vanishes between the listing and the read, it was superseded or removed, and the next look lists again.
+    None is confirmed. It is also the result if a fence keeps a manifest that another program removed. If a manifest
+    vanishes between the listing and the read, it was superseded or removed, and the next look lists again.
 
     Raises:
         InvalidManifestError: The entry is damaged.
@@ -142,7 +142,7 @@ class _Look:
 def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) -> _Look:
     """Read a log once. With `opens`, also read its current manifest.
 
-    An entry whose listed size is that of a fence is read: the size may be wrong, and only the content says what it is.
+    An entry of a fence's size is read, since the listed size may be wrong and only the content tells a fence.
     """
     entries = _list_once(client, prefix)
     if not entries:
@@ -152,23 +152,23 @@ def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) ->
     if not opens and not highest.has_fence_size:
         return _Look(log=log)
     try:
-        entry = read_entry(client, highest.number, prefix=prefix)
+        content = read_entry(client, highest.number, prefix=prefix)
     except (InvalidManifestError, UnsupportedFormatError):
         if not is_lenient:
             raise
         return _Look(log=_without_fence(log))
-    if not isinstance(entry, Fence):
-        return _Look(log=log, manifest=entry, has_vanished=entry is None)
-    log = Log(entries=entries, current_number=entry.keeps)
-    if entry.keeps is None or not opens:
+    if not isinstance(content, Fence):
+        return _Look(log=log, manifest=content, has_vanished=content is None)
+    log = Log(entries=entries, current_number=content.keeps)
+    if content.keeps is None or not opens:
         return _Look(log=log)
-    kept = read_entry(client, entry.keeps, prefix=prefix)
+    kept = read_entry(client, content.keeps, prefix=prefix)
     manifest = None if isinstance(kept, Fence) else kept
     return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
 
 
 def _without_fence(log: Log) -> Log:
-    """Return the log for the case that its highest entry, which has the size of a fence, cannot be read."""
+    """Return the log as it is without its highest entry, which has the size of a fence and cannot be read."""
     below = [entry.number for entry in log.entries if not entry.has_fence_size]
     return Log(entries=log.entries, current_number=max(below, default=log.highest_number))
 
@@ -212,7 +212,7 @@ def require_current(client: StoreClient, log: Log, manifest: Manifest | None) ->
 
 
 def has_torch_checkpoint(client: StoreClient) -> bool:
-    """Return True if the location has a ``.metadata`` of torch's own writers. That it has none is confirmed."""
+    """Return True if the location has a ``.metadata`` of torch's own writers. False is confirmed."""
     return client.confirm(lambda: lists_torch_checkpoint(client), evidence=lambda has: not has)
 
 
@@ -241,7 +241,7 @@ def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotF
         try:
             folders = list_kept_folders(client)
             is_empty, has_files = not client.list(most=1), bool(client.list(SINGLE_NAME, most=1))
-        except StoreError:  # it is a hint, so no failure matters
+        except StoreError:  # the hint does without the answer
             hint = "check the URI"
         else:
             hint = _describe_content(client.uri, folders, is_empty=is_empty, has_files=has_files)
@@ -266,9 +266,9 @@ def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool, has_f
 
 
 def list_kept_folders(client: StoreClient) -> list[str]:
-    """List folders for `describe_folders`: the last ones by name, without those that hold only the fence of a deletion.
+    """List the last folders by name for `describe_folders`, except for folders with only the fence of a deletion.
 
-    A run deletes its old checkpoints, so the last names lead to what it has kept.
+    A run deletes its old checkpoints, so its last names are those of kept ones.
     """
     folders: list[str] = []
     for name in _list_last_folders(client):
@@ -281,7 +281,7 @@ def list_kept_folders(client: StoreClient) -> list[str]:
 
 
 def has_checkpoints(client: StoreClient) -> bool:
-    """Return True if one of the last folders by name is a checkpoint. It is for hints, so nothing is confirmed."""
+    """Return True if one of the last folders by name is a checkpoint. For hints: nothing is confirmed."""
     logs = (read_log_once(client, prefix=f"{name}/", is_lenient=True) for name in _list_last_folders(client))
     return any(log.current_number is not None for log in logs)
 
@@ -291,7 +291,7 @@ def _list_last_folders(client: StoreClient) -> list[str]:
 
 
 def _split_numbers(name: str) -> list[str | int]:
-    """Return a key of names by which ``step-9`` comes before ``step-10``."""
+    """Return a sort key that puts ``step-9`` before ``step-10``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 

@@ -1,4 +1,4 @@
-"""The commit: one conditional put of the manifest, and the checks that find out if it arrived, and is current."""
+"""The commit: one conditional put of the manifest, and the checks that it has arrived and is current."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class OvertakenError(CheckpointExistsError, CommitUnknownError):
 def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional: bool) -> None:
     """Make `manifest` the checkpoint, as the commit with `number`. Returns only if it is.
 
-    After a `CommitUnknownError`, the manifest may exist, or may still appear, so its data must stay. After each other
-    error it does not exist, and never will.
+    After a `CommitUnknownError`, the manifest may exist, or may still appear, so its data must stay. After any other
+    error, the manifest does not exist, and never will.
 
     Args:
         client: Client of the checkpoint's location.
@@ -76,19 +76,19 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
     if outcome.error is not None:
         _check_arrived(client, manifest, outcome.error, outcome, number=number)
     try:
-        _check_counts(client, manifest, number=number)
+        _check_current(client, manifest, number=number)
     except CommitUnknownError:
         raise
     except Exception as error:
         raise _unknown_error(client, manifest_key(number), error) from error
 
 
-def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> None:
+def _check_current(client: StoreClient, manifest: Manifest, *, number: int) -> None:
     """Check that the store has kept the manifest that it acknowledged, and that no higher entry hides it.
 
-    The number can have been free only because an overwrite has removed the entry that had it. Then the log already has
-    the overwrite's own entry, which is higher: it was put before the removal. A higher entry can also be a fence of gc
-    that keeps this commit current.
+    An overwrite may have freed the number by removing the entry that had it. Then the log already has the overwrite's
+    own, higher entry, which was put before the removal. A higher entry can also be a fence of gc that keeps this commit
+    current.
     """
     log = read_log(client)
     if log.current_number == number:
@@ -106,9 +106,9 @@ def _check_counts(client: StoreClient, manifest: Manifest, *, number: int) -> No
 def _check_arrived(
     client: StoreClient, manifest: Manifest, error: StoreError, outcome: PutOutcome, *, number: int
 ) -> None:
-    """Return if this put has arrived, although its answer was `error`. Otherwise raise the error of the known state.
+    """Return if the put has arrived, although its answer was `error`. Otherwise raise the error of the known state.
 
-    No answer alone shows that it has not arrived: a proxy can answer with a refusal after it passed the put on.
+    No answer alone shows that the put has not arrived: a proxy can answer with a refusal after passing the put on.
     """
     key = manifest_key(number)
     entry, is_absent = _entry_at(client, number)
@@ -127,10 +127,10 @@ def _check_arrived(
 def remove_superseded(
     client: StoreClient, manifest: Manifest, *, number: int, on_removing: Callable[[str], None]
 ) -> int:
-    """Remove the entries below `number`, that of `manifest`, lowest first, and then their data.
+    """Remove the entries below `number`, the number of `manifest`, lowest first, and then their data.
 
-    The order matters: at any moment, the highest entry that is left is the newest commit. It logs a failure, and leaves
-    the rest to gc; readers do not see it. `on_removing` gets the first key of each request before it is made. Returns
+    The order matters: at any moment, the highest remaining entry is the newest commit. A failure is logged, and the
+    rest left to gc; readers do not notice. `on_removing` gets the first key of each request before the request. Returns
     the number of removed objects.
     """
     num_removed = 0
@@ -140,10 +140,10 @@ def remove_superseded(
             return 0  # overwritten or deleted since: another save's data is there now
         stale = [entry for entry in log.entries if entry.number < number]
         manifests = (_read_manifest(client, entry.number) for entry in stale if not entry.has_fence_size)
-        replaced = [one for one in manifests if one is not None]
-        keys = sorted(frozenset[str]().union(*(one.own_keys for one in replaced)) - manifest.own_keys)
+        replaced = [superseded for superseded in manifests if superseded is not None]
+        keys = sorted(frozenset[str]().union(*(superseded.own_keys for superseded in replaced)) - manifest.own_keys)
         # After the commit: a save whose claim comes later finds that its source was replaced.
-        claimed = find_claimed(client) if any(one.is_referable for one in replaced) else frozenset()
+        claimed = find_claimed(client) if any(superseded.is_referable for superseded in replaced) else frozenset()
         keys = [key for key in keys if claimed is not None and key not in claimed]
         entries = [manifest_key(entry.number) for entry in stale]
         for batch in (*split_into_batches(entries), *split_into_batches(keys)):
@@ -158,7 +158,7 @@ def remove_superseded(
 
 
 def _read_manifest(client: StoreClient, number: int) -> Manifest | None:
-    """Return the manifest with that number. None for another entry, or one that cannot be read, which is logged."""
+    """Return the manifest with that number; None for a fence, or for an entry that cannot be read, which is logged."""
     try:
         entry = read_entry(client, number)
     except CheckpointError as error:
@@ -184,7 +184,7 @@ def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None
 
 
 def _is_overtaken(client: StoreClient, number: int) -> bool:
-    """Return True if the log has a higher number: an overwrite can have removed the entry that had this one."""
+    """Return True if the log has a higher number: then an overwrite may have removed the entry with `number`."""
     try:
         return read_log(client).highest_number > number
     except (StoreError, CheckpointError) as error:
@@ -233,11 +233,11 @@ def _unknown_error(client: StoreClient, key: str, why: object) -> CommitUnknownE
 def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | None:
     """Return the time of the newest data object of `manifest`, as the store lists it; None if it lists none.
 
-    Raises `IncompleteSaveError` unless each of them exists with its size, in its folder. It makes one listing for each
+    Raises `IncompleteSaveError` unless each object exists in its folder with its size. Makes one listing for each
     folder, and a HEAD for each object that the listing lacks, since a listing may lag.
     """
     problems: list[str] = []
-    is_of_others = False  # what a rank other than 0 wrote
+    is_of_others = False  # True if an object of another rank than 0 is missing
     newest: datetime | None = None
     for folder in sorted({stored.folder for stored in manifest.objects}):
         wanted = {stored.key: stored.size for stored in manifest.objects if stored.folder == folder}
@@ -259,7 +259,7 @@ def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | 
 
 
 def find_missing(client: StoreClient, sizes_bytes: Mapping[str, int]) -> tuple[dict[str, str], datetime | None]:
-    """Return a text for each key without an object of its size, and the time of the newest object that is listed."""
+    """Return a problem for each key without an object of its size, and the time of the newest listed object."""
     folders = {key.rpartition("/")[0] + "/" for key in sizes_bytes}
     prefix = folders.pop() if len(folders) == 1 else "data/"
     listed = {info.key: info for info in client.list(prefix) if info.key in sizes_bytes}
@@ -275,8 +275,8 @@ def find_missing(client: StoreClient, sizes_bytes: Mapping[str, int]) -> tuple[d
 def check_still_next(client: StoreClient, number: int) -> None:
     """Raise `CheckpointExistsError` if the entry before `number` is gone: a commit under `number` would not be current.
 
-    That entry was the highest one when the save began. Two things remove it: an overwrite, after it has put a higher
-    entry; and gc, which removes the whole log long after a deletion, so that the numbers begin anew.
+    The entry before `number` was the highest one when the save began. An overwrite removes it after putting a higher
+    entry. gc removes the whole log long after a deletion, so that the numbers begin anew.
     """
     if not number:
         return

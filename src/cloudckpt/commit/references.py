@@ -27,7 +27,7 @@ from cloudckpt.io.client import StoreClient
 _log = logging.getLogger("cloudckpt")
 
 Siblings: TypeAlias = Callable[[str], StoreClient]
-"""Returns the client of a folder beside the checkpoint's own; of its own for an empty name."""
+"""Returns the client of a folder beside the checkpoint's own folder, or of its own folder for an empty name."""
 _SUFFIX = ".claim"
 _MAX_CLAIM_BYTES = 256 * 1024 * 1024
 
@@ -47,7 +47,7 @@ def claim_key(attempt: str, folder: str) -> str:
 
 
 def parse_claim(key: str) -> tuple[str, str] | None:
-    """Return the attempt and the folder of a claim; None for a key that is no claim's."""
+    """Return the attempt and the folder of a claim; None for the key of another object."""
     parts = key.split("/")
     if len(parts) != 3 or parts[0] != "data" or not ATTEMPT.fullmatch(parts[1]) or not parts[2].endswith(_SUFFIX):  # noqa: PLR2004
         return None
@@ -56,17 +56,17 @@ def parse_claim(key: str) -> tuple[str, str] | None:
 
 def references_of(manifest: Manifest, *, folder: str) -> dict[str, frozenset[str]]:
     """Return the keys of all objects of the checkpoint in `folder`, by the folder that holds them."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
+    keys_by_holder: defaultdict[str, set[str]] = defaultdict(set)
     for stored in manifest.objects:
-        found[stored.folder or folder].add(stored.key)
-    return {holder: frozenset(keys) for holder, keys in found.items()}
+        keys_by_holder[stored.folder or folder].add(stored.key)
+    return {holder: frozenset(keys) for holder, keys in keys_by_holder.items()}
 
 
 def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *, attempt: str, folder: str) -> None:
     """Claim the objects in `references`, keys by holder, for the save `attempt` to `folder`.
 
-    A claim that exists is replaced. If `references` names no key, it is removed: until the commit, only its own
-    save needs it.
+    Replaces a claim that exists. Removes it if `references` names no key of the holder: until the commit, only the save
+    itself needs its claim.
     """
     for holder, keys in references.items():
         client, key = siblings(holder), claim_key(attempt, folder)
@@ -78,19 +78,19 @@ def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *,
 
 
 def is_current(client: StoreClient, attempt: str) -> bool:
-    """Return True if the checkpoint of `attempt` is current at its place, and others may refer to its objects.
+    """Return True if the checkpoint of `attempt` is current at its location, and others may refer to its objects.
 
-    If it still is after a save has claimed all of its objects, every later removal of one of them sees the claim.
+    If it is still current after a save has claimed its objects, every later removal of one of them sees the claim.
     """
     _, manifest = read_current(client)
     return manifest is not None and manifest.attempt == attempt and manifest.is_referable
 
 
 def find_claimed(client: StoreClient, *, spent: Collection[str] = ()) -> frozenset[str] | None:
-    """Return the keys of all objects that have a claim, and of the claims; None if one of them cannot be read.
+    """Return the keys of all claims and of the objects that they name; None if a claim cannot be read.
 
     Call it after the request that hides the checkpoint: a save whose claim comes later finds its source gone.
-    Claims in `spent` do not count. That there are none is confirmed.
+    Claims in `spent` do not count. Absence of claims is confirmed.
     """
     claims = client.confirm(lambda: _list_claims(client), evidence=lambda claims: not claims)
     claimed: set[str] = set()
@@ -115,10 +115,10 @@ def _list_claims(client: StoreClient) -> list[str]:
 
 
 def find_spent(siblings: Siblings, claims: Iterable[str], *, conditional: bool, is_dry: bool = False) -> frozenset[str]:
-    """Return those of `claims`, keys in one holder's folder, whose save has no commit, and can have none any more.
+    """Return the `claims`, keys in one holder's folder, whose save has no commit, and can have none any more.
 
-    A fence in the user's folder takes the number that the save would have, as in `collect`: it had fixed the number
-    before it put the claim. A user that cannot be judged keeps its claims. Raises `StoreError`.
+    As in `remove_garbage`, a fence in the user's folder takes the number that the save would have: the save fixed its
+    number before it put the claim. The claims of a user whose log cannot be read stay. Raises `StoreError`.
     """
     by_folder: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for key in claims:
@@ -144,15 +144,15 @@ def find_spent(siblings: Siblings, claims: Iterable[str], *, conditional: bool, 
 def _attempts_in(client: StoreClient, *, above: int | None = None) -> set[str]:
     """Return the attempts of all manifests in a log, including superseded ones.
 
-    Raises `CheckpointError` if one cannot be read, or if no entry is `above` a number.
+    Raises `CheckpointError` if a manifest cannot be read, or if no entry is above the number `above`.
     """
     entries = list_entries(client)
     if above is not None and (not entries or entries[-1].number <= above):
         raise CheckpointError(f"{client.uri} does not list the fence that was just put", uri=client.uri)
-    found = [read_entry(client, entry.number) for entry in entries]
-    if any(entry is None for entry in found):
+    contents = [read_entry(client, entry.number) for entry in entries]
+    if any(entry is None for entry in contents):
         raise CheckpointError(f"{client.uri} is being overwritten", uri=client.uri)
-    return {entry.attempt for entry in found if isinstance(entry, Manifest)}
+    return {entry.attempt for entry in contents if isinstance(entry, Manifest)}
 
 
 def drop_claims(siblings: Siblings, holders: Iterable[str], *, attempt: str, folder: str) -> None:

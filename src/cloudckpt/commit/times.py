@@ -17,7 +17,7 @@ _HEAD = re.compile(
     rb'\{"format":"cloudckpt","version":\[[12],[0-9]+\],"attempt":"[^"\\]*","created_at":"[^"\\]*",'
     rb'"committed_at_ns":([0-9]{1,19}),'
 )
-_TICK_NS = 1000  # of a `datetime`, which shows the order to users
+_TICK_NS = 1000  # the resolution of `datetime`, which shows the order to users
 _LATEST_NS = (2**63 - 1) // _TICK_NS * _TICK_NS
 """The latest time that a manifest can hold, in the year 2262. After it, the names of checkpoints decide."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -29,11 +29,11 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 
 def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: float = math.inf) -> int:
-    """Return the time of a commit that begins now, later than every one that this process has drawn or seen.
+    """Return the time of a commit that begins now, later than every time that this process has drawn or seen.
 
-    A hybrid logical clock (Kulkarni et al., 2014): a time that was seen is never taken for wrong, because this
-    machine's clock may be the wrong one. The store's clock, which all writers share, bounds this machine's:
-    `written_at` is its time of the newest object of this save, at most `longest_since_s` ago.
+    A hybrid logical clock (Kulkarni et al., 2014) never takes a time that it has seen for wrong, because this machine's
+    clock may be the wrong one. The store's clock, which all writers share, bounds this machine's clock: `written_at` is
+    the store's time of the newest object of this save, at most `longest_since_s` ago.
     """
     machine = clock.MACHINE
     now_ns = machine.time_ns()
@@ -65,7 +65,7 @@ def newest_commit_time_ns() -> int:
 
 
 def parse_commit_time_ns(head: bytes) -> int | None:
-    """Return the time in the first bytes of a manifest; None if there is none, or one that a manifest cannot hold."""
+    """Return the time in the first bytes of a manifest; None if there is none, or it exceeds the latest time."""
     match = _HEAD.match(head)
     return int(match[1]) if match is not None and int(match[1]) <= _LATEST_NS else None
 
@@ -81,6 +81,6 @@ def ns_of(moment: datetime) -> int:
 
 
 def commit_order(committed_at: datetime, name: str) -> tuple[datetime, list[tuple[int, str]]]:
-    """Return the sort key of a checkpoint, the oldest first. Equal times are ordered by name, numbers by value."""
+    """Return the sort key of a checkpoint, oldest first. At equal times names decide, and numbers in them by value."""
     texts = _DIGITS.split(name)
     return committed_at, [(int(text), "") if _DIGITS.fullmatch(text) else (-1, text) for text in texts]

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from cloudckpt._display import Listing, shown
 from cloudckpt._workers import each_done
-from cloudckpt.commit.collect import group_uploads
 from cloudckpt.commit.entries import CommitTimes, SummaryReader, manifest_key
-from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
+from cloudckpt.commit.garbage_plan import FoundItem, Inventory, attempt_time
+from cloudckpt.commit.garbage_removal import group_uploads
 from cloudckpt.commit.log import (
     TORCH_METADATA_KEY,
     describe_folders,

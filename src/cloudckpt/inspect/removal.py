@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from cloudckpt._display import count, shown, size
-from cloudckpt.commit.collect import (
+from cloudckpt.commit.entries import manifest_key
+from cloudckpt.commit.garbage_plan import Inventory, RemovalPlan
+from cloudckpt.commit.garbage_removal import (
     WalkedLocation,
-    collect,
     delete_checkpoint,
     find_spent_claims,
-    plan_collection,
+    plan_garbage,
+    remove_garbage,
     walk,
 )
-from cloudckpt.commit.entries import manifest_key
-from cloudckpt.commit.garbage import Inventory, RemovalPlan
 from cloudckpt.commit.publish import check_conditional_create
 from cloudckpt.commit.references import Siblings
 from cloudckpt.errors import (
@@ -158,15 +158,15 @@ def walk_checkpoint(location: Location, options: Options) -> WalkedLocation:
 def remove_spent_claims(location: Location, options: Options, *, older_than: timedelta) -> None:
     """Remove the claims of removed checkpoints at `location`, and the data that only these kept, as `gc` does."""
     walked = walk_checkpoint(location, options)
-    if any(item.kind == "claim" for item in walked.found):
+    if any(item.kind == "claim" for item in walked.items):
         beside = replace(walked, siblings=_siblings_of(location, walked.client, options))
-        collect(beside, before=clock.now() - older_than, conditional=options.commit == "conditional")
+        remove_garbage(beside, before=clock.now() - older_than, conditional=options.commit == "conditional")
 
 
 def _delete(location: Location, options: Options) -> None:
     walked = walk_checkpoint(location, options)
     if not delete_checkpoint(walked, conditional=options.commit == "conditional"):
-        advice = f"Saves left data there. {gc_advice(location.uri)}" if walked.found else "Check the URI"
+        advice = f"Saves left data there. {gc_advice(location.uri)}" if walked.items else "Check the URI"
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {location.uri}, so there is nothing to delete. {advice}", uri=location.uri
         )
@@ -213,10 +213,10 @@ class _Collection:
             walked = _walked_location(self._location, self._client, inventory, prefix, self._options)
             if self._dry_run:
                 spent = find_spent_claims(walked, before=self._before, conditional=self._is_conditional, is_dry=True)
-                _, plan = plan_collection(walked, before=self._before, spent=spent)
+                _, plan = plan_garbage(walked, before=self._before, spent=spent)
                 young = plan.young
             else:
-                done = collect(walked, before=self._before, conditional=self._is_conditional)
+                done = remove_garbage(walked, before=self._before, conditional=self._is_conditional)
                 plan, left, young, num_untried = done.removed, done.left, done.young, done.num_untried
         except (StoreError, CommitUnknownError) as error:
             self._fail(uri, error)
@@ -294,14 +294,14 @@ def _walked_location(
     location: Location, client: StoreClient, inventory: Inventory, prefix: str, options: Options
 ) -> WalkedLocation:
     if not prefix:
-        return WalkedLocation(client=client, root=client, prefix=prefix, found=inventory.at(prefix))
+        return WalkedLocation(client=client, root=client, prefix=prefix, items=inventory.at(prefix))
     # Raises `InvalidURIError` for a folder that no checkpoint can have.
     own = parse_location(location.child(prefix.rstrip("/")).uri)
     return WalkedLocation(
         client=client.at(open_store(own, options)),
         root=client,
         prefix=prefix,
-        found=inventory.at(prefix),
+        items=inventory.at(prefix),
         siblings=_siblings_of(own, client, options),
     )
 

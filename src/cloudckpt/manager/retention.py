@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 
 from cloudckpt._display import shown
 from cloudckpt._workers import RepeatedTask
-from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
-from cloudckpt.commit.garbage import attempt_time
+from cloudckpt.commit.garbage_plan import attempt_time
+from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.log import resolve
 from cloudckpt.commit.references import find_claimed
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
@@ -263,9 +263,9 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
 
 
 def _has_other_writer(walked: WalkedLocation, *, alive_since: datetime) -> bool:
-    claimed = find_claimed(walked.client) if any(item.kind == "claim" for item in walked.found) else frozenset()
+    claimed = find_claimed(walked.client) if any(item.kind == "claim" for item in walked.items) else frozenset()
     kept = {walked.prefix + key for key in claimed or ()}  # what an overwrite has left to those who refer to it
-    found = [item for item in walked.found if item.attempt and item.kind != "claim" and item.key not in kept]
+    found = [item for item in walked.items if item.attempt and item.kind != "claim" and item.key not in kept]
     attempts = {item.attempt for item in found}
     if len(attempts) <= 1:
         return False  # the only attempt is the committed one; the manifest, which may be large, need not be read

@@ -15,7 +15,14 @@ import msgspec
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import data_key, new_attempt_id
-from cloudckpt.commit.entries import CommitTimes, Entry, check_ours, manifest_key, manifest_number, read_entry
+from cloudckpt.commit.entries import (
+    CommitTimes,
+    Entry,
+    manifest_key,
+    manifest_number,
+    read_entry,
+    refuse_foreign_entries,
+)
 from cloudckpt.commit.log import list_entries, lists_torch_checkpoint, read_log, read_log_once
 from cloudckpt.commit.publish import (
     check_conditional_create,
@@ -137,7 +144,7 @@ class Draft:
         client = self.context.client
         entries = list_entries(client)  # damaged ones too
         if entries and not client.list("data/", most=1):
-            check_ours(client, entries)
+            refuse_foreign_entries(client, entries)
         for entry in [entry for entry in entries if not entry.has_fence_size][-1:]:
             # This commit has to be later.
             CommitTimes().read(client, manifest_key(entry.number), entry)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.commit.entries import Entry
-from cloudckpt.commit.garbage import Inventory, plan_removal
+from cloudckpt.commit.garbage_plan import Inventory, plan_removal
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
 DAY = timedelta(days=1)

@@ -13,7 +13,7 @@ from tests.kit.in_memory import Memory, assert_holds, loaded, state_of, written
 from tests.kit.wrapped import permanent
 
 import cloudckpt
-from cloudckpt.commit.collect import _remove
+from cloudckpt.commit.garbage_removal import _remove
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError, UnsupportedOperationError
 from cloudckpt.io.client import StoreClient
 

@@ -75,35 +75,35 @@ class Inventory:
         moment = info.changed_at or info.modified_at
         if parse_entry(name, info) is not None:
             self._found.setdefault(folder + slash, [])
-        elif placed := _place(_DATA, info.key):
-            self._add(placed[0], FoundItem("data", info.key, placed[1], info.size_bytes, moment))
-        elif placed := _place(_CLAIM, info.key):
-            self._add(placed[0], FoundItem("claim", info.key, placed[1], info.size_bytes, moment))
+        elif parsed := _parse_key(_DATA, info.key):
+            self._add(parsed[0], FoundItem("data", info.key, parsed[1], info.size_bytes, moment))
+        elif parsed := _parse_key(_CLAIM, info.key):
+            self._add(parsed[0], FoundItem("claim", info.key, parsed[1], info.size_bytes, moment))
         elif match := _PROBE.fullmatch(info.key):
             self._add(match[1], FoundItem("probe", info.key, "", info.size_bytes, moment))
 
     def add_upload(self, info: UploadInfo) -> None:
         """Add an unfinished upload. In the hidden folders of a store of files, all uploads are cloudckpt's."""
         rest = (info.size_bytes, info.started_at, info.upload_id)
-        if placed := _place(_DATA, info.key):
-            self._add(placed[0], FoundItem("upload", info.key, placed[1], *rest))
+        if parsed := _parse_key(_DATA, info.key):
+            self._add(parsed[0], FoundItem("upload", info.key, parsed[1], *rest))
         elif match := _PROBE.fullmatch(info.key):
             self._add(match[1], FoundItem("upload", info.key, "", *rest))
         elif self._has_hidden_uploads and _HIDDEN_ID.fullmatch(info.upload_id):
             folder, slash, _ = info.key.rpartition("/")
-            location, attempt = _place(_IN_FOLDER, info.key) or (folder + slash, "")
+            location, attempt = _parse_key(_IN_FOLDER, info.key) or (folder + slash, "")
             self._add(location, FoundItem("upload", info.key, attempt, *rest))
 
-    def _add(self, location: str, found: FoundItem) -> None:
-        self._found.setdefault(location, []).append(found)
+    def _add(self, location: str, item: FoundItem) -> None:
+        self._found.setdefault(location, []).append(item)
 
     @property
     def locations(self) -> list[str]:
-        """All that were seen, sorted."""
+        """The locations of all items and logs, sorted."""
         return sorted(self._found)
 
     def at(self, location: str) -> Sequence[FoundItem]:
-        """Return the items at a location besides the log."""
+        """Return the items at a location, besides the log."""
         return self._found.get(location, ())
 
 
@@ -113,7 +113,7 @@ def attempt_time(attempt: str) -> datetime:
 
 
 def plan_removal(
-    found: Sequence[FoundItem],
+    items: Sequence[FoundItem],
     entries: Sequence[Entry],
     *,
     location: str,
@@ -123,21 +123,21 @@ def plan_removal(
     before: datetime,
     is_fenced: bool,
 ) -> RemovalPlan:
-    """Plan what may be removed at `location`, of the items `found` there and of its log.
+    """Plan the removal of garbage at `location`, among its `items` and the `entries` of its log.
 
-    It removes nothing that the manifest `current` references, and nothing with a sign of life since `before`.
-    `references` are the keys, relative to the location, that each readable manifest names, and `claimed` are those of
-    claims and of the objects that they name. With `is_fenced`, the log has grown since all was `found`, so that the
-    writers can no longer commit.
+    The plan spares all that the manifest `current` references, and all with a sign of life since `before`.
+    `references` are the keys, relative to the location, that each readable manifest names. `claimed` are the keys of
+    claims and of the objects that they name. `is_fenced` says that the log has grown since the items were listed, so
+    that their writers can no longer commit.
     """
-    lives = _find_last_signs(found, entries, references=references)
+    last_signs = _find_last_signs(items, entries, references=references)
     named = {location + key for key in (*claimed, *(references.get(current, ()) if current is not None else ()))}
 
     def is_dead(item: FoundItem) -> bool:
-        return lives.get(item.attempt, item.moment) < before
+        return last_signs.get(item.attempt, item.moment) < before
 
-    uploads = tuple(item for item in found if item.kind == "upload" and is_dead(item))
-    objects = tuple(sorted(item for item in found if item.kind != "upload" and item.key not in named and is_dead(item)))
+    uploads = tuple(item for item in items if item.kind == "upload" and is_dead(item))
+    objects = tuple(sorted(item for item in items if item.kind != "upload" and item.key not in named and is_dead(item)))
     # A save must not be committed after its data is removed. A probe belongs to no save, and an aborted upload makes
     # its save fail.
     needs_fence = not is_fenced and any(item.kind == "data" for item in objects)
@@ -147,16 +147,18 @@ def plan_removal(
             return False
         if entry == entries[-1]:  # a fence, or it would be current
             return needs_fence
-        return all(lives[attempt] < before for attempt in _attempts_of(references.get(entry.number, ()), lives))
+        return all(
+            last_signs[attempt] < before for attempt in _attempts_of(references.get(entry.number, ()), last_signs)
+        )
 
     spent = tuple(entry for entry in entries if is_spent(entry))
-    top = entries[-1] if entries else None
+    last_entry = entries[-1] if entries else None
     is_lone = (
-        top is not None
-        and top.modified_at < before
+        last_entry is not None
+        and last_entry.modified_at < before
         and current is None
         and not any(item.kind == "data" for item in objects)
-        and len(uploads) + len(objects) == len(found)
+        and len(uploads) + len(objects) == len(items)
         and len(spent) + 1 == len(entries)
     )
     return RemovalPlan(
@@ -164,47 +166,47 @@ def plan_removal(
         uploads=uploads,
         entries=spent,
         objects=objects,
-        lone_fence=top if is_lone else None,
+        lone_fence=last_entry if is_lone else None,
         young=tuple(
             item
-            for item in found
+            for item in items
             if item.kind in ("data", "upload") and current is None and not is_dead(item) and item.key not in named
         ),
     )
 
 
 def _find_last_signs(
-    found: Iterable[FoundItem], entries: Iterable[Entry], *, references: Mapping[int, Collection[str]]
+    items: Iterable[FoundItem], entries: Iterable[Entry], *, references: Mapping[int, Collection[str]]
 ) -> dict[str, datetime]:
     """Return the time of the newest sign of life of each attempt."""
-    lives: dict[str, datetime] = {}
+    last_signs: dict[str, datetime] = {}
 
-    def see(attempt: str, moment: datetime) -> None:
-        lives[attempt] = max(lives.get(attempt, moment), moment)
+    def note_sign(attempt: str, moment: datetime) -> None:
+        last_signs[attempt] = max(last_signs.get(attempt, moment), moment)
 
-    for item in found:
+    for item in items:
         if item.attempt:
-            see(item.attempt, item.moment)
-    for attempt in list(lives):
-        see(attempt, attempt_time(attempt))
+            note_sign(item.attempt, item.moment)
+    for attempt in list(last_signs):
+        note_sign(attempt, attempt_time(attempt))
     for entry in entries:
-        for attempt in _attempts_of(references.get(entry.number, ()), lives):
-            see(attempt, entry.modified_at)
+        for attempt in _attempts_of(references.get(entry.number, ()), last_signs):
+            note_sign(attempt, entry.modified_at)
     # A running copy may use the leftovers of an earlier one that would commit under the same number.
     newest: dict[int, datetime] = {}
-    numbers = {attempt: number for attempt in lives if (number := parse_number(attempt)) is not None}
+    numbers = {attempt: number for attempt in last_signs if (number := parse_number(attempt)) is not None}
     for attempt, number in numbers.items():
-        newest[number] = max(newest.get(number, lives[attempt]), lives[attempt])
-    return lives | {attempt: newest[number] for attempt, number in numbers.items()}
+        newest[number] = max(newest.get(number, last_signs[attempt]), last_signs[attempt])
+    return last_signs | {attempt: newest[number] for attempt, number in numbers.items()}
 
 
-def _attempts_of(keys: Iterable[str], lives: Mapping[str, datetime]) -> set[str]:
-    places = (_place(_DATA, key) for key in keys)
-    return {placed[1] for placed in places if placed is not None and placed[1] in lives}
+def _attempts_of(keys: Iterable[str], last_signs: Mapping[str, datetime]) -> set[str]:
+    parsed_keys = (_parse_key(_DATA, key) for key in keys)
+    return {parsed[1] for parsed in parsed_keys if parsed is not None and parsed[1] in last_signs}
 
 
-def _place(pattern: re.Pattern[str], key: str) -> tuple[str, str] | None:
-    """Return location and attempt; None for other keys."""
+def _parse_key(pattern: re.Pattern[str], key: str) -> tuple[str, str] | None:
+    """Return location and attempt of a key that `pattern` matches; None for other keys."""
     match = pattern.fullmatch(key)
     if match is None:
         return None

@@ -1,7 +1,7 @@
-"""Remove garbage: a fence first, so that data being removed can no longer be committed.
+"""Remove garbage. A fence comes first, so that no save can commit data while it is removed.
 
-A save fixes its number before it writes any data. So once the log has an entry that came after data was listed, the
-save that wrote that data has a number that is taken, or that is not the highest.
+A save fixes its number before it writes any data. So once the log has an entry that is newer than a listing of the
+data, the number of each save that wrote that data is taken, or is not the highest.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
-from cloudckpt.commit.entries import Entry, Fence, check_ours, manifest_key, put_entry, put_fence, read_entry
-from cloudckpt.commit.garbage import FoundItem, Inventory, RemovalPlan, attempt_time, plan_removal
+from cloudckpt.commit.entries import (
+    Entry,
+    Fence,
+    manifest_key,
+    put_entry,
+    put_fence,
+    read_entry,
+    refuse_foreign_entries,
+)
+from cloudckpt.commit.garbage_plan import FoundItem, Inventory, RemovalPlan, attempt_time, plan_removal
 from cloudckpt.commit.log import Log, list_entries, read_current, read_log
 from cloudckpt.commit.publish import check_still_next, split_into_batches
 from cloudckpt.commit.references import Siblings, find_claimed, find_spent
@@ -37,7 +45,7 @@ _MAX_REFUSALS = 10
 """Number of refusals in a row after which no more keys are tried."""
 _NUM_FENCES = 8
 _MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""The size of the largest manifest that a deletion holds to put it back."""
+"""The size of the largest manifest that a deletion keeps in memory to restore it."""
 _NO_OBJECT = "data/.cloudckpt-probe-0000000000000000"
 """A key that no object has."""
 _Error = TypeVar("_Error", bound=CloudckptError)
@@ -50,11 +58,11 @@ class WalkedLocation:
     client: StoreClient
     """Rooted at the location."""
     root: StoreClient
-    """Rooted at the root: removals are made by it, so that a directory's empty folders are removed, too."""
+    """Rooted at the root. It makes the removals, so that empty folders of a directory are removed, too."""
     prefix: str
     """The prefix of the location's keys under the root; empty, or with a slash at its end."""
-    found: Sequence[FoundItem]
-    """The items that the walk found there besides the log."""
+    items: Sequence[FoundItem]
+    """The items at the location besides the log."""
     siblings: Siblings | None = None
     """Returns the clients of the folders beside the location; None if the root has none, which keeps every claim."""
 
@@ -62,8 +70,8 @@ class WalkedLocation:
 def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",)) -> Inventory:
     """List the objects and uploads of cloudckpt: one listing of objects and one of uploads for each of `prefixes`.
 
-    An empty result is confirmed. If a service does not list unfinished uploads, `Inventory.unlisted` says why. For
-    files that is an error: without its upload, data in use looks like garbage.
+    An empty result is confirmed. If a service does not list unfinished uploads, `Inventory.unlisted` says why. If a
+    store of files does not list them, that is an error: without its upload, data in use looks like garbage.
     """
     return client.confirm(
         functools.partial(_walk_once, client, prefixes),
@@ -91,10 +99,10 @@ def _walk_once(client: StoreClient, prefixes: Sequence[str]) -> Inventory:
 
 
 def find_spent_claims(walked: WalkedLocation, *, before: datetime, conditional: bool, is_dry: bool) -> frozenset[str]:
-    """Return the claims at a location, by their keys there, which gc removes. Raises `StoreError`."""
+    """Return the keys, relative to the location, of the claims there that gc removes. Raises `StoreError`."""
     claims = [
         item.key.removeprefix(walked.prefix)
-        for item in walked.found
+        for item in walked.items
         if item.kind == "claim" and max(item.moment, attempt_time(item.attempt)) < before
     ]
     if walked.siblings is None or not claims:
@@ -102,19 +110,19 @@ def find_spent_claims(walked: WalkedLocation, *, before: datetime, conditional: 
     return find_spent(walked.siblings, claims, conditional=conditional, is_dry=is_dry)
 
 
-def plan_collection(
+def plan_garbage(
     walked: WalkedLocation, *, before: datetime, is_fenced: bool = False, spent: Collection[str] = ()
 ) -> tuple[Log, RemovalPlan]:
-    """Read a location's log, and plan what may be removed, with the claims in `spent`.
+    """Read the log of a location, and plan the removal of its garbage and of the claims in `spent`.
 
     Raises `CheckpointError` if the current checkpoint there is unknown, or a claim cannot be read.
     """
     plan_with = functools.partial(
-        plan_removal, walked.found, location=walked.prefix, before=before, is_fenced=is_fenced
+        plan_removal, walked.items, location=walked.prefix, before=before, is_fenced=is_fenced
     )
-    claims = {item.key.removeprefix(walked.prefix) for item in walked.found if item.kind == "claim"}.difference(spent)
+    claims = {item.key.removeprefix(walked.prefix) for item in walked.items if item.kind == "claim"}.difference(spent)
     log = read_log(walked.client)
-    # Manifests can be large: none is read if nothing could be removed even without them.
+    # Manifests can be large: read none if nothing could be removed even without them.
     sketch = plan_with(log.entries, current=log.current_number, references={}, claimed=claims)
     if sketch.is_empty:
         return log, sketch
@@ -144,7 +152,7 @@ def plan_collection(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """The outcome of `collect` at one location."""
+    """The outcome of `remove_garbage` at one location."""
 
     removed: RemovalPlan
     """The part of the plan that was carried out."""
@@ -156,19 +164,19 @@ class Removal:
     """The number of further items that were planned and not tried, after these errors."""
 
 
-def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> Removal:
+def remove_garbage(walked: WalkedLocation, *, before: datetime, conditional: bool) -> Removal:
     """Remove a location's garbage.
 
-    May be interrupted at any moment, run again, and run twice at once. Raises what `plan_collection` raises,
-    `StoreError`, and `CommitUnknownError` if it is unknown whether a fence was put; nothing was removed then.
+    May be interrupted at any moment, run again, and run twice at once. Raises the errors of `plan_garbage`,
+    `StoreError`, and `CommitUnknownError` if the put of a fence has no known outcome; nothing was removed then.
     """
     spent = find_spent_claims(walked, before=before, conditional=conditional, is_dry=False)
-    log, plan = plan_collection(walked, before=before, spent=spent)
+    log, plan = plan_garbage(walked, before=before, spent=spent)
     left: dict[str, StoreError] = {}
     done: set[str] = set()
 
     def remove(keys: Sequence[str]) -> bool:
-        """Return True if all of them are gone."""
+        """Remove `keys`. Return True if all of them are gone."""
         failed, gone = _remove(walked.root, keys)
         left.update(failed)
         done.update(gone)
@@ -176,7 +184,7 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
 
     if any(item.kind == "data" for item in plan.objects):
         is_fenced = plan.needs_fence and conditional
-        top = log.highest_number
+        highest_number = log.highest_number
         if is_fenced:
             try:
                 _check_may_delete(walked, log)
@@ -184,12 +192,12 @@ def collect(walked: WalkedLocation, *, before: datetime, conditional: bool) -> R
                 # Each run would leave one more fence.
                 return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
             # From here on the number is taken, by this fence or another entry.
-            put_fence(walked.client, top + 1, keeps=log.current_number, conditional=True)
-        log, second = plan_collection(walked, before=before, is_fenced=is_fenced, spent=spent)
-        if is_fenced and log.highest_number <= top:
+            put_fence(walked.client, highest_number + 1, keeps=log.current_number, conditional=True)
+        log, second = plan_garbage(walked, before=before, is_fenced=is_fenced, spent=spent)
+        if is_fenced and log.highest_number <= highest_number:
             raise CheckpointChangedError(
-                f"{walked.client.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was "
-                "removed",
+                f"{walked.client.url(manifest_key(highest_number + 1))} is not listed, though it was just put: nothing "
+                "was removed",
                 uri=walked.client.uri,
             )
         # A proxy can answer one of the two reads with another checkpoint's manifest, which names none of the data here.
@@ -227,7 +235,9 @@ def _describe(
         objects=tuple(item for item in plan.objects if item.key in done),
         lone_fence=plan.lone_fence if plan.lone_fence is not None and lone_key in done else None,
     )
-    num_planned, num_removed = (len(one.uploads) + len(one.entries) + len(one.objects) for one in (plan, removed))
+    num_planned, num_removed = (
+        len(planned.uploads) + len(planned.entries) + len(planned.objects) for planned in (plan, removed)
+    )
     num_untried = max(0, num_planned - num_removed - len(left)) if left else 0
     return Removal(removed=removed, young=plan.young, left=left, num_untried=num_untried)
 
@@ -235,8 +245,8 @@ def _describe(
 def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
     """Raise the store's refusal of harmless deletions, before a fence is put for the others.
 
-    It deletes a key that no object has, since a service checks the permission first; and the fences of earlier removals
-    below the highest entry, which have no effect any more.
+    Deletes a key that no object has, since a service checks the permission first. Also deletes the fences of earlier
+    removals below the highest entry, which have no effect any more.
     """
     walked.root.delete([walked.prefix + _NO_OBJECT])
     spent = [entry.number for entry in log.entries[:-1] if entry.has_fence_size and entry.number != log.current_number]
@@ -265,8 +275,8 @@ def _holds_nothing_but(client: StoreClient, fence: Entry) -> bool:
 def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreError], list[str]]:
     """Remove `keys` in their order. Return the errors by key, and the keys that are gone.
 
-    If a request for many keys fails, each of them is removed by a request of its own. After many refusals in a row, the
-    keys that follow are not tried, and are in neither result.
+    If a request for many keys fails, each key gets a request of its own. After many refusals in a row, the keys that
+    follow are not tried, and are in neither result.
     """
     left: dict[str, StoreError] = {}
     gone: list[str] = []
@@ -288,32 +298,32 @@ def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreEr
 
 
 def group_uploads(client: StoreClient) -> Mapping[str, list[UploadInfo]]:
-    """Return the unfinished uploads by directory, with keys relative to it; those of the root itself under ``""``.
+    """Return the unfinished uploads by directory, with keys relative to it; uploads of the root itself under ``""``.
 
-    Returns nothing if they may not be listed.
+    Returns nothing if the store refuses to list uploads.
     """
-    by_place: defaultdict[str, list[UploadInfo]] = defaultdict(list)
+    by_directory: defaultdict[str, list[UploadInfo]] = defaultdict(list)
     with contextlib.suppress(StoreError):
         for upload in client.list_uploads():
             name, _, key = upload.key.partition("/")
             if name == "data" or not key:
-                by_place[""].append(upload)
+                by_directory[""].append(upload)
             else:
-                by_place[name].append(replace(upload, key=key))
-    return by_place
+                by_directory[name].append(replace(upload, key=key))
+    return by_directory
 
 
 def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     """Remove the checkpoint at this location, and all that saves have written there. Return False if there is none.
 
-    A fence hides the checkpoint at once. Then its objects are removed, except for those that other checkpoints have
-    claimed: they are left to gc. If the store refuses to remove the first of them, another entry makes the checkpoint
+    A fence hides the checkpoint at once. Then its objects are removed, except for objects that other checkpoints have
+    claimed: these are left to gc. If the store refuses to remove the first object, another entry makes the checkpoint
     current again, and the error says so.
 
     Raises:
         InvalidManifestError: Another program wrote the manifest.
         CheckpointChangedError: Another save has committed meanwhile. Its checkpoint is untouched.
-        CommitUnknownError: It cannot be found out if the fence exists.
+        CommitUnknownError: The put of the fence has no known outcome.
         StoreError: The store failed, or refused.
 
     """
@@ -323,8 +333,8 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     unchanged = "Nothing was deleted, and the checkpoint " + (
         "is as it was before" if log.current_number is None else "can be loaded as before"
     )
-    if not any(item.kind == "data" for item in walked.found):  # beside data of cloudckpt, the manifest is damaged
-        check_ours(walked.client, log.entries)
+    if not any(item.kind == "data" for item in walked.items):  # beside data of cloudckpt, the manifest is damaged
+        refuse_foreign_entries(walked.client, log.entries)
     try:
         _check_may_delete(walked, log)
     except StoreError as error:
@@ -332,9 +342,9 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
     fenced = _fence_off(walked.client, log, conditional=conditional)
     # Read the claims after the fence: a save that claims later finds the fence.
     claimed = find_claimed(walked.client)
-    if any(item.kind == "claim" for item in walked.found) or claimed != frozenset():
+    if any(item.kind == "claim" for item in walked.items) or claimed != frozenset():
         kept = None if claimed is None else {walked.prefix + key for key in claimed}
-        walked = replace(walked, found=[item for item in walked.found if _is_free(item, kept)])
+        walked = replace(walked, items=[item for item in walked.items if _is_free(item, kept)])
     numbers = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.highest_number]
     failure, is_certain = _remove_whole(walked, numbers)
     if failure is None:
@@ -354,9 +364,10 @@ def _is_free(item: FoundItem, claimed: Collection[str] | None) -> bool:
 
 
 def _remove_whole(walked: WalkedLocation, numbers: Sequence[int]) -> tuple[StoreError | None, bool]:
-    """Remove the entries of `numbers` and all found by the walk. Return the error that ended it, and if it is certain.
+    """Remove the entries of `numbers` and all items. Return the error that ended the removal, and if it is certain.
 
-    It is certain if the store has refused each request that failed. Another failed request may still be carried out.
+    The error is certain if the store has refused each request that failed. After another failure, the store may still
+    carry out the request.
     """
     is_certain = True
 
@@ -372,11 +383,11 @@ def _remove_whole(walked: WalkedLocation, numbers: Sequence[int]) -> tuple[Store
         for keys in (
             # Remove the manifests first: after a refusal, `_put_back` can restore a manifest, but no data.
             [walked.prefix + manifest_key(number) for number in numbers],
-            sorted(item.key for item in walked.found if item.kind == "data"),
+            sorted(item.key for item in walked.items if item.kind == "data"),
         ):
             for batch in split_into_batches(keys):
                 walked.root.call(delete, batch)
-        for item in walked.found:
+        for item in walked.items:
             if item.kind == "upload":
                 walked.root.abort_multipart(item.key, item.upload_id)
     except StoreError as error:
@@ -395,28 +406,28 @@ class _DeletionFence:
     hidden: int | None
     """The number of the manifest that was current directly before; None if there was none, or this is uncertain."""
     document: bytes | None
-    """That manifest; None if it is large or could not be read."""
+    """The hidden manifest; None if it is large or could not be read."""
 
 
 def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _DeletionFence:
     """Put a fence above all entries of the log, so that no manifest is current.
 
-    It does not rely on the fence of another deletion, which may be taken back. Unless `conditional`, the fence can
-    replace the manifest of a save that commits at the same moment, and that manifest can replace the fence.
+    The fence of another deletion does not suffice, since that deletion may take it back. Unless `conditional`, the
+    fence can replace the manifest of a save that commits at the same moment, and that manifest can replace the fence.
     """
-    counted = log.current_number
+    current_number = log.current_number
     document: bytes | None = None
-    if counted is not None:
+    if current_number is not None:
         with contextlib.suppress(StoreError):
-            document = client.read(manifest_key(counted), max_bytes=_MAX_KEPT_BYTES)
+            document = client.read(manifest_key(current_number), max_bytes=_MAX_KEPT_BYTES)
     for _ in range(_NUM_FENCES):
         below = log
-        has_laid = put_fence(client, log.highest_number + 1, keeps=None, conditional=conditional)
+        has_put = put_fence(client, log.highest_number + 1, keeps=None, conditional=conditional)
         log = read_log(client)
-        if has_laid and log.current_number is None:
+        if has_put and log.current_number is None:
             number, hidden = below.highest_number + 1, below.current_number
             return _DeletionFence(log=log, number=number, hidden=hidden, document=document)
-        if log.current_number is not None and (has_laid or log.current_number != counted):
+        if log.current_number is not None and (has_put or log.current_number != current_number):
             raise CheckpointChangedError(
                 f"{client.uri} was overwritten while it was being deleted. The commit of another save there is "
                 "untouched: delete it, too, if you do not need it",
@@ -427,15 +438,15 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
 
 
 def _put_back(walked: WalkedLocation, fenced: _DeletionFence, *, conditional: bool) -> bool:
-    """Make a checkpoint current again that a deletion has hidden, and could not remove. Return True if it is.
+    """Make a checkpoint current again that a deletion has hidden and could not remove. Return True on success.
 
-    It does so only if all data of the checkpoint exists. It puts the entry directly above the deletion's own fence, and
-    only if that number is free. If it is, no other process has begun to remove the checkpoint since.
+    Requires that all data of the checkpoint exists. The new entry comes directly above the deletion's own fence, and
+    only if that number is free: then no other process has begun to remove the checkpoint since.
     """
     client, number = walked.client, fenced.number + 1
     if fenced.hidden is None:
         return False
-    data = {item.key: item.size_bytes for item in walked.found if item.kind == "data"}
+    data = {item.key: item.size_bytes for item in walked.items if item.kind == "data"}
     try:
         listed = {info.key: info.size_bytes for info in walked.root.list(f"{walked.prefix}data/")}
         if any(listed.get(key) != size_bytes for key, size_bytes in data.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from html.parser import HTMLParser
@@ -17,7 +18,18 @@ from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save
 from tests.kit.places import LocalPlace
 
 import cloudckpt
-from cloudckpt.cli._draw import Dot, Line, Series, draw_bars, draw_series, draw_timeline, to_lines, to_svg
+from cloudckpt.cli._draw import (
+    PANEL_HEIGHT,
+    Dot,
+    Line,
+    Series,
+    Text,
+    draw_bars,
+    draw_series,
+    draw_timeline,
+    to_lines,
+    to_svg,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = "</title></svg><script>alert(1)</script><img src=x onerror='alert(2)'>\"&\x1b[31m"
@@ -232,6 +244,42 @@ def test_a_timeline_of_many_spans_is_a_file_that_opens() -> None:
     spans = [_span("write", 0, 9, {}, rank=rank) for rank in range(64)]
     spans += [_span("put", 0, 9, {}, rank=rank, lane=lane) for rank in range(64) for lane in range(16)]
     assert draw_timeline("t", spans).height < 2000
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "labels"),
+    [
+        (0, 20_000, "0 5,000 10,000 15,000 20,000"),
+        (137, 1291, "500 1,000"),
+        (7, 7, "7"),
+        (3, 4, "3 4"),
+        (2, 8, "2 4 6 8"),
+    ],
+)
+def test_steps_below_a_plot_are_round(first: int, last: int, labels: str) -> None:
+    """If this fails, a reader of a plot has to guess at which step a curve turns."""
+    series = Series("loss", "", [(first, 1.0), (last, 2.0)])
+    texts = [shape for shape in draw_series(series).shapes if isinstance(shape, Text) and shape.y > PANEL_HEIGHT - 20]
+    assert [text.text for text in texts] == ["step", *labels.split()]
+    assert to_lines(series)[-1].split() == ["step", *labels.split()]
+    assert to_lines(series)[-2].count("┬") == len(labels.split())
+    large = Series("loss", "", [(10**12, 1.0), (2 * 10**12, 2.0)])
+    boxes = [text for text in draw_series(large).shapes if isinstance(text, Text) and text.y > PANEL_HEIGHT - 20][1:]
+    assert 2 <= len(boxes) <= 3, "and none is on another"
+
+
+def test_a_wide_range_has_a_log_scale_that_is_named() -> None:
+    """If this fails, a gradient norm with one peak is a flat line; or a schedule that rises evenly is bent."""
+    norms = Series("norm", "", [(step, 10.0 ** (step % 7 - 3)) for step in range(70)])
+    figure = draw_series(norms)
+    assert figure.title == to_lines(norms)[0] == "norm (log scale)"
+    labels = [shape.text for shape in figure.shapes if isinstance(shape, Text)]
+    assert [label for label in labels if label in ("0.001", "0.1", "10", "1,000")] == ["0.001", "0.1", "10", "1,000"]
+    heights = [round(shape.y, 3) for shape in figure.shapes if isinstance(shape, Dot)][:7]
+    assert len({round(a - b, 2) for a, b in itertools.pairwise(heights)}) == 1
+    for values in ([1e-8 * step + 1e-9 for step in range(70)], [0.0, 1e4, 1.0], [-1.0, 1e4, 1.0], [2.0, 100.0, 3.0]):
+        assert draw_series(Series("lr", "", [*enumerate(values)])).title == "lr"
+    assert draw_series(Series("size", "B", [*enumerate([1.0, 1.0, 1e6])])).title == "size (B)", "from 0"
 
 
 @given(st.lists(st.floats(min_value=-1e300, max_value=1e300), min_size=1, max_size=20), st.sampled_from(["", "s"]))

@@ -16,6 +16,7 @@ from cloudckpt._display import seconds, title_of
 from cloudckpt.cli._console import plain_line
 from cloudckpt.errors import MissingDependencyError, install_advice
 
+Anchor: TypeAlias = Literal["start", "middle", "end"]
 Color: TypeAlias = Literal[
     "surface", "ink", "muted", "grid", "series", "best", "plan", "write", "commit", "transfer", "stage", "wait", "error"
 ]
@@ -35,13 +36,15 @@ _PALETTE: dict[Color, tuple[str, str]] = {
     "error": ("#d03b3b", "#f26d6d"),
 }
 """The hexadecimal colours in the light and the dark palette."""
-PANEL_WIDTH, _PANEL_HEIGHT, _ROW_HEIGHT = 360, 190, 30
+PANEL_WIDTH, PANEL_HEIGHT, _ROW_HEIGHT = 360, 190, 30
 _GAP = 16
 _CHARACTER = 0.56
 """The width of a character of average text, as a share of the size of its font."""
 _TIMELINE_WIDTH, _LABEL_WIDTH = 960, 76
 _MAX_LANES = 400
 _MIN_SPAN = 0.7
+_WIDE, _MAX_POWERS = 100, 5
+_UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6))
 _MIN_RANGE = 1e-300  # narrower ones have no round values within
 _STEPS = ("plan", "write", "read", "commit")
 _COLORS: Mapping[str, Color] = {
@@ -98,14 +101,14 @@ class Dot(NamedTuple):
 
 
 class Text(NamedTuple):
-    """One line of text, whose `x` is its start or end."""
+    """One line of text, whose `x` is its start, middle or end."""
 
     x: float
     y: float
     text: str
     color: Color = "muted"
     size: float = 12
-    anchor: Literal["start", "end"] = "start"
+    anchor: Anchor = "start"
     is_bold: bool = False
 
 
@@ -134,7 +137,28 @@ class Series(NamedTuple):
 
     @property
     def title(self) -> str:
-        return f"{self.name} ({self.unit})" if self.unit else title_of(self.name)
+        unit = self.unit or ("log scale" if self.is_log else "")
+        return f"{self.name} ({unit})" if unit else title_of(self.name)
+
+    @property
+    def is_log(self) -> bool:
+        """True if a linear scale would show most of the values as one line at the bottom."""
+        values = sorted(value for _, value in self.points)
+        low, high = values[0], values[-1]
+        return not self.unit and 0 < low < high / _WIDE and values[len(values) // 2] < high / 10
+
+    def along(self, step: float) -> float:
+        """Return where a step is between the first, at 0, and the last, at 1."""
+        first, last = self.points[0][0], self.points[-1][0]
+        return (step - first) / (last - first) if last > first else 0.5
+
+    def choose_steps(self, room: float) -> list[int]:
+        """Return the steps to write below the line, round ones if there are two, where `room` characters fit."""
+        first, last = self.points[0][0], self.points[-1][0]
+        steps = [int(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == int(tick)]
+        while len(steps) > 2 and len(steps) * (len(f"{last:,}") + 2) > room:  # noqa: PLR2004  # the ends
+            steps = steps[::2]
+        return steps if len(steps) > 1 else sorted({first, last})
 
     @property
     def parts(self) -> list[list[tuple[int, float]]]:
@@ -152,33 +176,37 @@ class Series(NamedTuple):
 
 def draw_series(series: Series) -> Figure:
     """Draw a line with a dot for each step."""
-    left, right, top, bottom = 56, PANEL_WIDTH - 14, 40, _PANEL_HEIGHT - 26
-    first, last = series.points[0][0], series.points[-1][0]
-    low, high = series.bounds
-    ticks = _ticks(low, high)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
+    left, right, top, bottom = 60, PANEL_WIDTH - 14, 40, PANEL_HEIGHT - 26
+    scale = math.log10 if series.is_log else float
+    low, high = map(scale, series.bounds)
+    ticks = _powers(low, high) if series.is_log else _ticks(low, high)
+    low, high = min(low, *map(scale, ticks)), max(high, *map(scale, ticks))
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
-        along = (point[0] - first) / (last - first) if last > first else 0.5
-        return left + along * (right - left), bottom - (point[1] - low) / (high - low) * (bottom - top)
+        x = left + series.along(point[0]) * (right - left)
+        return x, bottom - (scale(point[1]) - low) / (high - low) * (bottom - top)
 
     shapes: list[Shape] = [Text(0, 14, _fit(series.title, 200, 13), "ink", 13, is_bold=True)]
     for tick in ticks:
-        y = place((first, tick))[1]
-        shapes += [Line([(left, y), (right, y)], "grid"), Text(left - 8, y + 4, f"{tick:.4g}", size=11, anchor="end")]
-    shapes.append(Text(left, _PANEL_HEIGHT - 8, f"step {first:,}", size=11))
-    if last > first:
-        shapes.append(Text(right, _PANEL_HEIGHT - 8, f"{last:,}", size=11, anchor="end"))
+        y = place((series.points[0][0], tick))[1]
+        shapes += [Line([(left, y), (right, y)], "grid"), Text(left - 8, y + 4, _number(tick), size=11, anchor="end")]
+    shapes.append(Line([(left, bottom), (right, bottom)], "grid"))
+    shapes.append(Text(left - 8, PANEL_HEIGHT - 8, "step", size=11, anchor="end"))
+    for step in series.choose_steps((right - left) / (11 * _CHARACTER)):
+        x, half = place((step, ticks[0]))[0], len(f"{step:,}") * 11 * _CHARACTER / 2
+        anchor: Anchor = "start" if x - half < left else "end" if x + half > PANEL_WIDTH else "middle"
+        shapes.append(Line([(x, bottom), (x, bottom + 4)], "muted"))
+        shapes.append(Text(x, PANEL_HEIGHT - 8, f"{step:,}", size=11, anchor=anchor))
     shapes += [Line([place(point) for point in part], "series", 2) for part in series.parts]
     radius = 3.0 if len(series.points) <= 60 else 1.5  # noqa: PLR2004  # more dots would touch each other
     for point in series.points:
         shapes.append(Dot(*place(point), radius, "series", f"step {point[0]:,}: {point[1]:.6g} {series.unit}".rstrip()))
-    note = f"last {series.points[-1][1]:.4g}"
+    note = f"last {_number(series.points[-1][1], 4)}"
     if series.best is not None:
-        note = f"best {series.best[1]:.4g} at step {series.best[0]:,}"
+        note = f"best {_number(series.best[1], 4)} at step {series.best[0]:,}"
         shapes.append(Dot(*place(series.best), 5, "best", note))
     shapes.append(Text(right, 14, note, "muted" if series.best is None else "best", 12, "end"))
-    return Figure(series.title, PANEL_WIDTH, _PANEL_HEIGHT, shapes)
+    return Figure(series.title, PANEL_WIDTH, PANEL_HEIGHT, shapes)
 
 
 def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
@@ -337,20 +365,23 @@ def write_png(figure: Figure, file: IO[bytes]) -> None:
             case Dot(x, y, radius):
                 axes.add_patch(patches.Circle((x, y), radius, linewidth=0, **look))
             case Text(x, y, text, _, size, anchor, is_bold):
-                look |= {"ha": {"start": "left", "end": "right"}[anchor], "weight": "bold" if is_bold else "normal"}
+                look |= {
+                    "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
+                    "weight": "bold" if is_bold else "normal",
+                }
                 axes.text(x, y, plain_line(text), size=size * 0.66, parse_math=False, **look)
     canvas.savefig(file, format="png")
 
 
 def to_lines(series: Series, width: int = 60, height: int = 8) -> list[str]:
     """Draw a series with characters, for a terminal."""
-    first, last = series.points[0][0], series.points[-1][0]
-    low, high = series.bounds
+    scale = math.log10 if series.is_log else float
+    low, high = map(scale, series.bounds)
     rows = [[" "] * width for _ in range(height)]
 
     def place(point: tuple[float, float]) -> tuple[int, int]:
-        along = (point[0] - first) / (last - first) if last > first else 0.5
-        return round(along * (width - 1)), round((high - point[1]) / (high - low) * (height - 1))
+        y = (high - scale(point[1])) / (high - low)
+        return round(series.along(point[0]) * (width - 1)), round(y * (height - 1))
 
     pairs = itertools.chain.from_iterable(itertools.pairwise(map(place, part)) for part in series.parts)
     for (x, y), (next_x, next_y) in pairs:
@@ -362,12 +393,17 @@ def to_lines(series: Series, width: int = 60, height: int = 8) -> list[str]:
     if series.best is not None:
         x, y = place(series.best)
         rows[y][x] = "*"
-        note = f"   * best: {series.best[1]:.4g} at step {series.best[0]:,}"
-    labels = [f"{high:.4g}", *[""] * (height - 2), f"{low:.4g}"]
+        note = f"   * best: {_number(series.best[1], 4)} at step {series.best[0]:,}"
+    low, high = series.bounds
+    labels = [_number(high, 4), *[""] * (height - 2), _number(low, 4)]
     margin = max(map(len, labels))
     lines = [f"{label:>{margin}} │{''.join(row).rstrip()}" for label, row in zip(labels, rows, strict=True)]
-    ends = f"{first:,}" + (f"{last:>{width - len(f'{first:,}')},}" if last > first else "")
-    return [series.title + note, *lines, f"{'':>{margin}} └{'─' * width}", f"{'':>{margin}}  {ends}"]
+    axis, below = ["─"] * width, ""
+    for step in series.choose_steps(width):
+        x, text = round(series.along(step) * (width - 1)), f"{step:,}"
+        axis[x] = "┬"
+        below = below.ljust(min(max(x - len(text) // 2, 0), width - len(text))) + text
+    return [series.title + note, *lines, f"{'':>{margin}} └{''.join(axis)}", f"{'step':>{margin}}  {below}"]
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -377,6 +413,18 @@ def _ticks(low: float, high: float) -> list[float]:
     step = unit * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
     begin, end = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(begin, end + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """Return up to five powers of ten from ``10**low`` to ``10**high``."""
+    powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
+    return [10.0**power for power in powers[:: math.ceil(len(powers) / _MAX_POWERS)]]
+
+
+def _number(value: float, digits: int = 6) -> str:
+    """Return a number as short text: ``0.25``, ``1.236M``."""
+    unit, factor = next((each for each in _UNITS if each[1] <= abs(value) < 1e15), ("", 1.0))  # noqa: PLR2004
+    return f"{value / factor:,.{digits}g}{unit}"
 
 
 def _fit(text: str, room: float, size: float) -> str:

@@ -104,6 +104,11 @@ def quote_names(names: Sequence[object]) -> str:
     return join_first([repr(name) for name in names], _MAX_NAMES, separator=", ") if names else "none"
 
 
+def name_all(noun: str, names: Sequence[object], max_names: int = _MAX_NAMES) -> str:
+    """Name the first few of some things for a message, as in ``step 7``; ``steps 7, 8 and 3 more``."""
+    return f"{noun}{'' if len(names) == 1 else 's'} {join_first([*map(str, names)], max_names, separator=', ')}"
+
+
 def join_first(texts: Sequence[str], max_texts: int, *, separator: str = "; ") -> str:
     """Join the first texts for a message, and say how many more there are."""
     more = f"{separator.rstrip(', ')} and {len(texts) - max_texts:,} more" if len(texts) > max_texts else ""

@@ -47,24 +47,27 @@ def test_everything_that_was_saved_is_shown(local: LocalPlace, run: Run) -> None
 def test_modules_are_summed_up_to_a_depth(local: LocalPlace, run: Run) -> None:
     """If this fails, who asks which module takes the space gets a wrong size, or an entry that counts twice."""
     state = {
-        "model": {"a": {"w": torch.ones(10), "b": torch.ones(3)}, "ab": torch.ones(2, 2)},
+        "model": {"a": {"w": torch.ones(10), "b": torch.ones(3), "extra": 1}, "ab": torch.ones(2, 2)},
         "step": 3,
-        "optim": {"lr": 0.5},
+        "optim": {"lr": 0.5, "state": {"a": {"w": torch.ones(10), "step": 7}}},
+        "scheduler": {"last_epoch": 1, "schedulers": {"0": {"gamma": 0.1}, "1": {"gamma": 0.2}}},
     }
     save(local.uri(), state)
     document = run("show", local.uri(), "--json", "--depth", "2").document
     modules = {one["name"]: one for one in document["modules"]}
     assert {name: (one["num_tensors"], one["num_elements"], one["num_values"]) for name, one in modules.items()} == {
-        "model.a": (2, 13, 0),
-        "model.ab": (1, 4, 0),
+        "model.a": (2, 13, 1),
+        "model (rest)": (1, 4, 0),
         "step": (0, 0, 1),
-        "optim.lr": (0, 0, 1),
+        "optim.state": (1, 10, 1),
+        "optim (rest)": (0, 0, 1),
+        "scheduler": (0, 0, 3),
     }
-    assert modules["model.a"]["num_bytes"] == 52
+    assert modules["model (rest)"]["num_bytes"] == 16
     entries = [*document["tensors"], *document["values"]]
     assert sum(one["num_bytes"] for one in modules.values()) == sum(one["num_bytes"] for one in entries)
     lines = run("show", local.uri(), "--depth", "1", "--name", "model").out.splitlines()
-    assert lines[-1].split() == ["model", "3", "17", "0", "68", "B"]
+    assert lines[-1].split() == ["model", "3", "17", "1", "69", "B"]
     assert not any("model.a" in line for line in lines)
 
 

@@ -79,7 +79,7 @@ def _second_life(root: str) -> None:
     with CheckpointManager(root, keep_last=2) as manager:
         assert restored(manager) == 45
         with pytest.raises(
-            cloudckpt.CheckpointNotFoundError, match=r"step 20 is not committed .* the committed steps are 10, 40, 45"
+            cloudckpt.CheckpointNotFoundError, match=r"step 20 is not committed .* committed there: steps 10, 40, 45"
         ):
             manager.restore(state_of(-1.0), 20)
         assert restored(manager, 40) == 40

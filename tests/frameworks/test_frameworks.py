@@ -172,7 +172,7 @@ def test_torchtitan(mode: str, place: str, jobs: Jobs) -> None:
     assert found["resumed"]["first"] == 4
     assert found["part"]["losses"][:4] + found["resumed"]["losses"] == found["whole"]["losses"]
     assert found["kept"] == [8, 9]
-    assert "the committed steps are 8, 9" in found["missing"]
+    assert "committed there: steps 8, 9" in found["missing"]
     assert found["initial"]["loaded"]
     root = f"{jobs.root_of(place, 'titan')}/{mode}"
     assert found["earlier"].startswith(

@@ -381,11 +381,11 @@ def test_ranks_that_disagree_are_refused(case: str, memory: Memory) -> None:
         document[30] ^= 1
         store.put(of_second, [memoryview(document)], crc32c=crc32c_of([memoryview(document)]))
     expected = {
-        "lost": "the store does not list what ranks 1 have written",
+        "lost": "the store does not list all that was written by rank 1",
         "planned": "no rank has written them: 'model_9.pt'",
         "twice": "two saves at once, or two ranks, have written 'model_1.pt'",
-        "apart": "ranks 1 have written files only in another try",
-        "late": "came between this rank's begin and that of ranks 1",
+        "apart": "only another try to save there has files of rank 1",
+        "late": "came between this rank's begin and that of rank 1",
         "damaged": "is damaged, so nothing was committed",
     }
     with pytest.raises(IncompleteSaveError, match=expected[case]):

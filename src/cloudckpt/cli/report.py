@@ -17,7 +17,7 @@ from cloudckpt.cli._draw import Figure, draw_bars, draw_series, escape, style, t
 from cloudckpt.cli._metrics import BEST, choose_modes, describe_modes, find_best, find_metrics, mark_best
 from cloudckpt.cli.plot import OutputOptions, find_checkpoints, keep_drawable, series_of, timeline_of, write_file
 from cloudckpt.cli.show import row_of_difference
-from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, join_first
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo
@@ -151,8 +151,10 @@ def _totals(newest: CheckpointDescription) -> str:
 
     groups = sorted(group_by_module([*newest.tensors, *newest.values], 1), key=lambda group: -group.num_bytes)
     facts = [
-        f"{group.name}: {size(group.num_bytes)} in {count(group.num_tensors, 'tensor')} with "
-        f"{count(group.num_elements, 'element')} and {count(group.num_values, 'value')}"
+        f"{group.name}: {size(group.num_bytes)} in "
+        + f"{count(group.num_tensors, 'tensor')} with {count(group.num_elements, 'element')}" * (group.num_tensors > 0)
+        + " and " * (group.num_tensors > 0 < group.num_values)
+        + count(group.num_values, "value") * (group.num_values > 0)
         for group in groups[:_MAX_TOTALS]
     ]
     if rest := sum(group.num_bytes for group in groups[_MAX_TOTALS:]):
@@ -168,8 +170,10 @@ def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
     few = [each for each in groups if len(each) <= _MAX_BARS]
     modules = sorted((few or groups)[-1 if few else 0], key=lambda group: -group.num_bytes)
     rows = [(group.name, group.num_bytes, size(group.num_bytes)) for group in modules[:_MAX_BARS]]
-    if rest := sum(group.num_bytes for group in modules[_MAX_BARS:]):
-        rows.append((f"{len(modules) - _MAX_BARS:,} others", rest, size(rest)))
+    if rest := modules[_MAX_BARS:]:
+        num_bytes = sum(group.num_bytes for group in rest)
+        where = join_first([*dict.fromkeys(group.name.partition(".")[0] for group in rest)], 3, separator=", ")
+        rows.append((f"{count(len(rest), 'other')} in {where}", num_bytes, size(num_bytes)))
     yield draw_bars("size by module", rows)
     largest = sorted(newest.tensors, key=lambda tensor: -tensor.num_bytes)[:_MAX_BARS]
     dtypes = {tensor.dtype for tensor in largest}

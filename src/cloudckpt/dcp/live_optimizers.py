@@ -31,7 +31,7 @@ from cloudckpt.dcp.live_entry import (
     make_empty,
     part_of,
 )
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, name_all, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
 
@@ -152,7 +152,9 @@ class OptimizerEntry(LiveEntry):
         }
         saved_names = {*loaded, *position_by_name}
         if loaded and self._rank == 0 and (new := [name for name in self._params_by_name() if name not in saved_names]):
-            _log.warning("%s was saved without the parameters %s: they begin with no state", where, quote_names(new))
+            _log.warning(
+                "%s was saved without the %s: no state is loaded", where, name_all("parameter", [*map(repr, new)])
+            )
         for optimizer in self._optimizers:
             self._load_one(optimizer, {**state, _STATE: loaded}, position_by_name, where=where)
             if self._rank == 0:

@@ -125,10 +125,10 @@ class CheckpointDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleDescription:
-    """The entries of a checkpoint whose names begin alike."""
+    """The entries of a checkpoint in one module, without those that have a row of their own."""
 
     name: str
-    """The parts of their names that are the same: ``model.layers``."""
+    """The parts of their names that are the same: ``model.layers``; ``model (rest)`` beside others of ``model``."""
     num_tensors: int
     """Number of tensors."""
     num_elements: int
@@ -142,13 +142,21 @@ class ModuleDescription:
 def group_by_module(
     entries: Iterable[TensorDescription | ValueDescription], depth: int
 ) -> tuple[ModuleDescription, ...]:
-    """Sum up entries by the first `depth` parts of their names, in the order of the entries."""
+    """Sum up entries by module, in the order of the entries: by the first `depth` parts of their names but the last.
+
+    A value counts for the module around it that has tensors, or for the first part of its name.
+    """
+    entries = [*entries]
+    modules = {_parent_of(entry.name, depth) for entry in entries if isinstance(entry, TensorDescription)}
     groups: dict[str, list[TensorDescription | ValueDescription]] = {}
     for entry in entries:
-        groups.setdefault(".".join(entry.name.split(".")[:depth]), []).append(entry)
+        name = _parent_of(entry.name, depth)
+        while name not in modules and "." in name:
+            name = name.rpartition(".")[0]
+        groups.setdefault(name, []).append(entry)
     return tuple(
         ModuleDescription(
-            name=name,
+            name=f"{name} (rest)" if any(other.startswith(f"{name}.") for other in groups) else name,
             num_tensors=sum(isinstance(one, TensorDescription) for one in group),
             num_elements=sum(math.prod(one.shape) for one in group if isinstance(one, TensorDescription)),
             num_values=sum(isinstance(one, ValueDescription) for one in group),
@@ -156,6 +164,10 @@ def group_by_module(
         )
         for name, group in groups.items()
     )
+
+
+def _parent_of(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:-1][:depth]) or name
 
 
 def matches(fqn: str, patterns: Iterable[str]) -> bool:

@@ -42,8 +42,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     SaveInFlightError,
-    join_first,
-    quote_names,
+    name_all,
     raised_via,
 )
 from cloudckpt.events import Event
@@ -86,7 +85,6 @@ _RESERVED = (STEP_KEY, METRICS_KEY)
 OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
 _ON_DAMAGED = ("raise", "skip", "replace")
 _FAST_KEEP = 2
-_MAX_SHOWN_STEPS = 5
 _resume_hints: set[weakref.WeakMethod[Callable[[], None]]] = set()
 """Print where runs can resume, each for a manager that has saved since it was closed."""
 
@@ -533,13 +531,13 @@ class CheckpointManager(OfThisProcess):
         if higher and not self._has_warned_of_higher:
             self._has_warned_of_higher = True
             _log.warning(
-                "%s %d, and %s has higher steps: %s. If they are of another job, pass another root, because each job "
-                "restores and removes the other's steps. If they are not wanted, delete them with cloudckpt rm; if "
-                "they are, continue from one with restore(…, step=…)",
+                "%s %d, and %s also has %s. If another job saves there, pass another root, because each job restores and "
+                "removes the other's steps. Delete higher steps that are not wanted (cloudckpt rm), or continue from "
+                "one with restore(…, step=…)",
                 begin,
                 step,
                 self.root,
-                join_first(list(map(str, higher)), _MAX_SHOWN_STEPS, separator=", "),
+                name_all("step", higher),
             )
 
     def _warn_of_dropped(self, saved: _StepState) -> None:
@@ -548,10 +546,9 @@ class CheckpointManager(OfThisProcess):
         if dropped and saved.rank == 0 and not self._has_warned_of_dropped:
             self._has_warned_of_dropped = True
             _log.warning(
-                "step %d is saved without the metrics %s. They were passed for step %d, which was not due, so nothing "
-                "has them. Pass force=True to save such a step, or measure if is_due(step) is True",
+                "step %d is saved without the %s, passed for step %d, which was not due, so that nothing has it. Pass force=True to save such a step, or measure if is_due(step) is True",
                 saved.step,
-                quote_names(dropped),
+                name_all("metric", [*map(repr, dropped)]),
                 self._dropped[dropped[0]],
             )
         self._dropped.clear()

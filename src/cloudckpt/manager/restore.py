@@ -27,6 +27,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidURIError,
     join_first,
+    name_all,
 )
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
@@ -299,22 +300,21 @@ def check_fresh_start(steps: Steps, options: Options) -> None:
         )
     if torch_steps := steps.find_torch_steps():
         raise CheckpointNotFoundError(
-            f"no step is committed under {root}, but torch's own writer has saved the steps "
-            f"{_format_steps(torch_steps)}. Import them with cloudckpt.import_checkpoint(…, format='dcp'); or load "
-            "one with restore(state_dict, step=…) and a manager with allow_pickle=True, if you trust its author; "
+            f"no step is committed under {root}, but torch's own writer has saved {_name_steps(torch_steps)}. Import "
+            "what it saved with cloudckpt.import_checkpoint(…, format='dcp'); or load one with restore(state_dict, step=…) and a manager with allow_pickle=True, if you trust its author; "
             "or pass another root to a new run",
             uri=root,
         )
     if half_deleted := steps.find_half_deleted():
         raise CheckpointNotFoundError(
-            f"no step is committed under {root}, but the deletion of the steps {_format_steps(half_deleted)} has begun "
-            "and not ended, and hides them. Delete them again (cloudckpt rm), or pass another root to a new run. To "
+            f"no step is committed under {root}, but the deletion of {_name_steps(half_deleted)} has begun "
+            "and not ended, and hides what is there. Delete it again (cloudckpt rm), or pass another root to a new run. To "
             "load one whose data is all there, remove its last manifest.<n>.json, if that has at most 128 bytes",
             uri=root,
         )
     if of_ranks := steps.find_steps_of_ranks():
         raise CheckpointNotFoundError(
-            f"no step is committed under {root}, but in the steps {_format_steps(of_ranks)} each rank has a checkpoint "
+            f"no step is committed under {root}, but in {_name_steps(of_ranks)} each rank has a checkpoint "
             "of its own. Load those with cloudckpt.load(…, f'{uri}/rank-{rank}', no_dist=True), or pass another root "
             "to a new run",
             uri=root,
@@ -347,13 +347,13 @@ def raise_missing(uri: str, step: int, found: Sequence[StepInfo], *, where: str)
     `uri` is where the step would be.
     """
     committed = sorted({info.step for info in found})
-    there = f"the committed steps are {_format_steps(committed)}" if committed else "no step is committed"
+    there = f"committed there: {_name_steps(committed)}" if committed else "no step is committed"
     raise CheckpointNotFoundError(
-        f"step {step} is not committed under {where}: {there}. Pass one of them, or no step for the newest",
+        f"step {step} is not committed under {where}: {there}. Pass one that is, or no step for the newest",
         uri=uri,
     )
 
 
-def _format_steps(steps: Sequence[int]) -> str:
-    """Format the highest of `steps`, which are sorted."""
-    return ("…, " if len(steps) > _MAX_SHOWN_NAMES else "") + ", ".join(map(str, steps[-_MAX_SHOWN_NAMES:]))
+def _name_steps(steps: Sequence[int]) -> str:
+    """Name `steps`, which are sorted, the highest first if there are many."""
+    return name_all("step", steps if len(steps) <= _MAX_SHOWN_NAMES else steps[::-1], _MAX_SHOWN_NAMES)

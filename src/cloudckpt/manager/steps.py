@@ -24,6 +24,7 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CloudckptError,
     InvalidOptionError,
+    name_all,
 )
 from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metrics
@@ -39,7 +40,6 @@ STEP_KEY = "step"
 
 Place: TypeAlias = Literal["root", "fast", "both", "owed"]
 
-_MAX_SHOWN_STEPS = 5
 _T = TypeVar("_T")
 own_uris: set[str] = set()
 """URIs of all checkpoints that this process saves or copies to a root, also through other managers."""
@@ -416,8 +416,7 @@ def refuse_existing_steps(root: str, steps: Collection[int], *, after: int | Non
     existing = [step for step in sorted(steps) if after is None or step > after]
     if not existing:
         return
-    shown = ", ".join(map(str, existing[:_MAX_SHOWN_STEPS])) + (", …" if len(existing) > _MAX_SHOWN_STEPS else "")
     starts = "starts from scratch" if after is None else f"continues from step {after}"
     raise CheckpointExistsError(
-        f"training {starts}, but {root} already has step{'s' if len(existing) > 1 else ''} {shown}. {hint}", uri=root
+        f"training {starts}, but {root} already has {name_all('step', existing)}. {hint}", uri=root
     )

@@ -35,6 +35,7 @@ from cloudckpt.errors import (
     InvalidOptionError,
     StoreError,
     gc_advice,
+    name_ranks,
     quote_names,
 )
 from cloudckpt.format.build import Content
@@ -245,12 +246,16 @@ class FilesJob:
         checks = (
             (sorted(set(planned) - paths.keys()), "these files were planned, and no rank has written them: {}"),
             ([path for path, count in paths.items() if count > 1], "two saves at once, or two ranks, have written {}"),
-            (unlisted, "the store does not list what ranks {} have written"),
-            (in_other_tries, "ranks {} have written files only in another try to save there"),
-            (late, "gc, a deletion or another save came between this rank's begin and that of ranks {}"),
+            (unlisted, "the store does not list all that was written by {}"),
+            (in_other_tries, "only another try to save there has files of {}"),
+            (late, "gc, a deletion or another save came between this rank's begin and that of {}"),
             ([] if receipts else ["none"], "no rank has written a file"),
         )
-        return [text.format(quote_names(names)) for names, text in checks if names]
+        return [
+            text.format(name_ranks(names) if isinstance(names[0], int) else quote_names(names))
+            for names, text in checks
+            if names
+        ]
 
 
 def _content_of(receipts: Collection[FileReceipt], num_ranks: int) -> Content:

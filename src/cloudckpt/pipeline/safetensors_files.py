@@ -374,5 +374,5 @@ def _suggest_folders(keys: Sequence[str]) -> str:
     with_files = {key.rpartition("/")[0] for key in keys if key.endswith((SUFFIX, INDEX_SUFFIX))}
     # huggingface_hub uses hidden folders itself, and data/ is mostly a checkpoint's.
     if folders := sorted(folder for folder in with_files if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/"):
-        return f", but its folders {quote_names(folders)} hold some: name one of them"
+        return f", but there are some in {quote_names(folders)}: name such a folder"
     return ". Check the URI; import a file of torch.save in the format 'torch'"

@@ -37,9 +37,8 @@ from cloudckpt.options import Options
 from cloudckpt.pipeline.unchanged import Base
 from cloudckpt.uri import Location
 
-pytestmark = pytest.mark.timeout(900)
-
 IS_EXHAUSTIVE = "CLOUDCKPT_EXHAUSTIVE" in os.environ
+pytestmark = pytest.mark.timeout(14_400 if IS_EXHAUSTIVE else 900)
 NUM_SAMPLES = 300
 ROOT = "abc"
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cloudckpt.convert.copying import copy
     from cloudckpt.convert.exports import export_checkpoint
     from cloudckpt.convert.imports import import_checkpoint
+    from cloudckpt.convert.merging import merge
     from cloudckpt.convert.state_dicts import read
     from cloudckpt.dcp.enable import disable, enable
     from cloudckpt.dcp.reader import ObjectStoreReader
@@ -79,6 +80,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "load_latest",
+    "merge",
     "on_sigterm",
     "read",
     "save",
@@ -94,6 +96,7 @@ _LAZY = {
     "cloudckpt.convert.copying": "copy",
     "cloudckpt.convert.exports": "export_checkpoint",
     "cloudckpt.convert.imports": "import_checkpoint",
+    "cloudckpt.convert.merging": "merge",
     "cloudckpt.convert.state_dicts": "read",
     "cloudckpt.dcp.enable": "disable enable",
     "cloudckpt.dcp.reader": "ObjectStoreReader",

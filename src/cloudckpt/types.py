@@ -8,7 +8,7 @@ from cloudckpt.report import LoadReport, SaveProgress, SaveReport, SkippedCheckp
 
 if TYPE_CHECKING:
     from cloudckpt.background.handle import AsyncSave
-    from cloudckpt.convert.conversion import ConversionReport, CopyReport
+    from cloudckpt.convert.conversion import ConversionReport, CopyReport, MergeReport
     from cloudckpt.dcp.protocol import SavedMetadata
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.inspect.comparison import Comparison, Difference
@@ -41,6 +41,7 @@ __all__ = [
     "GarbageReport",
     "KeptObject",
     "LoadReport",
+    "MergeReport",
     "ObjectDescription",
     "Preemption",
     "PreemptionReport",
@@ -60,7 +61,7 @@ __all__ = [
 
 _LAZY = {
     "cloudckpt.background.handle": "AsyncSave",
-    "cloudckpt.convert.conversion": "ConversionReport CopyReport",
+    "cloudckpt.convert.conversion": "ConversionReport CopyReport MergeReport",
     "cloudckpt.dcp.protocol": "SavedMetadata",
     "cloudckpt.inspect.catalog": "CheckpointInfo",
     "cloudckpt.inspect.comparison": "Comparison Difference",

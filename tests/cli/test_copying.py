@@ -54,6 +54,21 @@ def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path:
     assert names == ["step-1", "step-7", "step-9"]
 
 
+def test_checkpoints_are_merged(run: Run, tmp_path: Path) -> None:
+    """If this fails, the command gives another mean than the library, or takes a typing error for a weight."""
+    a, b, mean = (str(tmp_path / name) for name in ("a", "b", "mean"))
+    save(a, {"w": torch.zeros(3)})
+    save(b, {"w": torch.ones(3)})
+    ended = run("merge", a, b, mean, "--weights", "1,3", "--json")
+    assert (ended.code, list(ended.document)) == (0, members_of("merge"))
+    assert ended.document["weights"] == [0.25, 0.75]
+    assert cloudckpt.read(mean)["w"].tolist() == [0.75] * 3
+    for weights in ("1;3", "1", "0,0"):
+        assert run("merge", a, b, mean, "--weights", weights, "--overwrite").code == 2
+    assert run("merge", a, mean).code == 2
+    assert run("merge", a, b, mean).code == 6
+
+
 def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> None:
     """If this fails, one damaged checkpoint or a second try keeps a folder from being mirrored, or nobody knows what
     was copied."""

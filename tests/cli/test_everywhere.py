@@ -47,6 +47,11 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
         "cp": ([one, place.uri("step-3")], _whole("step-3"), "1 object"),
         "export": ([two, place.uri("out"), "--skip-non-tensors"], _with("out/model.safetensors"), "2 tensors"),
         "import": ([str(folder), place.uri("step-3")], _whole("step-3"), "2 tensors"),
+        "merge": (
+            [one, two, place.uri("step-3"), "--include", "model.w"],
+            _whole("step-3"),
+            "the mean of 1 tensor of 2 checkpoints",
+        ),
     }
 
 

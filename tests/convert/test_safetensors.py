@@ -233,6 +233,9 @@ def convert(name, options):
     yield
     cloudckpt.import_checkpoint(f"{sys.argv[1]}/{name}-export", f"{sys.argv[1]}/{name}-import", options=options)
     yield
+    both = [f"{sys.argv[1]}/{name}-half"] * 2
+    cloudckpt.merge(both, f"{sys.argv[1]}/{name}-mean", options=options)
+    yield
 list(convert("small", None))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 options = Options(read_bytes=64 * MIB, advanced=AdvancedOptions(request_bytes=16 * MIB))
@@ -243,9 +246,10 @@ for _ in convert("large", options):
 
 @pytest.mark.slow
 def test_a_tensor_larger_than_the_memory_is_copied_and_converted(tmp_path: Path) -> None:
-    """If this fails, a tensor has to fit into memory to be copied, exported or imported."""
-    save({"w": torch.zeros(1000)}, f"{tmp_path}/small")
-    save({"w": torch.zeros(GIB // 2, dtype=torch.uint8)}, f"{tmp_path}/large")
+    """If this fails, a tensor has to fit into memory to be copied, exported, imported or merged."""
+    for name, num_bytes in (("small", 4000), ("large", GIB // 2)):
+        save({"w": torch.zeros(num_bytes, dtype=torch.uint8)}, f"{tmp_path}/{name}")
+        save({"w": torch.zeros(num_bytes // 2, dtype=torch.bfloat16)}, f"{tmp_path}/{name}-half")
     script = tmp_path / "measured.py"
     script.write_text(_MEASURED)
     answer = subprocess.run([sys.executable, script, tmp_path], check=True, timeout=300, capture_output=True, text=True)

@@ -135,6 +135,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "cp": convert.cp,
     "export": convert.export,
     "import": convert.import_,
+    "merge": convert.merge,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(expand_options(_command))

@@ -296,6 +296,62 @@ def import_(
     )
 
 
+def merge(
+    places: Annotated[list[str], typer.Argument(metavar="SRC SRC… DST", help="The sources, and last the target.")],
+    *,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W,W,…",
+            help="A number for each source, such as 0.7,0.3. They are divided by their sum. Default: equal weights.",
+            show_default=False,
+        ),
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Take only entries with such names ('model.*'); may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    common: CopyOptions,
+) -> None:
+    """Save the weighted mean of checkpoints as a checkpoint: float tensors are averaged, all else must be the same.
+
+    Example: cloudckpt merge s3://bucket/a/step-9 s3://bucket/b/step-9 s3://bucket/mean/step-0 --weights 0.7,0.3
+    """
+    from cloudckpt.convert.merging import merge as merge_checkpoints
+
+    *sources, target = places
+    options, target_options = common.options_of_both(sources[0] if sources else target, target)
+    with common.console.progress(f"merging into {target}") as on_progress:
+        report = merge_checkpoints(
+            sources,
+            target,
+            weights=_parse_weights(weights),
+            include=include or (),
+            overwrite=common.overwrite,
+            options=options,
+            target_options=target_options,
+            on_progress=on_progress,
+        )
+    if common.as_json:
+        common.console.document(describe_report(report, report.merge_s))
+        return
+    common.console.line(
+        f"{report.target}: the mean of {count(report.num_averaged, 'tensor')} of {count(len(sources), 'checkpoint')}, "
+        f"and {count(report.num_copied, 'entry')} that they share, {size(report.num_bytes)}"
+    )
+
+
+def _parse_weights(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(number) for number in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.7,0.3", param_hint="--weights") from None
+
+
 def _convert(
     convert: Callable[..., ConversionReport],
     source: str,

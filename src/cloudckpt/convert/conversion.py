@@ -101,6 +101,27 @@ class ConversionReport:
         return self.num_bytes / self.convert_s if self.convert_s > 0 else 0.0
 
 
+@shown
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """Result of `cloudckpt.merge`."""
+
+    sources: tuple[str, ...]
+    """URIs of the sources."""
+    target: str
+    """URI of the merged checkpoint."""
+    weights: tuple[float, ...]
+    """Weight of each source. Their sum is 1."""
+    num_averaged: int
+    """Number of tensors that are means."""
+    num_copied: int
+    """Number of other entries, which are the same in all sources."""
+    num_bytes: int
+    """Size of the data objects."""
+    merge_s: float
+    """Seconds of the whole call."""
+
+
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes done and their total. Any thread calls it, one at a time; the first number never falls."""
 

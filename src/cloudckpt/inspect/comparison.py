@@ -127,8 +127,29 @@ def compare(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not 0 <= value < math.inf:
             raise InvalidOptionError(f"{name} must be a number from 0 on, not {value!r}")
-    readers = [_open(before, options or Options()), _open(after, options_after or options or Options())]
-    comparer = _Comparer(readers, only or (lambda _: True))
+    readers = [open_reader(before, options or Options()), open_reader(after, options_after or options or Options())]
+    found = compare_readers(readers, rtol=rtol, atol=atol, only=only or (lambda _: True), on_progress=on_progress)
+    for reader in readers:
+        reader.check_unchanged()
+    return found
+
+
+def open_reader(uri: str | os.PathLike[str], options: Options) -> Reader:
+    """Return a reader of the checkpoint at `uri`, or of safetensors files there. Raises what `load` raises."""
+    context, resolved = find_source(Context(parse_location(uri), options, rank=0))
+    return Reader(context, resolved.manifest)
+
+
+def compare_readers(
+    readers: Sequence[Reader],
+    *,
+    only: Callable[[str], bool],
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare the checkpoints of two readers, as `compare`, without a look if they were replaced meanwhile."""
+    comparer = _Comparer(readers, only)
     for batch in _batches(comparer.pieces()):
         memory = [_read_pieces(reader, batch) for reader in readers]
         for piece, first, second in zip(batch, *memory, strict=True):
@@ -136,14 +157,7 @@ def compare(
         del memory, first, second  # before the next batch takes as much
         if on_progress is not None:
             on_progress(comparer.num_compared, comparer.num_bytes)
-    for reader in readers:
-        reader.check_unchanged()
     return comparer.result()
-
-
-def _open(uri: str | os.PathLike[str], options: Options) -> Reader:
-    context, resolved = find_source(Context(parse_location(uri), options, rank=0))
-    return Reader(context, resolved.manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

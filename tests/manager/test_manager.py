@@ -485,7 +485,7 @@ def test_metrics_that_no_step_has_are_named(memory: Memory, caplog: pytest.LogCa
             assert "without the metric" not in caplog.text, "each step has what was measured beside it"
     manager.save(7, state_of(7.0), metrics={"val_loss": 1.0})
     save_all(manager, 8)
-    found = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
+    found = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
     (message,) = [one for one in found if "without the metric" in one]
     assert message.startswith("step 4 is saved without the metric 'val_loss', passed for step 3")
     assert "force=True" in message

@@ -531,9 +531,9 @@ class CheckpointManager(OfThisProcess):
         if higher and not self._has_warned_of_higher:
             self._has_warned_of_higher = True
             _log.warning(
-                "%s %d, and %s also has %s. If another job saves there, pass another root, because each job restores and "
-                "removes the other's steps. Delete higher steps that are not wanted (cloudckpt rm), or continue from "
-                "one with restore(…, step=…)",
+                "%s %d, and %s also has %s. If another job saves there, pass another root, because each job restores "
+                "and removes the other's steps. Delete higher steps that are not wanted (cloudckpt rm), or continue "
+                "from one with restore(…, step=…)",
                 begin,
                 step,
                 self.root,
@@ -546,7 +546,8 @@ class CheckpointManager(OfThisProcess):
         if dropped and saved.rank == 0 and not self._has_warned_of_dropped:
             self._has_warned_of_dropped = True
             _log.warning(
-                "step %d is saved without the %s, passed for step %d, which was not due, so that nothing has it. Pass force=True to save such a step, or measure if is_due(step) is True",
+                "step %d is saved without the %s, passed for step %d, which was not due, so that nothing has it. Pass "
+                "force=True to save such a step, or measure if is_due(step) is True",
                 saved.step,
                 name_all("metric", [*map(repr, dropped)]),
                 self._dropped[dropped[0]],

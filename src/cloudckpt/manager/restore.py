@@ -301,14 +301,15 @@ def check_fresh_start(steps: Steps, options: Options) -> None:
     if torch_steps := steps.find_torch_steps():
         raise CheckpointNotFoundError(
             f"no step is committed under {root}, but torch's own writer has saved {_name_steps(torch_steps)}. Import "
-            "what it saved with cloudckpt.import_checkpoint(…, format='dcp'); or load one with restore(state_dict, step=…) and a manager with allow_pickle=True, if you trust its author; "
+            "what it saved with cloudckpt.import_checkpoint(…, format='dcp'); or load one with restore(state_dict, "
+            "step=…) and a manager with allow_pickle=True, if you trust its author; "
             "or pass another root to a new run",
             uri=root,
         )
     if half_deleted := steps.find_half_deleted():
         raise CheckpointNotFoundError(
-            f"no step is committed under {root}, but the deletion of {_name_steps(half_deleted)} has begun "
-            "and not ended, and hides what is there. Delete it again (cloudckpt rm), or pass another root to a new run. To "
+            f"no step is committed under {root}, but the deletion of {_name_steps(half_deleted)} has begun and not "
+            "ended, and hides what is there. Delete it again (cloudckpt rm), or pass another root to a new run. To "
             "load one whose data is all there, remove its last manifest.<n>.json, if that has at most 128 bytes",
             uri=root,
         )

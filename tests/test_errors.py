@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import errors
 from cloudckpt.commit.publish import OvertakenError
-from cloudckpt.dcp.protocol import failure_of
+from cloudckpt.dcp.save_and_load import failure_of
 from cloudckpt.errors import (
     MAX_MESSAGE_CHARS,
     AccessDeniedError,

@@ -25,7 +25,9 @@ from cloudckpt.dcp import AsyncCheckpointerType, AsyncStager, LoadPlanner, SaveP
 from cloudckpt.dcp.collectives import CollectiveCall, guarded_collectives
 from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, find_parameters
-from cloudckpt.dcp.protocol import (
+from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.renaming import Rename
+from cloudckpt.dcp.save_and_load import (
     RanksContext,
     SavedMetadata,
     num_ranks_of,
@@ -35,8 +37,6 @@ from cloudckpt.dcp.protocol import (
     run_save,
     states_of,
 )
-from cloudckpt.dcp.reader import ObjectStoreReader
-from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError

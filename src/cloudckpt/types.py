@@ -9,7 +9,7 @@ from cloudckpt.report import LoadReport, SaveProgress, SaveReport, SkippedCheckp
 if TYPE_CHECKING:
     from cloudckpt.background.handle import AsyncSave
     from cloudckpt.convert.conversion import ConversionReport, CopyReport, MergeReport
-    from cloudckpt.dcp.protocol import SavedMetadata
+    from cloudckpt.dcp.save_and_load import SavedMetadata
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.inspect.comparison import Comparison, Difference
     from cloudckpt.inspect.description import (
@@ -62,7 +62,7 @@ __all__ = [
 _LAZY = {
     "cloudckpt.background.handle": "AsyncSave",
     "cloudckpt.convert.conversion": "ConversionReport CopyReport MergeReport",
-    "cloudckpt.dcp.protocol": "SavedMetadata",
+    "cloudckpt.dcp.save_and_load": "SavedMetadata",
     "cloudckpt.inspect.catalog": "CheckpointInfo",
     "cloudckpt.inspect.comparison": "Comparison Difference",
     "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription "

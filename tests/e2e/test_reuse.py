@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.dcp.collectives import begin_call
-from cloudckpt.dcp.protocol import failure_of
+from cloudckpt.dcp.save_and_load import failure_of
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.manager.restore import Candidate, load_newest
 from cloudckpt.report import LoadReport

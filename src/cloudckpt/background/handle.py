@@ -16,7 +16,7 @@ from cloudckpt._display import noting_interrupt, pairs_to_html
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt._workers import logging_failures
 from cloudckpt.cancellation import Cancellation
-from cloudckpt.dcp.protocol import SavedMetadata
+from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SaveProgress, SaveReport
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import chunks_wanted_by, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.format.nesting import PLAIN_TENSORS, PLANNER_HOOKS, answers_planners, flatten
+from cloudckpt.format.nesting import PLAIN_TENSORS, PLANNER_HOOKS, flatten, has_planner_hooks
 
 
 class HookAnswers:
@@ -70,7 +70,7 @@ def refuse_attributes(state_dict: Mapping[str, Any]) -> None:
     """
     for name, value in flatten(state_dict, uri="", takes_apart=False).entries.items():
         tensor = local_tensor_of(value) if isinstance(value, DTensor) else value
-        if type(tensor) in PLAIN_TENSORS and answers_planners(tensor):
+        if type(tensor) in PLAIN_TENSORS and has_planner_hooks(tensor):
             raise UnsupportedValueError(
                 f"the stager's copy of {name!r} has attributes that say which part of a tensor it is, and another "
                 "process does not get them. Save without async_stager, or with AsyncCheckpointerType.THREAD",

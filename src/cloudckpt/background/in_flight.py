@@ -21,7 +21,7 @@ from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.process import end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.dcp.collectives import begin_call
-from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of, failure_of
+from cloudckpt.dcp.save_and_load import SaveOrLoadError, causes_of, failure_of
 from cloudckpt.errors import SaveInFlightError, make_picklable
 from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.uri import redact

@@ -33,7 +33,7 @@ from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.collectives import CollectiveCall, begin_call, unguarded_collectives
-from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, run_save
+from cloudckpt.dcp.save_and_load import SavedMetadata, end_failed_save, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import RankLostError, make_picklable

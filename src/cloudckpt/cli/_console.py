@@ -212,9 +212,9 @@ def exit_code_of(error: BaseException) -> int | None:
     for code, classes in _CODES:
         if isinstance(error, classes):
             return code
-    is_ours = isinstance(error, CloudckptError)
+    is_cloudckpt_error = isinstance(error, CloudckptError)
     is_typers = any(kind.__module__.partition(".")[0] in ("click", "typer") for kind in type(error).__mro__)
-    return UNEXPECTED if is_ours or (isinstance(error, Exception) and not is_typers) else None
+    return UNEXPECTED if is_cloudckpt_error or (isinstance(error, Exception) and not is_typers) else None
 
 
 def _interrupt_of(error: BaseException) -> KeyboardInterrupt | SystemExit | None:

@@ -29,7 +29,7 @@ from cloudckpt.errors import RankLostError, name_ranks
 from cloudckpt.telemetry.timeline import records_waits
 
 Purpose: TypeAlias = Literal["foreground", "background", "asking"]
-"""Calls that may run beside one another use connections of their own."""
+"""The purposes of calls. Calls with different purposes may run at once, so each purpose has its own connections."""
 _T = TypeVar("_T")
 
 # With another backend, a rank may be no process of its own, or the ranks may share no store.
@@ -41,7 +41,7 @@ _SIGNAL_CHECK_S = 0.5
 class _Connections:
     """The rendezvous and the gloo connections of the ranks of one process group, for calls of one purpose.
 
-    torch does not know of them, so they outlive a process group that is destroyed while a call runs.
+    torch does not know these connections, so they outlive a process group that is destroyed while a call runs.
     """
 
     def __init__(self, source: dist.ProcessGroup, purpose: Purpose) -> None:
@@ -56,7 +56,7 @@ class _Connections:
         self.gloo: Any = None
 
     def begin(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
-        """Begin a call. The first one connects the ranks."""
+        """Begin a call. The first call connects the ranks."""
         self.rendezvous.begin(call, doing=doing, uri=uri, timeout_s=timeout_s)
         # All ranks have come to a collective, so this bounds the transfer alone.
         timeout = dt.timedelta(seconds=min(timeout_s, _MAX_COLLECTIVE_S))
@@ -72,15 +72,15 @@ class _Connections:
 
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Purpose, _Connections]] = weakref.WeakKeyDictionary()
 """The connections for each process group that this process has used."""
-_connections_lock = threading.RLock()  # a signal's handler may come while its own thread holds it
+_connections_lock = threading.RLock()  # a signal handler may need the lock while its own thread holds it
 
 
 class CollectiveCall(DistWrapper):
     """The collectives of one save or load, in which no rank waits for a lost one longer than `timeout_s`.
 
-    It takes the place of the ``_DistWrapper`` on which torch runs the steps of DCP, and begins with its construction.
-    Leave it through `ending`, or call `end`. A Ctrl-C never interrupts a collective, since the other ranks would wait
-    in gloo: it is raised before the collective or after it.
+    Replaces the ``_DistWrapper`` on which torch runs the steps of DCP. The constructor begins the call; `ending` or
+    `end` ends it. A Ctrl-C never interrupts a collective, since the other ranks would wait in gloo: it is raised before
+    or after the collective.
 
     Args:
         source: The process group, whose store the ranks share.
@@ -127,7 +127,7 @@ class CollectiveCall(DistWrapper):
             self._gloo.broadcast(received, 0).wait()
             return received
 
-        received = self._meet(broadcast)
+        received = self._run_collective(broadcast)
         return value if self.is_coordinator else _unpickle(received)
 
     def gather_object(self, value: Any) -> list[Any] | None:
@@ -140,23 +140,23 @@ class CollectiveCall(DistWrapper):
         return self._gather(value, to_all=True)
 
     def scatter_object(self, object_list: list[Any] | None) -> Any:
-        """Return the object that the coordinator's list has for this rank."""
-        data = [pickle.dumps(each) for each in object_list or ()] if self.is_coordinator else []
+        """Return this rank's object of the coordinator's list."""
+        data = [pickle.dumps(value) for value in object_list or ()] if self.is_coordinator else []
 
         def scatter() -> torch.Tensor:
             size = self._broadcast_size(max(map(len, data), default=0))
             received = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self._gloo.scatter(received, [_to_tensor(each, size) for each in data], 0).wait()
+            self._gloo.scatter(received, [_to_tensor(pickled, size) for pickled in data], 0).wait()
             return received
 
-        return _unpickle(self._meet(scatter))
+        return _unpickle(self._run_collective(scatter))
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._meet(lambda: None)
+        self._run_collective(lambda: None)
 
     def set_on_cancel(self, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
-        """Call `on_cancel` with the ranks that cancel this call, in any thread, and perhaps repeatedly."""
+        """Have `on_cancel` called with the ranks that cancel this call, in any thread, and perhaps repeatedly."""
         self._rendezvous.set_on_cancel(self._number, on_cancel)
 
     def cancel(self) -> None:
@@ -164,12 +164,12 @@ class CollectiveCall(DistWrapper):
         self._rendezvous.cancel(self._number)
 
     def end(self, error: BaseException | None) -> None:
-        """End the call. An `error` that only this rank knows of makes the call fail on the other ranks at once."""
+        """End the call. With an `error` that only this rank has, the call fails on the other ranks at once."""
         self._rendezvous.end(self._number, error)
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[CollectiveCall]:
-        """End the call with this context. Raise a `RankLostError` of the body as torch's ``CheckpointException``."""
+        """End the call at the end of the context. Raise a `RankLostError` of the body as ``CheckpointException``."""
         error: BaseException | None = None
         try:
             yield self
@@ -199,7 +199,7 @@ class CollectiveCall(DistWrapper):
             (self._gloo.allgather(received, padded) if to_all else self._gloo.gather(received, padded, 0)).wait()
             return received
 
-        return [_unpickle(each) for each in self._meet(gather)]
+        return [_unpickle(pickled) for pickled in self._run_collective(gather)]
 
     def _broadcast_size(self, num_bytes: int) -> int:
         size = torch.tensor([num_bytes], device="cpu")
@@ -207,8 +207,8 @@ class CollectiveCall(DistWrapper):
         return int(size)
 
     @records_waits
-    def _meet(self, collective: Callable[[], _T]) -> _T:
-        """Wait for all ranks, and make the collective of one object."""
+    def _run_collective(self, collective: Callable[[], _T]) -> _T:
+        """Wait for all ranks, and then run `collective`."""
 
         def meet() -> _T:
             self._rendezvous.barrier()
@@ -241,7 +241,7 @@ def begin_call(
 def guarded_collectives(
     process_group: dist.ProcessGroup | None, *, doing: str, uri: str, timeout_s: float, no_dist: bool = False
 ) -> Iterator[DistWrapper]:
-    """Give the collectives of one save or load: a `CollectiveCall`, or torch's own where `begin_call` returns None.
+    """Yield the collectives of one save or load: a `CollectiveCall`, or torch's own if `begin_call` returns None.
 
     A lost rank fails the call with torch's ``CheckpointException``.
     """
@@ -263,13 +263,13 @@ def unguarded_collectives(process_group: dist.ProcessGroup | None, *, no_dist: b
 
 
 def refuse_other_calls(plans: Sequence[object], *, uri: str) -> None:
-    """Raise `RankLostError` if ranks sent plans of the other kind than rank 0: some save and others load.
+    """Raise `RankLostError` if some ranks save while others load, as their plans show.
 
     torch's own calls have no `Rendezvous` that would find this.
     """
     doing = {True: "saving", False: "loading"}
     is_save = [isinstance(plan, SavePlan) for plan in plans]
-    apart = tuple(rank for rank, one in enumerate(is_save) if one != is_save[0])
+    apart = tuple(rank for rank, is_save_of_rank in enumerate(is_save) if is_save_of_rank != is_save[0])
     if apart:
         raise RankLostError(
             f"{name_ranks(apart)} came to do something else than rank 0 (rank 0: {doing[is_save[0]]} {uri}; "
@@ -285,9 +285,9 @@ def as_checkpoint_exception(error: RankLostError) -> CheckpointException:
 
 
 def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], object]) -> _T:
-    """Run `work` to its end, and return its result; in another thread if this is the main thread, where signals raise.
+    """Run `work` to its end, and return its result. The main thread, where signals raise, runs it in another thread.
 
-    An interrupt (Ctrl-C) is given to `on_interrupt` at once, and raised after `work` has ended, in place of its
+    `on_interrupt` gets an interrupt (Ctrl-C) at once. Once `work` has ended, the interrupt is raised in place of its
     outcome.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -344,7 +344,7 @@ def _find_guarded_group(process_group: dist.ProcessGroup | None) -> dist.Process
 
 
 def _find_store_keeper(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the rank whose process holds the store, if one does."""
+    """Return a tuple with the rank whose process holds the store; an empty one if no rank does."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     # Under torchrun its agent keeps the store, else the first rank of all does.

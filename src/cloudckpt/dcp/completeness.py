@@ -80,7 +80,11 @@ def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str
     torch's ``load`` gives a fresh ``Stateful`` nothing, and reports success.
     """
     empty = dict.fromkeys(name for plan in plans for name in plan.planner_data or ())
-    left = {name: below for name in empty if (below := [one for one in saved if one.startswith(f"{name}.")])}
+    left = {
+        name: below
+        for name in empty
+        if (below := [saved_name for saved_name in saved if saved_name.startswith(f"{name}.")])
+    }
     if not left:
         return
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
@@ -176,7 +180,7 @@ def _find_left_state(saved: Mapping[str, Any], asked: set[str], state: str) -> l
         return []
     of_asked_state = {_param_of(name, state) for name in asked if name.startswith(state)}
     # "model.up.weight" may ask for the parameter "up.weight", or for "weight".
-    params = {name[at:] for name in asked if not name.startswith(state) for at in _begins_of_parts(name)}
+    params = {name[position:] for name in asked if not name.startswith(state) for position in _begins_of_parts(name)}
     if params.isdisjoint(of_asked_state | {_param_of(name, state) for name in left}):
         return left  # the optimizer is loaded apart from its model
     return [name for name in left if _param_of(name, state) in params | of_asked_state]
@@ -187,7 +191,7 @@ def _param_of(name: str, state: str) -> str:
 
 
 def _begins_of_parts(name: str) -> list[int]:
-    return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
+    return [0, *(position + 1 for position, letter in enumerate(name) if letter == ".")]
 
 
 def _summarize(left: list[str], saved: Mapping[str, Any]) -> str:
@@ -225,7 +229,7 @@ def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
     if isinstance(state, (Mapping, list)) and state:
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
         changed = {
-            key: made for key, one in pairs if (made := add_placeholders(one, f"{name}.{key}", saved)) is not one
+            key: made for key, value in pairs if (made := add_placeholders(value, f"{name}.{key}", saved)) is not value
         }
         return _replace(state, changed)
     if (state is None or (isinstance(state, (list, tuple)) and not state)) and not _is_value(saved.get(name)):
@@ -241,7 +245,9 @@ def restore_placeholders(state: Any) -> Any:
         return state.held
     if isinstance(state, (Mapping, list)):
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
-        return _replace(state, {key: made for key, one in pairs if (made := restore_placeholders(one)) is not one})
+        return _replace(
+            state, {key: made for key, value in pairs if (made := restore_placeholders(value)) is not value}
+        )
     return state
 
 
@@ -287,15 +293,15 @@ def _add(state: Any, extra: Any, *, is_strict: bool) -> Any:
         return state
     if isinstance(state, Mapping) and state and isinstance(extra, Mapping):
         changed = {
-            key: _add(state[key], one, is_strict=is_strict) if key in state else make_empty(one)
-            for key, one in extra.items()
+            key: _add(state[key], value, is_strict=is_strict) if key in state else make_empty(value)
+            for key, value in extra.items()
             if key in state or is_strict
         }
-        return _replace(state, {key: one for key, one in changed.items() if one is not NO_PLACE})
+        return _replace(state, {key: value for key, value in changed.items() if value is not NO_PLACE})
     if isinstance(state, list) and state and isinstance(extra, list):
         added = [_add(*pair, is_strict=is_strict) for pair in zip(state, extra, strict=False)]
-        appended = [NO_PLACE if one is None else make_empty(one) for one in extra[len(state) :] if is_strict]
-        return [*added, *state[len(extra) :], *itertools.takewhile(lambda one: one is not NO_PLACE, appended)]
+        appended = [NO_PLACE if value is None else make_empty(value) for value in extra[len(state) :] if is_strict]
+        return [*added, *state[len(extra) :], *itertools.takewhile(lambda value: value is not NO_PLACE, appended)]
     added = NO_PLACE if isinstance(state, tuple) and state else make_empty(extra)
     return state if added is NO_PLACE else added
 

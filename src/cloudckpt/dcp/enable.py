@@ -75,7 +75,7 @@ def enable(
 
     @functools.wraps(original)
     def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # torch's signature
-        if storage is None and _is_ours(checkpoint_id, options=chosen):
+        if storage is None and _is_cloudckpt_uri(checkpoint_id, options=chosen):
             if reader:
                 return ObjectStoreReader(
                     checkpoint_id, options=chosen, allow_pickle=allow_pickle, strict=strict, _via="enable"
@@ -95,7 +95,7 @@ def enable(
         "torch.distributed.checkpoint._async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"
     )
     if threads is not None:
-        _warn_of_shared_group(threads, lambda location: _is_ours(location, options=chosen))
+        _warn_of_shared_group(threads, lambda location: _is_cloudckpt_uri(location, options=chosen))
 
     # An async save in another process sets up its storage there, without this patch.
     executor = _torch_compat.find(
@@ -108,7 +108,11 @@ def enable(
     @functools.wraps(execute)
     def execute_save(*args: Any, **kwargs: Any) -> Any:
         location = kwargs.get("checkpoint_id")
-        if location is not None and kwargs.get("storage_writer") is None and _is_ours(location, options=chosen):
+        if (
+            location is not None
+            and kwargs.get("storage_writer") is None
+            and _is_cloudckpt_uri(location, options=chosen)
+        ):
             kwargs["storage_writer"] = new_writer(location)
             kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner(compare=chosen.compare_replicas)
         return execute(*args, **kwargs)
@@ -134,7 +138,7 @@ def replace_attribute(undo: contextlib.ExitStack, owner: Any, name: str, replace
     setattr(owner, name, replacement)
 
 
-def _warn_of_shared_group(executor: Any, is_ours: Callable[[object], bool]) -> None:
+def _warn_of_shared_group(executor: Any, is_cloudckpt_uri: Callable[[object], bool]) -> None:
     """Make torch's background saves in threads warn, once, if they use the connections of training."""
     execute, warned = executor.execute_save, threading.Event()
 
@@ -143,7 +147,7 @@ def _warn_of_shared_group(executor: Any, is_ours: Callable[[object], bool]) -> N
         if not warned.is_set() and _is_shared(kwargs.get("process_group"), no_dist=kwargs.get("no_dist", False)):
             writer = kwargs.get("storage_writer")
             location = writer.checkpoint_id if isinstance(writer, ObjectStoreWriter) else kwargs.get("checkpoint_id")
-            if isinstance(writer, ObjectStoreWriter) or (writer is None and is_ours(location)):
+            if isinstance(writer, ObjectStoreWriter) or (writer is None and is_cloudckpt_uri(location)):
                 warned.set()
                 if dist.get_rank() == 0:
                     _log.warning(
@@ -213,7 +217,7 @@ def _read_with_fsspec_reader(make: Callable[[Any], ObjectStoreReader], options: 
     replace_attribute(_undo, kind, "__init__", init)
 
 
-def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
+def _is_cloudckpt_uri(checkpoint_id: Any, *, options: Options) -> bool:
     if not isinstance(checkpoint_id, (str, os.PathLike)):
         return False
     if is_remote_uri(checkpoint_id) or "://" in str(checkpoint_id) or mangled_uri_scheme(checkpoint_id):

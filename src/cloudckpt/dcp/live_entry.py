@@ -64,8 +64,10 @@ class LoadSource:
     is_logged: bool = False
     """True on the one rank that logs what is the same on all ranks."""
 
-    def advise_rename(self, wanted: Mapping[str, Any], *others: str, found: Collection[str] = (), where: str) -> str:
-        """Return advice to pass a `rename` that finds the `wanted` entries beside those `found`; "" if none does.
+    def advise_rename(
+        self, wanted: Mapping[str, Any], *others: str, found_names: Collection[str] = (), where: str
+    ) -> str:
+        """Return advice to pass a `rename` that finds the `wanted` entries beside those `found_names`; "" if none does.
 
         The advice has the names in the checkpoint, even if the load renames them. `others` are wanted optimizers.
         `where` is the path of the model or, with a dot at its end, of a dict with one model.
@@ -75,13 +77,17 @@ class LoadSource:
         maps = suggest_renames(saved, wanted) or [{}]
         of_groups = {name[: name.index(".param_groups.")] for name in saved if ".param_groups." in name}
         optimizer = dict.fromkeys(of_groups, *others) if len(of_groups) == 1 == len(others) else {}
-        kept_pairs = {} if self.renaming is None else self.renaming.pairs_to(found)
-        kept = [*found] if self.renaming is None else [*kept_pairs]
+        kept_pairs = {} if self.renaming is None else self.renaming.pairs_to(found_names)
+        kept = [*found_names] if self.renaming is None else [*kept_pairs]
         maps = [
-            {old: new for old, new in {**one, **optimizer}.items() if not any(is_below(old, other) for other in kept)}
-            for one in maps
+            {
+                old: new
+                for old, new in {**renames, **optimizer}.items()
+                if not any(is_below(old, other) for other in kept)
+            }
+            for renames in maps
         ]
-        maps = [one for at, one in enumerate(maps) if one and one not in maps[:at]]
+        maps = [renames for position, renames in enumerate(maps) if renames and renames not in maps[:position]]
         if not maps:
             return ""
         (old, new), *others_too = maps[0].items()
@@ -91,10 +97,10 @@ class LoadSource:
             other_way = f", or model={{{old.removeprefix('model.')!r}: …}}"
         elif where == "model." and old == "model" == new.rpartition(".")[0]:
             other_way = ", or the model alone, without a dict: model=…"
-        maps = [{**kept_pairs, **one} for one in maps]
+        maps = [{**kept_pairs, **renames} for renames in maps]
         if self.has_optimizer and not is_all and where == "model":
             # It has the state of all models, so that none of them may be renamed beside it.
-            olds = [old for one in maps for old, new in one.items() if new == "model"]
+            olds = [old for renames in maps for old, new in renames.items() if new == "model"]
             tops = [old.removeprefix("model.") for old in olds if old.rpartition(".")[0] == "model"]
             if tops:
                 ways = " or ".join(f"model={{{top!r}: …}}, strict=False" for top in tops)
@@ -177,8 +183,10 @@ def nest_metadata(metadata: Metadata, *, num_ranks: int) -> dict[Any, Any]:
     saved: Mapping[str, Any] = metadata.state_dict_metadata
     if num_ranks > 1:
         saved = {
-            name: _PartsOfRanks(**vars(one)) if isinstance(one, TensorStorageMetadata) and len(one.chunks) > 1 else one
-            for name, one in saved.items()
+            name: _PartsOfRanks(**vars(entry))
+            if isinstance(entry, TensorStorageMetadata) and len(entry.chunks) > 1
+            else entry
+            for name, entry in saved.items()
         }
     nesting = {} if metadata.planner_data is None else metadata.planner_data
     if not isinstance(nesting, Nesting):
@@ -193,21 +201,21 @@ def _plan_all(
     entries: Mapping[str, LiveEntry], saved: Mapping[Any, Any], *, where: str, source: LoadSource
 ) -> dict[str, Any]:
     """Return the plan of each entry that the checkpoint has. Raises `StateDictMismatchError` if it lacks others."""
-    found = {}
+    saved_by_key = {}
     for key, entry in entries.items():
         if key in saved:
-            found[key] = saved[key]
+            saved_by_key[key] = saved[key]
         elif entry.takes_flat_names and any(str(name).startswith(f"{key}.") for name in saved):
-            below = {name: one for name, one in saved.items() if str(name).startswith(f"{key}.")}
-            found[key] = {name.removeprefix(f"{key}."): one for name, one in below.items()}
+            below = {name: saved_entry for name, saved_entry in saved.items() if str(name).startswith(f"{key}.")}
+            saved_by_key[key] = {name.removeprefix(f"{key}."): saved_entry for name, saved_entry in below.items()}
         elif isinstance(entry, OptionalEntry):
-            found[key] = None
-    if missing := [f"{where}{key}" for key in entries if key not in found]:
+            saved_by_key[key] = None
+    if missing := [f"{where}{key}" for key in entries if key not in saved_by_key]:
         # strict=False loads the objects that fit in part. A load that finds nothing at all is a mistake.
-        is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in found)
+        is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in saved_by_key)
         has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
         # On all ranks, since it calls state_dict(), which may be collective.
-        renamed = _advise_rename(missing, found, entries, where=where, source=source)
+        renamed = _advise_rename(missing, saved_by_key, entries, where=where, source=source)
         if source.is_strict or is_empty or has_no_model:
             has = quote_names([f"{where}{name}" for name in saved])
             advice = f"{renamed and f'{renamed}. '}Leave out of the load what it lacks"
@@ -223,7 +231,10 @@ def _plan_all(
         if source.is_logged:
             text = f"{quote_names(missing)}: these objects keep what they have{renamed and f'. {renamed}'}"
             _log.warning("%s has no %s", source.uri, text)
-    return {key: entries[key].plan_load(one, where=f"{where}{key}", source=source) for key, one in found.items()}
+    return {
+        key: entries[key].plan_load(saved_entry, where=f"{where}{key}", source=source)
+        for key, saved_entry in saved_by_key.items()
+    }
 
 
 def _overlap_error(error: ValueError, source: LoadSource) -> Exception:
@@ -231,7 +242,9 @@ def _overlap_error(error: ValueError, source: LoadSource) -> Exception:
 
     A flat state dict may hold both. Most of them come from `rename`.
     """
-    heads = ((name[:at], name) for name in source.entries for at, letter in enumerate(name) if letter == ".")
+    heads = (
+        (name[:position], name) for name in source.entries for position, letter in enumerate(name) if letter == "."
+    )
     pair = next((pair for pair in heads if pair[0] in source.entries), None)
     if pair is None:
         return error
@@ -246,14 +259,19 @@ def _overlap_error(error: ValueError, source: LoadSource) -> Exception:
 
 
 def _advise_rename(
-    missing: list[str], found: Collection[str], entries: Mapping[str, LiveEntry], *, where: str, source: LoadSource
+    missing: list[str],
+    found_names: Collection[str],
+    entries: Mapping[str, LiveEntry],
+    *,
+    where: str,
+    source: LoadSource,
 ) -> str:
     lacking = {name: entries[name.removeprefix(where)] for name in missing}
     states = {name: entry.state_at(name) for name, entry in lacking.items() if entry.takes_flat_names}
     optimizers = [name for name, entry in lacking.items() if name not in states and entry.is_synchronized]
     wanted = flatten(states, uri=source.uri).entries
-    found = [f"{where}{key}" for key in found]
-    return source.advise_rename(wanted, *optimizers, found=found, where=where if len(entries) == 1 else "")
+    found_names = [f"{where}{key}" for key in found_names]
+    return source.advise_rename(wanted, *optimizers, found_names=found_names, where=where if len(entries) == 1 else "")
 
 
 def find_synchronized(state_dict: Mapping[str, Any]) -> SynchronizedNames:
@@ -369,7 +387,7 @@ def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
         return NO_PLACE if is_whole and len(placed) < len(by_key) else placed
     if isinstance(saved, (list, tuple)):
         elements = [make_empty(value, part_of(like, position), is_whole=True) for position, value in enumerate(saved)]
-        if any(one is NO_PLACE for one in elements):
+        if any(element is NO_PLACE for element in elements):
             return NO_PLACE
         return elements if isinstance(saved, list) else rebuild_tuple(saved, elements)
     return None
@@ -390,7 +408,7 @@ def _make_empty_tensor(saved: SavedWrapper | TensorStorageMetadata, like: Any) -
 
 def has_parts_of_ranks(saved: Any) -> bool:
     """Return True if ranks hold parts of a tensor in the saved structure."""
-    return any(isinstance(one, _PartsOfRanks) for one in tensors_in(saved))
+    return any(isinstance(tensor, _PartsOfRanks) for tensor in tensors_in(saved))
 
 
 def tensors_in(saved: Any) -> Iterator[TensorStorageMetadata]:
@@ -400,8 +418,8 @@ def tensors_in(saved: Any) -> Iterator[TensorStorageMetadata]:
     elif isinstance(saved, SavedWrapper):
         yield from tensors_in(saved.parts)
     elif isinstance(saved, (Mapping, list, tuple)):
-        for one in saved.values() if isinstance(saved, Mapping) else saved:
-            yield from tensors_in(one)
+        for value in saved.values() if isinstance(saved, Mapping) else saved:
+            yield from tensors_in(value)
 
 
 def part_of(held: Any, key: Any) -> Any:

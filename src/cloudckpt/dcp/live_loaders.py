@@ -33,7 +33,7 @@ def describe_loader(loader: Any) -> dict[str, Any]:
     It never raises: a save must not fail because a class of the user's cannot be described.
     """
     order = sampler_of(loader)
-    data = next((one for name in ("dataset", "data_source") if (one := _get(loader, name)) is not None), loader)
+    data = next((dataset for name in ("dataset", "data_source") if (dataset := _get(loader, name)) is not None), loader)
     settings = {"sampler": type(order).__name__, **{name: _get(order, name) for name in _OF_SAMPLER}}
     is_stream = isinstance(data, IterableDataset)
     if not is_stream:  # a stream may return the length of its rest

@@ -88,7 +88,7 @@ class ModelEntry(LiveEntry):
                 "name, pass rename",
                 uri=source.uri,
             )
-        known = {name: found for name in wanted if (found := _find_named(saved, name)) is not NO_PLACE}
+        known = {name: entry for name in wanted if (entry := _find_named(saved, name)) is not NO_PLACE}
         if wanted and saved and not known:
             names = {f"{where}.{name}": value for name, value in wanted.items()}
             advice = source.advise_rename(names, where=where) or "Check that it is the same model"
@@ -127,8 +127,8 @@ def _find_tied(module: nn.Module, known: Collection[str]) -> dict[str, str]:
     """Return the names of parameters and buffers that `known` lacks, by others of the same ones that it has."""
     names: defaultdict[int, list[str]] = defaultdict(list)
     for held in (module.named_parameters, module.named_buffers):
-        for raw, one in held(remove_duplicate=False):
-            names[id(one)].append(raw)
+        for raw, tensor in held(remove_duplicate=False):
+            names[id(tensor)].append(raw)
     tied = {}
     for raws in names.values():
         if len(raws) > 1:
@@ -144,9 +144,9 @@ def _find_named(saved: Any, name: str) -> Any:
         return NO_PLACE
     if name in saved:
         return saved[name]
-    dots = [at for at, letter in enumerate(name) if letter == "."]
-    inner = (_find_named(saved[name[:at]], name[at + 1 :]) for at in dots if name[:at] in saved)
-    return next((found for found in inner if found is not NO_PLACE), NO_PLACE)
+    dots = [position for position, letter in enumerate(name) if letter == "."]
+    inner = (_find_named(saved[name[:position]], name[position + 1 :]) for position in dots if name[:position] in saved)
+    return next((value for value in inner if value is not NO_PLACE), NO_PLACE)
 
 
 def _is_replaced(name: str, held: Any, saved: Any) -> bool:
@@ -175,7 +175,7 @@ class StatefulEntry(LiveEntry):
             self._refuse_group(saved, where=where, source=source)
         # Only the object's own state says which tensors are DTensors. An object without floats is not asked for it,
         # because a data loader would begin to iterate.
-        has_floats = any(one.properties.dtype.is_floating_point and one.size for one in tensors_in(saved))
+        has_floats = any(tensor.properties.dtype.is_floating_point and tensor.size for tensor in tensors_in(saved))
         is_asked = has_floats or has_parts_of_ranks(saved)
         made = make_empty(saved, ask_state(self, where=where) if is_asked else None)
         return {} if made is NO_PLACE else made
@@ -304,7 +304,9 @@ def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
     if isinstance(value, nn.Module):
         return ModelEntry(value)
     if isinstance(value, (list, tuple)) and value and all(map(wrap, value)):
-        return EntryGroup({str(at): entry for at, one in enumerate(value) if (entry := _wrap_value(key, one))})
+        return EntryGroup(
+            {str(position): entry for position, element in enumerate(value) if (entry := _wrap_value(key, element))}
+        )
     return ValuesEntry(value) if type(value) is dict else wrap(value)
 
 
@@ -412,15 +414,17 @@ def find_parameters(value: Any) -> Iterator[torch.Tensor]:
         yield from find_parameters(vars(value))
     elif is_stateful(value):
         held = getattr(value, "__dict__", {}).values()
-        yield from find_parameters([one for one in held if isinstance(one, (nn.Module, torch.optim.Optimizer))])
+        yield from find_parameters(
+            [element for element in held if isinstance(element, (nn.Module, torch.optim.Optimizer))]
+        )
 
 
 def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, (Mapping, list, tuple)):
-        for one in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors_in(one)
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_in(value)
 
 
 def wrap(value: Any) -> LiveEntry | None:
@@ -438,9 +442,9 @@ def wrap(value: Any) -> LiveEntry | None:
 def wrap_all(value: Any, *, keyword: str) -> LiveEntry:
     """Return the entry for one object or for a dict or a sequence of them."""
     if isinstance(value, (list, tuple)):
-        value = {str(position): one for position, one in enumerate(value)}
+        value = {str(position): element for position, element in enumerate(value)}
     if isinstance(value, Mapping):
-        return EntryGroup({key: wrap_all(one, keyword=keyword) for key, one in value.items()})
+        return EntryGroup({key: wrap_all(element, keyword=keyword) for key, element in value.items()})
     entry = wrap(value)
     if entry is None:
         hint = ""
@@ -480,7 +484,7 @@ class LiveObjects:
         try:
             return dict(self._make_entries(rank, num_ranks, is_strict=is_strict))
         except InvalidOptionError as error:
-            objects = {one.name.removeprefix("has_"): getattr(self, one.name) for one in fields(self)}
+            objects = {field.name.removeprefix("has_"): getattr(self, field.name) for field in fields(self)}
             # The ranks compare these names, which must be equal, before any rank's error is raised.
             return {
                 name: RefusedEntry(error) for name, value in objects.items() if value is not None and value is not False
@@ -490,7 +494,8 @@ class LiveObjects:
         modules = {} if self.model is None else _named_modules(self.model)
         if self.model is not None:
             models = {
-                key.removesuffix("."): ModelEntry(one, is_strict=is_strict, rank=rank) for key, one in modules.items()
+                key.removesuffix("."): ModelEntry(module, is_strict=is_strict, rank=rank)
+                for key, module in modules.items()
             }
             yield "model", models[""] if isinstance(self.model, nn.Module) else EntryGroup(models)
         if self.optimizer is not None:
@@ -525,9 +530,9 @@ def _with_types_of(live: Any, loaded: Any) -> Any:
 def _named_modules(model: Model) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
-    if not isinstance(model, Mapping) or not all(isinstance(one, nn.Module) for one in model.values()):
+    if not isinstance(model, Mapping) or not all(isinstance(module, nn.Module) for module in model.values()):
         raise InvalidOptionError(f"model must be a torch.nn.Module or a dict of them, not {kind_of(model)}")
-    modules = {f"{key}.": one for key, one in model.items()}
+    modules = {f"{key}.": module for key, module in model.items()}
     if len(modules) < len(model):
         raise InvalidOptionError(f"two keys of model are the same text: {', '.join(map(repr, model))}. Rename one")
     return modules

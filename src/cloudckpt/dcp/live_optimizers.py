@@ -136,7 +136,9 @@ class OptimizerEntry(LiveEntry):
         return {**make_empty(_other_entries_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
     def find_unused(self, where: str) -> list[str]:
-        updated = {id(param) for one in self._optimizers for group in one.param_groups for param in group[_PARAMS]}
+        updated = {
+            id(param) for optimizer in self._optimizers for group in optimizer.param_groups for param in group[_PARAMS]
+        }
         return [
             f"{where}.{_STATE}.{self._saved_keys.get(name, name)}"
             for param, name in self._names.items()
@@ -164,29 +166,29 @@ class OptimizerEntry(LiveEntry):
         """Warn of state in another dtype than its parameter: the steps of Adam and others of torch fail with it."""
         if not type(optimizer).__module__.startswith("torch.optim"):
             return  # others may keep their state in another precision on purpose
-        found = [
+        mismatches = [
             (f"{where}.{_STATE}.{name}.{key}", value.dtype, param.dtype)
             for param, name in self._names.items()
             for key, value in optimizer.state.get(param, {}).items()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
             if value.dtype is not param.dtype
         ]
-        if found:
+        if mismatches:
             _log.warning(
                 "%d tensors of the optimizer's state keep the dtype that was saved, and their parameters have another, "
                 "such as %r (%s, and %s). The next step of %s may fail: call "
                 "optimizer.load_state_dict(optimizer.state_dict()), which casts them, or load into a model of the "
                 "saved dtype",
-                len(found),
-                *found[0],
+                len(mismatches),
+                *mismatches[0],
                 type(optimizer).__name__,
             )
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
         held = optimizer.state_dict()
         others = _other_entries_of(held)
-        if (found := self._find_fsdp1(optimizer)) is not None:
-            prefix, module = found
+        if (fsdp1_unit := self._find_fsdp1(optimizer)) is not None:
+            prefix, module = fsdp1_unit
             _refuse_containers(optimizer)
             with _sharded_fsdp1(module):
                 held = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)
@@ -215,8 +217,8 @@ class OptimizerEntry(LiveEntry):
     ) -> None:
         loaded, others = saved[_STATE], _other_entries_of(saved)
         match = partial(self._match_groups, optimizer, saved_groups=saved[_GROUPS], position_by_name=position_by_name)
-        if (found := self._find_fsdp1(optimizer)) is not None:
-            prefix, module = found
+        if (fsdp1_unit := self._find_fsdp1(optimizer)) is not None:
+            prefix, module = fsdp1_unit
             with _sharded_fsdp1(module):
                 held = {**optimizer.state_dict(), _STATE: {}}  # only the names are of use
                 names = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)[_GROUPS]
@@ -256,12 +258,12 @@ class OptimizerEntry(LiveEntry):
         ]
         groups = []
         for position, (names, live) in enumerate(zip(names_of_groups, optimizer.param_groups, strict=True)):
-            found = positions[position]
+            saved_positions = positions[position]
             # Each stage of a pipeline has parameters of its own, and the checkpoint has the names of one of them.
-            is_free = position < len(saved_groups) and not any(position in one for one in positions)
-            if not found and is_free and len(self._optimizers) == 1:
-                found = {position}
-            settings = [_without_identity(saved_groups[number]) for number in sorted(found)]
+            is_free = position < len(saved_groups) and not any(position in taken for taken in positions)
+            if not saved_positions and is_free and len(self._optimizers) == 1:
+                saved_positions = {position}
+            settings = [_without_identity(saved_groups[number]) for number in sorted(saved_positions)]
             if any(not _is_same(settings[0], other) for other in settings[1:]):
                 raise StateDictMismatchError(
                     f"parameter group {position} of the optimizer has parameters of {len(settings)} saved groups with "
@@ -282,8 +284,8 @@ class OptimizerEntry(LiveEntry):
 
     @cached_property
     def _fsdp1_units(self) -> list[tuple[str, nn.Module, list[FullyShardedDataParallel]]]:
-        found = [(*one, FullyShardedDataParallel.fsdp_modules(one[1])) for one in self._modules.items()]
-        return [one for one in found if one[2]]
+        units = [(*unit, FullyShardedDataParallel.fsdp_modules(unit[1])) for unit in self._modules.items()]
+        return [unit for unit in units if unit[2]]
 
     def _names_of(self, optimizer: Optimizer) -> dict[int, str]:
         """Return the parameters' names by their numbers in the optimizer's state dict."""
@@ -300,8 +302,8 @@ class OptimizerEntry(LiveEntry):
     def _params_by_name(self) -> dict[str, tuple[Optimizer, nn.Parameter]]:
         params: dict[str, tuple[Optimizer, nn.Parameter]] = {}
         for optimizer in self._optimizers:
-            if (found := self._find_fsdp1(optimizer)) is not None:
-                prefix, module = found
+            if (fsdp1_unit := self._find_fsdp1(optimizer)) is not None:
+                prefix, module = fsdp1_unit
                 flat = {id(param): param for group in optimizer.param_groups for param in group[_PARAMS]}
                 for raw, param in module.named_parameters():
                     if id(param) in flat:
@@ -452,11 +454,11 @@ class _Layout:
         if not isinstance(self._like, DTensor):
             tensor: torch.Tensor = make_empty(entry)
             return tensor
-        found = self._find_stepped(path)
-        if any(found is one for one in self._handed_out):  # the saved list is longer than the held one
-            return found.clone()  # torchao's low-bit states have no clone()
-        self._handed_out.append(found)
-        return found
+        tensor = self._find_stepped(path)
+        if any(tensor is handed_out for handed_out in self._handed_out):  # the saved list is longer than the held one
+            return tensor.clone()  # torchao's low-bit states have no clone()
+        self._handed_out.append(tensor)
+        return tensor
 
     def _find_stepped(self, path: Sequence[Any]) -> torch.Tensor:
         stepped = _find_like(self._held, path)
@@ -489,10 +491,10 @@ class _Layout:
 def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
     """Return the tensor at `path`. If a list on the way is shorter, or holds None there, take another of its values."""
     for key in path:
-        found = part_of(state, key)
-        if found is None and isinstance(state, (list, tuple)):
-            found = next((value for value in reversed(state) if value is not None), None)
-        state = found
+        value = part_of(state, key)
+        if value is None and isinstance(state, (list, tuple)):
+            value = next((value for value in reversed(state) if value is not None), None)
+        state = value
     return state if isinstance(state, torch.Tensor) else None
 
 
@@ -503,7 +505,10 @@ def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = 
     if isinstance(saved, Mapping):
         return {key: _plan_state(value, part_of(held, key), layout, (*path, key)) for key, value in saved.items()}
     if isinstance(saved, (list, tuple)):
-        planned = [_plan_state(value, part_of(held, at), layout, (*path, at)) for at, value in enumerate(saved)]
+        planned = [
+            _plan_state(value, part_of(held, position), layout, (*path, position))
+            for position, value in enumerate(saved)
+        ]
         return planned if isinstance(saved, list) else rebuild_tuple(saved, planned)
     if not isinstance(saved, TensorStorageMetadata):
         return make_empty(saved)
@@ -563,10 +568,10 @@ def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, u
 
 def _refuse_containers(optimizer: Optimizer) -> None:
     """Refuse tensors in lists and dicts of a flat parameter's state, which torch takes for values of all ranks."""
-    found = {name for state in optimizer.state.values() for name, value in state.items() if holds_tensors(value)}
-    if found:
+    keys = {name for state in optimizer.state.values() for name, value in state.items() if holds_tensors(value)}
+    if keys:
         raise InvalidOptionError(
-            f"the optimizer ({type(optimizer).__name__}) keeps tensors within {quote_names(sorted(map(str, found)))}, "
+            f"the optimizer ({type(optimizer).__name__}) keeps tensors within {quote_names(sorted(map(str, keys)))}, "
             "which torch's first FSDP cannot take apart by parameters. Shard the model with fully_shard"
         )
 
@@ -594,11 +599,11 @@ def _on_device_of(live: Any, saved: Any) -> Any:
     return saved.to(live.device) if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor) else saved
 
 
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+def _is_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(_equal(value, second[key]) for key, value in first.items())
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
+    return bool(first == second)

@@ -42,9 +42,9 @@ from cloudckpt.format.nesting import (
     PLAIN_TENSORS,
     FlatStateDict,
     Nesting,
-    answers_planners,
     assign,
     flatten,
+    has_planner_hooks,
     name_path,
     unflatten,
 )
@@ -122,14 +122,14 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         if (nesting := stored_nesting(metadata)) is None:
             return False
         paths = {name_path(path): path for path in nesting.tuples}
-        found = [
+        names_of_tuples = [
             name for name in paths.keys() & flat.entries.keys() if not isinstance(flat.entries[name], torch.Tensor)
         ]
-        below = tuple(f"{name}." for name in found)
-        saved = {name: self._saved[name] for name in self._saved if name.startswith(below)} if found else {}
+        below = tuple(f"{name}." for name in names_of_tuples)
+        saved = {name: self._saved[name] for name in self._saved if name.startswith(below)} if names_of_tuples else {}
         narrowed = dataclasses.replace(metadata, state_dict_metadata=saved, planner_data=nesting)
         nested = nest_metadata(narrowed, num_ranks=self.num_ranks)
-        for name in found:
+        for name in names_of_tuples:
             held: Any = nested
             for step in paths[name]:
                 held = part_of(held, step[0] if isinstance(step, tuple) else step)
@@ -141,7 +141,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                     uri=self._uri,
                 )
             assign(state_dict, flat.paths[name], made)
-        return bool(found)
+        return bool(names_of_tuples)
 
     def create_local_plan(self) -> LoadPlan:
         try:
@@ -219,7 +219,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         rest: dict[str, Any] = {}
         tensors = self._saved.tensors if isinstance(self._saved, StoredEntries) else None
         for fqn, value in self.state_dict.items():
-            if type(value) in PLAIN_TENSORS and not answers_planners(value):
+            if type(value) in PLAIN_TENSORS and not has_planner_hooks(value):
                 size = value.size()
                 stored = tensors.get(fqn) if tensors is not None else None
                 is_whole = (
@@ -357,13 +357,13 @@ def _wanted_chunks(
     boxes = chunks_wanted_by(wanted)
     if boxes is None:
         return None
-    found: dict[tuple[int, ...], ChunkStorageMetadata] = {}
+    chunks_by_offsets: dict[tuple[int, ...], ChunkStorageMetadata] = {}
     for box in boxes:
         held = chunks.find_overlapping(box)
         if held is None:
             return None
-        found.update((tuple(chunk.offsets), chunk) for chunk in held)
-    return list(found.values())
+        chunks_by_offsets.update((tuple(chunk.offsets), chunk) for chunk in held)
+    return list(chunks_by_offsets.values())
 
 
 class WholePlanner(DefaultLoadPlanner):

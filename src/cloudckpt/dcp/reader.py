@@ -23,7 +23,7 @@ from cloudckpt.dcp.collectives import refuse_other_calls
 from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_left_of_objects
 from cloudckpt.dcp.load_items import find_wants, log_dropped
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
-from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed
+from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed_rename
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import (
@@ -322,24 +322,28 @@ class ObjectStoreReader(StorageReader):
 
         """
         refuse_other_calls(plans, uri=self.checkpoint_id)
-        found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
-        if len({one.names for one in found if one is not None}) > 1:
+        plan_data = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
+        if len({rank_data.names for rank_data in plan_data if rank_data is not None}) > 1:
             raise StateDictMismatchError(
                 f"the ranks pass different `rename` for {self.checkpoint_id}, and would mix what they load. Pass the "
                 "same on all ranks",
                 uri=self.checkpoint_id,
             )
-        left = self._find_left(plans, {key for one in found if one is not None for key in one.objects})
+        left = self._find_left(
+            plans, {key for rank_data in plan_data if rank_data is not None for key in rank_data.objects}
+        )
         self._check_completeness(plans, left=left)
         if self._renaming is not None and not left:
-            lacking = [name for one in found if one is not None for name in one.lacking]
+            lacking = [name for rank_data in plan_data if rank_data is not None for name in rank_data.lacking]
             check_used(plans, self._renaming, lacking=lacking, uri=self.checkpoint_id)
         if left:
             return [
-                plan if one is None else dataclasses.replace(plan, storage_data=dataclasses.replace(one, left=left))
-                for plan, one in zip(plans, found, strict=True)
+                plan
+                if rank_data is None
+                else dataclasses.replace(plan, storage_data=dataclasses.replace(rank_data, left=left))
+                for plan, rank_data in zip(plans, plan_data, strict=True)
             ]
-        attempts = {one.attempt for one in found if one is not None}
+        attempts = {rank_data.attempt for rank_data in plan_data if rank_data is not None}
         if len(attempts) > 1:
             raise CheckpointChangedError(
                 f"{self.checkpoint_id} was overwritten while the ranks looked at it: they found {len(attempts)} "
@@ -381,8 +385,8 @@ class ObjectStoreReader(StorageReader):
         if self._metadata is None or self._is_part:
             return
         whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
-        found = [plan.storage_data for plan in plans]
-        unused = {path for one in found if isinstance(one, RankPlanData) for path in one.unused}
+        plan_data = [plan.storage_data for plan in plans]
+        unused = {path for rank_data in plan_data if isinstance(rank_data, RankPlanData) for path in rank_data.unused}
         saved: Mapping[str, Any] = self._metadata.state_dict_metadata
         if unused:
             of_unused = tuple(f"{path}." for path in unused)
@@ -486,7 +490,7 @@ class ObjectStoreReader(StorageReader):
         if rename is None and is_of_model and names and self._call is not None and self._call.has_live_model:
             rename = {"": _MODEL}
         if rename is not None and self._may_be_renamed:
-            rename = find_needed(rename, names, uri=uri)
+            rename = find_needed_rename(rename, names, uri=uri)
         keys = () if self._call is None else self._call.keys
         return None if rename is None else Renaming(rename, names, uri=uri, keys=keys, is_given=self.is_renamed)
 

@@ -204,10 +204,12 @@ class Renaming:
                 wrappers[head] = wrapper
         typed = {name: path_from_json(path) for name, path in (manifest.typed_nesting or {}).items()}
         nesting = manifest.nesting
-        containers = [*manifest.empty_mappings, *(one.path for one in manifest.tuples)]
-        found = self._find_places({**(nesting or {}), **typed}) if containers else {}
-        tuples = [(one.kind, self._find_new_path(one.path, found)) for one in manifest.tuples]
-        empty = [self._find_new_path(path, found) for path in manifest.empty_mappings]
+        containers = [*manifest.empty_mappings, *(stored_tuple.path for stored_tuple in manifest.tuples)]
+        new_places = self._find_places({**(nesting or {}), **typed}) if containers else {}
+        tuples = [
+            (stored_tuple.kind, self._find_new_path(stored_tuple.path, new_places)) for stored_tuple in manifest.tuples
+        ]
+        empty = [self._find_new_path(path, new_places) for path in manifest.empty_mappings]
         return msgspec.structs.replace(
             manifest,
             tensors=self.by_new_name(manifest.tensors),
@@ -240,25 +242,27 @@ class Renaming:
 
         An entry gives its path; None if it is hidden; or its new name if more than the container's path changes.
         """
-        found: dict[Path, set[Path | str | None]] = {}
+        new_places: dict[Path, set[Path | str | None]] = {}
         for old, path in paths.items():
             new = self.new_names.get(old)
             changed = () if new is None else new_path(path, new)
             for depth in range(len(path)):
                 tail = tuple(path[depth:])
                 is_same = changed[-len(tail) :] == tail
-                found.setdefault(tuple(path[:depth]), set()).add(changed[: -len(tail)] if is_same else new)
-        return found
+                new_places.setdefault(tuple(path[:depth]), set()).add(changed[: -len(tail)] if is_same else new)
+        return new_places
 
-    def _find_new_path(self, path: Iterable[Any], found: Mapping[Path, set[Path | str | None]]) -> list[Any] | None:
+    def _find_new_path(
+        self, path: Iterable[Any], new_places: Mapping[Path, set[Path | str | None]]
+    ) -> list[Any] | None:
         """Return the new path of a tuple or of an empty dict, which moves with what is beside it; None if hidden."""
         typed = path_from_json(path)
         name = name_path(typed)
-        if typed not in found and self._function is None and (new := self._find(name)[0]) != name:
+        if typed not in new_places and self._function is None and (new := self._find(name)[0]) != name:
             return None if new is None else path_to_json(new_path(typed, new))
         for depth in range(len(typed), -1, -1):
-            places = found.get(typed[:depth], set())
-            heads = [one for one in places if isinstance(one, tuple)]
+            places = new_places.get(typed[:depth], set())
+            heads = [place for place in places if isinstance(place, tuple)]
             if places == {None}:
                 break
             if len(heads) == 1 and (depth < len(typed) or len(places) == 1):
@@ -275,7 +279,7 @@ class Renaming:
         )
 
 
-def find_needed(rename: Rename, names: Collection[str], *, uri: str) -> Rename | None:
+def find_needed_rename(rename: Rename, names: Collection[str], *, uri: str) -> Rename | None:
     """Return `rename` without the pairs that are not needed: the entries have the new prefix, and not the old one."""
     if callable(rename):
         with contextlib.suppress(Exception):  # `Renaming` names the entry
@@ -316,14 +320,16 @@ def _common_path(names: Iterable[str]) -> str:
 def _find_longer(name: str, names: Iterable[str]) -> str:
     """Return the one beginning of `names` that has more in its middle than `name`, as in "ema.module.x"; "" if none."""
     parts = name.split(".")
-    cuts = [(".".join(parts[:at]) + ".", "." + ".".join(parts[at:]) + ".") for at in range(1, len(parts))]
-    found = {
-        one[: at + len(tail)]
-        for one in (f"{entry}." for entry in itertools.islice(names, _MAX_COMPARED))
+    cuts = [
+        (".".join(parts[:position]) + ".", "." + ".".join(parts[position:]) + ".") for position in range(1, len(parts))
+    ]
+    longer = {
+        dotted_name[: position + len(tail)]
+        for dotted_name in (f"{entry}." for entry in itertools.islice(names, _MAX_COMPARED))
         for head, tail in cuts
-        if one.startswith(head) and (at := one.find(tail, len(head))) > 0
+        if dotted_name.startswith(head) and (position := dotted_name.find(tail, len(head))) > 0
     }
-    return found.pop().removesuffix(".") if len(found) == 1 else ""
+    return longer.pop().removesuffix(".") if len(longer) == 1 else ""
 
 
 def is_below(name: str, prefix: str) -> bool:
@@ -349,9 +355,9 @@ def new_path(path: Sequence[Any], new: str) -> Path:
     return (*parts, *kept)
 
 
-def count_same_ends(one: Sequence[str], other: Sequence[str]) -> int:
+def count_same_ends(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the number of last parts that both have in common."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
+    pairs = zip(reversed(first), reversed(second), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -366,41 +372,43 @@ def suggest_renames(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list
         alike[name.rpartition(".")[2], _size_of(saved[name])].append(name.split("."))
     step = len(wanted) // _MAX_SAMPLE + 1
     sample = {name: _size_of(wanted[name]) for name in sorted(wanted)[::step]}
-    found: dict[_Pair, dict[str, int]] = defaultdict(dict)
+    fits_of_pair: dict[_Pair, dict[str, int]] = defaultdict(dict)
     for name, size in sample.items():
         parts = name.split(".")
-        for others in itertools.chain(*(alike[parts[-1], one] for one in {size, None})):
+        for others in itertools.chain(*(alike[parts[-1], saved_size] for saved_size in {size, None})):
             num_same = count_same_ends(others, parts)
             pair = ".".join(others[: len(others) - num_same]), ".".join(parts[: len(parts) - num_same])
             if pair[0] != pair[1]:
-                found[pair][name] = num_same
-    ranks = {pair: (len(fits), max(fits.values())) for pair, fits in found.items()}
-    ranked = sorted(found, key=lambda pair: (ranks[pair], pair), reverse=True)
-    best, num_left = _choose(ranked, found, sample)
+                fits_of_pair[pair][name] = num_same
+    ranks = {pair: (len(fits), max(fits.values())) for pair, fits in fits_of_pair.items()}
+    ranked = sorted(fits_of_pair, key=lambda pair: (ranks[pair], pair), reverse=True)
+    best, num_left = _choose(ranked, fits_of_pair, sample)
     maps = [best]
 
     def is_tied(pair: _Pair, other: _Pair) -> bool:
         # A sample may have a name more of one of two equal parts.
         return ranks[pair] == ranks[other] if step == 1 else abs(ranks[pair][0] - ranks[other][0]) <= 1
 
-    tied = (pair for pair in ranked if pair not in best.items() and any(is_tied(pair, one) for one in best.items()))
+    tied = (
+        pair for pair in ranked if pair not in best.items() and any(is_tied(pair, chosen) for chosen in best.items())
+    )
     for pair in itertools.islice(tied, _MAX_SAMPLE):
-        other, num_left_too = _choose([pair, *ranked], found, sample)
+        other, num_left_too = _choose([pair, *ranked], fits_of_pair, sample)
         if pair in other.items() and num_left_too <= num_left + (step > 1) and other not in maps:
             maps.append(other)
     return maps if best else []
 
 
 def _choose(
-    pairs: Iterable[_Pair], found: Mapping[_Pair, Collection[str]], names: Iterable[str]
+    pairs: Iterable[_Pair], fits_of_pair: Mapping[_Pair, Collection[str]], names: Iterable[str]
 ) -> tuple[dict[str, str], int]:
     """Return the first of `pairs` that fit beside each other, and the number of names for which they find nothing."""
     renames: dict[str, str] = {}
     left = set(names)
     for old, new in pairs:
-        fits = left.intersection(found[old, new])
+        fits = left.intersection(fits_of_pair[old, new])
         is_part = 1 < len(fits) == sum(is_below(name, new) for name in left)
-        is_taken = any(is_below(old, one) or is_below(one, old) for one in renames)
+        is_taken = any(is_below(old, renamed) or is_below(renamed, old) for renamed in renames)
         if not is_taken and (is_part or 2 * len(fits) > len(left)):
             renames[old] = new
             left -= fits
@@ -409,7 +417,7 @@ def _choose(
 
 def quote_others(maps: Sequence[Mapping[str, str]]) -> str:
     """Return the words that name the other `maps`, to follow the first one."""
-    shown = "".join(f" or rename={one}" for one in maps[1 : _MAX_SHOWN + 1])
+    shown = "".join(f" or rename={renames}" for renames in maps[1 : _MAX_SHOWN + 1])
     more = " or another map" if len(maps) > _MAX_SHOWN + 1 else ""
     return f"{shown}{more}, which fit equally well" if shown else ""
 

@@ -66,7 +66,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_by: tuple[int, ...] = ()
 
     def permits(self, call: int, step: int) -> bool:
-        """Return True if all ranks have come to this barrier. It stays true if the call fails afterwards."""
+        """Return True if all ranks have come to this barrier, even if the call has failed afterwards."""
         return (self.call, self.step) >= (call, step)
 
     def permit(self, call: int, step: int) -> GroupState:
@@ -76,7 +76,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, call=call, step=step)
 
     def has_failed(self, call: int) -> bool:
-        """Return True if the call fails on all ranks. A rank in a barrier that was permitted before leaves it first."""
+        """Return True if the call has failed for all ranks. A rank first leaves a barrier that was permitted before."""
         return self.failure.is_final or self.failed_call >= call
 
     def fail(self, call: int, failure: Failure) -> GroupState:
@@ -86,7 +86,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, failed_call=call, failure=failure)
 
     def cancel(self, call: int, rank: int) -> GroupState:
-        """Note that `rank` cancels this call."""
+        """Return the state in which `rank` also cancels this call."""
         others = self.cancelled_by if self.cancelled_call == call else ()
         return msgspec.structs.replace(self, cancelled_call=call, cancelled_by=tuple(sorted({*others, rank})))
 
@@ -98,8 +98,8 @@ class Rendezvous:
     """The calls of one rank in one process group, one after the other, and their barriers.
 
     A call is one save or load, from `begin` to `end`. Rank 0 watches the heartbeats of all ranks, and permits each
-    barrier; the others watch rank 0. Any rank can fail a call. Both are one compare-and-set of the same key, so a
-    barrier is permitted for all ranks or for none.
+    barrier; the others watch rank 0. Any rank can fail a call. A permission and a failure are compare-and-sets of the
+    same key, so a barrier is permitted for all ranks or for none.
 
     Args:
         store: The process group's key-value store, under a prefix that nothing else uses.
@@ -114,7 +114,7 @@ class Rendezvous:
         self.num_ranks = num_ranks
         self.timeout_s = 0.0
         self.store = store
-        """The store of the group. Once a call has begun, under a prefix that nothing else uses."""
+        """The store of the group; after the first call has begun, with a prefix that nothing else uses."""
         self._store_keeper = store_keeper
         self._connection: Any = None
         self._known_keys = {_STATE_KEY}
@@ -170,9 +170,9 @@ class Rendezvous:
     def barrier(self) -> None:
         """Wait until all ranks have come to this barrier of the call.
 
-        Raises `RankLostError` on all ranks if one of them has failed, has gone on to another call, or does another task
-        (`Heartbeat.task`). Raises it too if a rank gave no sign of life for `timeout_s`: after that, the group cannot
-        be used any more.
+        Raises `RankLostError` on all ranks if a rank has failed, has gone on to another call, does another task
+        (`Heartbeat.task`), or gave no sign of life for `timeout_s`. In the last case, the group cannot be used any
+        more.
         """
         with self._changed:
             step = self._own.step + 1
@@ -183,14 +183,14 @@ class Rendezvous:
             self._wait_until(lambda: self._state.permits(self._own.call, step))
 
     def fail(self, error: BaseException) -> None:
-        """Fail this call on all ranks because of `error` on this one. A barrier that was permitted is left first."""
+        """Fail this call on all ranks because of `error` on this one. Ranks first leave a barrier that is permitted."""
         text = limit_text(f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0])
         with self._changed:
             self._failure = self._failure or Failure((self.rank,), f"rank {self.rank} left before the end ({text})")
             self._changed.notify_all()
 
     def explain(self, error: Exception) -> RankLostError:
-        """Return the error to raise for a broken collective. It names the lost rank, if one is found in `timeout_s`."""
+        """Return the error to raise for a broken collective. It names the lost rank, if found within `timeout_s`."""
         try:
             self.barrier()
             with self._changed:
@@ -201,19 +201,19 @@ class Rendezvous:
         raise AssertionError("a barrier was permitted in a call that had failed")
 
     def set_on_cancel(self, call: int, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
-        """Call `on_cancel` with the ranks that cancel this call, perhaps repeatedly."""
+        """Have `on_cancel` called with the ranks that cancel this call, perhaps repeatedly."""
         with self._changed:
             if self._own.call == call:
                 self._on_cancel = on_cancel
 
     def cancel(self, call: int) -> None:
-        """Tell all ranks that this one cancels the call, if that has not ended."""
+        """Tell all ranks that this one cancels the call, unless the call has ended."""
         with self._changed:
             self._wants_cancel = self._wants_cancel or self._own.call == call
             self._changed.notify_all()
 
     def end(self, call: int, error: BaseException | None) -> None:
-        """End the call, if it has not ended; with `error`, fail it on the other ranks. Takes seconds at most."""
+        """End the call, unless it has ended. With `error`, fail it on the other ranks. Takes seconds at most."""
         with self._changed:
             thread = self._thread
             if thread is None or self._own.call != call or self._own.has_ended:
@@ -265,7 +265,7 @@ class Rendezvous:
         self._state = self._state.fail(self._own.call, failure)
 
     def _run(self) -> None:
-        """Post heartbeats, read those of other ranks, and decide, until the call ends."""
+        """Post heartbeats, read the heartbeats of other ranks, and decide, until the call ends."""
         thread, due_s, poll_s = self._thread, 0.0, _MIN_POLL_S
         interval_s = min(_MAX_BEAT_INTERVAL_S, self.timeout_s / _BEATS_WITHIN_TIMEOUT)
         try:
@@ -284,9 +284,9 @@ class Rendezvous:
                     store.set(str(self.rank), msgspec.json.encode(own).decode())
                     self._posted = own
                 # The state last: it is then no older than the heartbeats that the next decision is about.
-                found = self._read(store, [*keys, _STATE_KEY])
+                answers = self._read(store, [*keys, _STATE_KEY])
                 with self._changed:
-                    self._note_heartbeats(found)
+                    self._note_heartbeats(answers)
                     if own.has_ended:
                         return
                     cancelled_by = self._state.cancelled_by if self._state.cancelled_call == own.call else ()
@@ -307,7 +307,7 @@ class Rendezvous:
                 self._changed.notify_all()
 
     def _connect(self) -> Any:
-        """Open a connection of its own: calls over one connection wait for each other, and training may use it."""
+        """Open a new connection: calls over one connection wait for each other, and training may use the group's."""
         connection = self.store
         with contextlib.suppress(AttributeError):
             connection = self.store.clone()
@@ -319,16 +319,16 @@ class Rendezvous:
         return connection
 
     def _read(self, store: Any, keys: list[str]) -> dict[str, bytes]:
-        """Read those of `keys` that exist: a store waits for one that does not."""
+        """Read the `keys` that exist. A store would wait for a key that does not exist."""
         self._known_keys.update(key for key in keys if key not in self._known_keys and store.check([key]))
         known = [key for key in keys if key in self._known_keys]
         if store.has_extended_api():
             return dict(zip(known, store.multi_get(known), strict=True))
         return {key: store.get(key) for key in known}
 
-    def _note_heartbeats(self, found: dict[str, bytes]) -> None:
+    def _note_heartbeats(self, answers: dict[str, bytes]) -> None:
         now_s = self._answered_s = time.monotonic()
-        for key, text in found.items():
+        for key, text in answers.items():
             if key == _STATE_KEY:
                 self._set_state(text)
             elif self._others.get(int(key)) != (heartbeat := msgspec.json.decode(text, type=Heartbeat)):
@@ -345,9 +345,9 @@ class Rendezvous:
                 present, wanted = self._state, self._next_state()
             if wanted == present:
                 return
-            found = store.compare_set(_STATE_KEY, _encode(present), _encode(wanted))
+            stored = store.compare_set(_STATE_KEY, _encode(present), _encode(wanted))
             with self._changed:
-                self._set_state(found)
+                self._set_state(stored)
                 self._changed.notify_all()
 
     def _has_news(self) -> bool:
@@ -370,21 +370,29 @@ class Rendezvous:
     def _have_all_come(self) -> bool:
         own = self._own
         return len(self._others) == self.num_ranks - 1 and all(
-            one.call == own.call and one.step >= own.step for one in self._others.values()
+            heartbeat.call == own.call and heartbeat.step >= own.step for heartbeat in self._others.values()
         )
 
     def _find_failure(self) -> Failure | None:
         """Return a failure if ranks that this one waits for do something else, have left, or are lost."""
         own, watched = self._own, self._others.items()
-        apart = [rank for rank, one in watched if one.call == own.call and one.task != own.task]
+        apart = [rank for rank, heartbeat in watched if heartbeat.call == own.call and heartbeat.task != own.task]
         if apart and self.rank == 0:  # the others hear it from rank 0
             tasks = {own.doing: [0]}
             for rank in apart:
                 tasks.setdefault(self._others[rank].doing, []).append(rank)
-            seen = "; ".join(f"{name_ranks(ranks)}: {doing}" for doing, ranks in itertools.islice(tasks.items(), 5))
+            tasks_shown = "; ".join(
+                f"{name_ranks(ranks)}: {doing}" for doing, ranks in itertools.islice(tasks.items(), 5)
+            )
             why = "all ranks must make the same calls in the same order, and save to the same URI"
-            return Failure(tuple(apart), f"{name_ranks(apart)} came to do something else than rank 0 ({seen}): {why}")
-        gone = [rank for rank, one in watched if one.call > own.call or (one.call == own.call and one.has_ended)]
+            return Failure(
+                tuple(apart), f"{name_ranks(apart)} came to do something else than rank 0 ({tasks_shown}): {why}"
+            )
+        gone = [
+            rank
+            for rank, heartbeat in watched
+            if heartbeat.call > own.call or (heartbeat.call == own.call and heartbeat.has_ended)
+        ]
         if gone:
             return Failure(tuple(gone), f"{name_ranks(gone)} left before the end")
         since_s = time.monotonic() - self.timeout_s

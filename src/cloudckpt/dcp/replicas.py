@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._this_process import is_first_warning
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name_ranks
-from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, answers_planners
+from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, has_planner_hooks
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
@@ -135,13 +135,17 @@ def take_fingerprints(
     `common` are names of tensors that are always compared whole. If the copies are in a `snapshot`, this waits for
     the bytes that it compares. Values are compared as `synchronized` says.
     """
-    found = Fingerprints(
+    fingerprints = Fingerprints(
         of_items=array("Q", bytes(8 * len(items))), synchronized=synchronized, common=frozenset(common)
     )
-    of_items, on_host, on_devices = found.of_items, list[tuple[int, int, int]](), list[tuple[int, torch.Tensor]]()
+    of_items, on_host, on_devices = (
+        fingerprints.of_items,
+        list[tuple[int, int, int]](),
+        list[tuple[int, torch.Tensor]](),
+    )
     for position, item in enumerate(items):
         fqn = item.index.fqn
-        is_common = fqn in found.common
+        is_common = fqn in fingerprints.common
         if compare == "never" and not is_common:
             continue
         if item.tensor_data is None:
@@ -161,7 +165,7 @@ def take_fingerprints(
             on_devices.append((position, tensor))
     for position, fingerprint in itertools.chain(_gather(on_host, snapshot), _sample_devices(on_devices, snapshot)):
         of_items[position] = fingerprint
-    return found
+    return fingerprints
 
 
 def _fingerprint_value(value: Any) -> int:
@@ -176,7 +180,7 @@ def _text_of(value: Any) -> str:
     if kind in LEAVES:
         return ascii(value)
     if kind in {list, tuple}:
-        return repr([_text_of(one) for one in value])
+        return repr([_text_of(element) for element in value])
     if kind in {set, frozenset}:  # strings have another order in each process
         return repr({"set": sorted(map(_text_of, value))})
     if kind is np.ndarray and not value.dtype.hasobject:
@@ -206,13 +210,15 @@ def _find_copied(item: WriteItem, held: Any) -> torch.Tensor | None:
         return None
     if isinstance(held, ShardedTensor):
         return _find_copied_shard(held, item.index)
-    if answers_planners(held) or (isinstance(held, DTensor) and answers_planners(local_tensor_of(held))):
+    if has_planner_hooks(held) or (isinstance(held, DTensor) and has_planner_hooks(local_tensor_of(held))):
         return None
     if type(held) in PLAIN_TENSORS:
         return held
     if isinstance(held, DTensor):
         sizes = held.device_mesh.shape
-        if not any(one.is_replicate() and size > 1 for one, size in zip(held.placements, sizes, strict=True)):
+        if not any(
+            placement.is_replicate() and size > 1 for placement, size in zip(held.placements, sizes, strict=True)
+        ):
             return None
         held = local_tensor_of(held)
     return held if held.shape == data.chunk.sizes else None
@@ -224,7 +230,7 @@ def _find_copied_shard(held: ShardedTensor, index: MetadataIndex) -> torch.Tenso
     if group is None or dist.get_world_size(group) == dist.get_world_size():
         return None
     offsets = tuple(index.offset or ())
-    return next((one.tensor for one in held.local_shards() if tuple(one.metadata.shard_offsets) == offsets), None)
+    return next((shard.tensor for shard in held.local_shards() if tuple(shard.metadata.shard_offsets) == offsets), None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -337,16 +343,20 @@ def _sample_devices(
             body.open(0, body.size_bytes) as views,
         ):
             left = iter(views)
-            for at, tensor_bytes, of_one in group:
-                yield at, _fingerprint_of(itertools.islice(left, len(of_one)), tensor_bytes, is_whole=False)
+            for sampled, tensor_bytes, samples in group:
+                yield sampled, _fingerprint_of(itertools.islice(left, len(samples)), tensor_bytes, is_whole=False)
         group, num_bytes = [], 0
 
 
 def fingerprints_of(plan: SavePlan) -> Fingerprints | None:
     """Return the fingerprints that a rank sent with its plan; None if another planner made the plan."""
     nesting = plan.planner_data
-    found = nesting.fingerprints if isinstance(nesting, Nesting) else None
-    return found if isinstance(found, Fingerprints) and len(found.of_items) == len(plan.items) else None
+    fingerprints = nesting.fingerprints if isinstance(nesting, Nesting) else None
+    return (
+        fingerprints
+        if isinstance(fingerprints, Fingerprints) and len(fingerprints.of_items) == len(plan.items)
+        else None
+    )
 
 
 def key_of(index: MetadataIndex) -> ItemKey:
@@ -358,8 +368,8 @@ def copies_of_items(plans: Sequence[SavePlan]) -> dict[ItemKey, list[ItemCopy]]:
     """Return the copies of each item, in the order of their ranks."""
     copies_of: dict[ItemKey, list[ItemCopy]] = {}
     for rank, plan in enumerate(plans):
-        found = fingerprints_of(plan)
-        for item, fingerprint in zip(plan.items, found.of_items if found else itertools.repeat(0)):  # noqa: B905
+        fingerprints = fingerprints_of(plan)
+        for item, fingerprint in zip(plan.items, fingerprints.of_items if fingerprints else itertools.repeat(0)):  # noqa: B905
             index, copy = item.index, ItemCopy(rank, item, fingerprint)
             if copies := copies_of.get(key := (index.fqn, index.offset)):  # `key_of`, without a call
                 copies.append(copy)
@@ -376,13 +386,17 @@ def are_equal(copies: Sequence[ItemCopy]) -> bool:
 
 def check_replicas(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Sequence[SavePlan], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if copies that must agree differ. Warn once of other differences."""
-    found = [fingerprints_of(plan) for plan in plans]
+    fingerprints_by_rank = [fingerprints_of(plan) for plan in plans]
     unexpected: list[Sequence[ItemCopy]] = []
     for copies in copies_of.values():
         if len(copies) == 1 or not _differ(copies):
             continue
         fqn = copies[0].item.index.fqn
-        rule = max(one.find_rule(fqn) for copy in copies if (one := found[copy.rank]) is not None)
+        rule = max(
+            fingerprints.find_rule(fqn)
+            for copy in copies
+            if (fingerprints := fingerprints_by_rank[copy.rank]) is not None
+        )
         if rule is DifferenceRule.COMMON_TO_SLICES:
             raise StateDictMismatchError(
                 f"{fqn!r} differs between the ranks that save {uri}, and all slices of a tensor have it in "

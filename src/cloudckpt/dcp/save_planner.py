@@ -209,18 +209,18 @@ def check_agreement(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Sequ
     whole_tensor = WriteItemType.TENSOR
     kinds: dict[int, object] = {}  # many items share their data
     interned: dict[object, object] = {}
-    found: dict[str, object] = {}
+    kind_of_name: dict[str, object] = {}
     disputed: set[str] = set()
     in_parts: set[str] = set()
     for (fqn, _), copies in copies_of.items():
-        first = found.get(fqn)
+        first = kind_of_name.get(fqn)
         for _, item, _ in copies:
             data = item.tensor_data
             if (kind := kinds.get(id(data))) is None:
                 described = () if data is None else (data.size, data.properties.dtype)
                 kind = kinds[id(data)] = interned.setdefault(described, described)
             if kind is not first:
-                first = found.setdefault(fqn, kind)
+                first = kind_of_name.setdefault(fqn, kind)
                 if kind is not first:
                     disputed.add(fqn)
             if item.type is not whole_tensor and data is not None and data.chunk.sizes != data.size:
@@ -283,9 +283,9 @@ def _find_containers(paths: Iterable[Path], nesting: Nesting) -> dict[Path, str]
 
 
 def _different_containers_error(
-    path: Path, one: tuple[str, int], other: tuple[str, int], uri: str
+    path: Path, first: tuple[str, int], second: tuple[str, int], uri: str
 ) -> StateDictMismatchError:
-    described = f"{name_path(path)!r} is a {one[0]} on rank {one[1]}, a {other[0]} on rank {other[1]}"
+    described = f"{name_path(path)!r} is a {first[0]} on rank {first[1]}, a {second[0]} on rank {second[1]}"
     return _different_things_error(described, uri)
 
 
@@ -438,7 +438,7 @@ def _common_first(copies: Sequence[ItemCopy], copies_of: Mapping[ItemKey, Sequen
     if index is None or firsts:
         return None
     first = key_of(index)
-    ranks = [[copy.rank for copy in of_one] for of_one in (copies, copies_of[first])]
+    ranks = [[copy.rank for copy in copies_of_item] for copies_of_item in (copies, copies_of[first])]
     return first if ranks[0] == ranks[1] else None
 
 

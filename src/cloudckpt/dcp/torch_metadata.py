@@ -57,12 +57,14 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
     def find_overlapping(self, box: ChunkStorageMetadata) -> list[ChunkStorageMetadata] | None:
         """Return the chunks that hold any of `box`; None if each chunk has to be looked at."""
-        found = find_overlapping_chunks(self._chunks, tuple(box.offsets), tuple(box.sizes))
-        return None if found is None else [_torch_chunk(self._chunks[position]) for position in found]
+        positions = find_overlapping_chunks(self._chunks, tuple(box.offsets), tuple(box.sizes))
+        return None if positions is None else [_torch_chunk(self._chunks[position]) for position in positions]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (list, StoredChunks)):
-            return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+            return len(self) == len(other) and all(
+                chunk == other_chunk for chunk, other_chunk in zip(self, other, strict=True)
+            )
         return NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # as a list
@@ -125,8 +127,8 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         for fqn, tensor in self._manifest.tensors.items():
-            seen = dict.fromkeys(chunk.offsets for chunk in tensor.chunks)
-            yield from (MetadataIndex(fqn, offsets) for offsets in seen)
+            offsets_of_chunks = dict.fromkeys(chunk.offsets for chunk in tensor.chunks)
+            yield from (MetadataIndex(fqn, offsets) for offsets in offsets_of_chunks)
         yield from map(MetadataIndex, self._manifest.values)
 
     def __len__(self) -> int:
@@ -208,7 +210,7 @@ def _nesting_of(manifest: Manifest) -> Nesting | None:
         typed={fqn: path_from_json(path) for fqn, path in (manifest.typed_nesting or {}).items()},
         empty=map(path_from_json, manifest.empty_mappings),
         wrappers=manifest.wrappers,
-        tuples={path_from_json(one.path): one.kind for one in manifest.tuples},
+        tuples={path_from_json(stored_tuple.path): stored_tuple.kind for stored_tuple in manifest.tuples},
     )
 
 

@@ -338,12 +338,13 @@ def describe_shards(plans: Sequence[SavePlan], entries: Mapping[str, object]) ->
 def _find_problem(shape: tuple[int, ...], shards: Sequence[_Shard], *, has_others: bool) -> str | None:
     for shard in shards:
         if any(
-            at + length > size for at, length, size in zip(shard.box.offsets, shard.box.lengths, shape, strict=True)
+            offset + length > size
+            for offset, length, size in zip(shard.box.offsets, shard.box.lengths, shape, strict=True)
         ):
             return f"ends before {shard}"
-    for one, other in itertools.combinations(shards, 2):
-        if (common := intersect(one.box, other.box)) is not None:
-            return f"has {_shown(common)} on rank {one.rank} and on rank {other.rank}"
+    for first, second in itertools.combinations(shards, 2):
+        if (common := intersect(first.box, second.box)) is not None:
+            return f"has {_shown(common)} on rank {first.rank} and on rank {second.rank}"
     if has_others:
         for point in itertools.islice(_corners(shape, shards), _MAX_POINTS):
             if not any(_holds(shard.box, point) for shard in shards):
@@ -356,13 +357,18 @@ def _corners(shape: tuple[int, ...], shards: Sequence[_Shard]) -> Iterator[tuple
     boxes = [shard.box for shard in shards]
     ends = [{0, *(box.offsets[dim] + box.lengths[dim] for box in boxes)} for dim in range(len(shape))]
     return itertools.product(
-        *(sorted(at for at in found if at < size) for found, size in zip(ends, shape, strict=True))
+        *(sorted(end for end in ends_of_dim if end < size) for ends_of_dim, size in zip(ends, shape, strict=True))
     )
 
 
 def _holds(box: Box, point: tuple[int, ...]) -> bool:
-    return all(at <= one < at + length for at, length, one in zip(box.offsets, box.lengths, point, strict=True))
+    return all(
+        offset <= coordinate < offset + length
+        for offset, length, coordinate in zip(box.offsets, box.lengths, point, strict=True)
+    )
 
 
 def _shown(box: Box) -> str:
-    return f"[{', '.join(f'{at}:{at + length}' for at, length in zip(box.offsets, box.lengths, strict=True))}]"
+    return (
+        f"[{', '.join(f'{offset}:{offset + length}' for offset, length in zip(box.offsets, box.lengths, strict=True))}]"
+    )

@@ -281,7 +281,7 @@ class ObjectStoreWriter(StorageWriter):
                     objects = draft.write(
                         itertools.chain.from_iterable(bodies),
                         in_memory=True,
-                        num_bytes_unchanged=sum(sum(each.ends) - sum(each.begins) for each in unsent),
+                        num_bytes_unchanged=sum(sum(receipts.ends) - sum(receipts.begins) for receipts in unsent),
                     )
                 if snapshot is not None:
                     snapshot.completed.result()  # raises if a tensor could not be copied, which was not sent either
@@ -308,7 +308,11 @@ class ObjectStoreWriter(StorageWriter):
         blocks = hash_blocks(items, arena, snapshot, num_threads=num_threads, check=self._cancellation.check)
         unsent, unchanged = find_unchanged(blocks, known, items.aliases)
         hashes = {position: block.xxh3_128 for position, block in blocks.items()}
-        changed = [at for at in range(len(items.sizes_bytes)) if at not in unsent and at not in unchanged]
+        changed = [
+            position
+            for position in range(len(items.sizes_bytes))
+            if position not in unsent and position not in unchanged
+        ]
         parts = [items.select(chosen, hashes) for chosen in (sorted(unchanged), changed) if chosen]
         return parts, receipts_of(unsent, blocks, known) if known is not None else []
 
@@ -334,7 +338,7 @@ class ObjectStoreWriter(StorageWriter):
             metadata.version = DCP_VERSION
             metadata.storage_data = storage_data
             metadata.storage_meta = self._storage_meta()
-        with draft.keeping_data():
+        with draft.keeping_data_on_error():
             self.lifecycle.end(draft.report)
 
     def flush_trace(self) -> None:
@@ -483,7 +487,7 @@ def _stored_tensor(
         chunks=chunks,
         requires_grad=entry.properties.requires_grad,
         transforms=list(transforms),
-        xxh3_128s=[each.hex() for each in hashes] if all(hashes) else [],
+        xxh3_128s=[digest.hex() for digest in hashes] if all(hashes) else [],
     )
 
 

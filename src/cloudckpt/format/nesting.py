@@ -41,7 +41,7 @@ _log = logging.getLogger("cloudckpt")
 Path = tuple[Any, ...]
 
 
-def answers_planners(tensor: Any) -> bool:
+def has_planner_hooks(tensor: Any) -> bool:
     """Return True if a plain tensor has attributes by which torch may take it for a part or a composite."""
     attributes = tensor.__dict__
     return bool(attributes) and not _ASKED.isdisjoint(attributes)
@@ -273,7 +273,7 @@ def _is_named(value: object) -> bool:
 def _is_plain(value: object) -> bool:
     """Return True if a value can hold all tensors in a tuple."""
     if isinstance(value, torch.Tensor):
-        return type(value) in PLAIN_TENSORS and not answers_planners(value)
+        return type(value) in PLAIN_TENSORS and not has_planner_hooks(value)
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return all(map(_is_plain, parts))
 

@@ -32,9 +32,9 @@ from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp import LoadPlanner, SavePlanner
 from cloudckpt.dcp.live_loaders import warn_of_shared_generator
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.protocol import RankCalls, SavedMetadata, SaveOrLoadError, causes_of, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
+from cloudckpt.dcp.save_and_load import RankCalls, SavedMetadata, SaveOrLoadError, causes_of, rank_in
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import (
     CheckpointNotFoundError,

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from cloudckpt._display import size
 from cloudckpt._workers import RepeatedTask
-from cloudckpt.dcp.protocol import RankCalls
+from cloudckpt.dcp.save_and_load import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError, name_ranks
 from cloudckpt.io.client import open_client
 from cloudckpt.manager.debts import Debts, is_debt

@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from cloudckpt._display import shown
-from cloudckpt.dcp.protocol import SaveOrLoadError, causes_of
+from cloudckpt.dcp.save_and_load import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointExistsError,
     CommitUnknownError,

@@ -23,7 +23,7 @@ from cloudckpt._this_process import OfThisProcess
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import find_unsettled
 from cloudckpt.background.runner import GlooGroupCache
-from cloudckpt.dcp.protocol import last_save_seconds
+from cloudckpt.dcp.save_and_load import last_save_seconds
 from cloudckpt.errors import InvalidOptionError, RankLostError
 from cloudckpt.manager.policies import SaveFailure
 

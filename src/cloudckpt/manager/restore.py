@@ -18,9 +18,9 @@ from cloudckpt.commit.log import read_log
 from cloudckpt.dcp import LoadPlanner
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.protocol import RankCalls, SaveOrLoadError, causes_of
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
+from cloudckpt.dcp.save_and_load import RankCalls, SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointNotFoundError,
     CloudckptError,

@@ -16,7 +16,7 @@ from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
 from cloudckpt.commit.times import commit_order
-from cloudckpt.dcp.protocol import RankCalls
+from cloudckpt.dcp.save_and_load import RankCalls
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,

@@ -1,4 +1,4 @@
-"""The state that all steps of one save or load on one rank share: its location, its client, and its events."""
+"""The state that one save or load on one rank shares: its location, its client, and its events."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Context:
         resumable: bool = False,
         daemon: bool = False,
     ) -> UploadSession:
-        """Return a session that emits events about its progress, of `client` if that is another than the context's."""
+        """Return an upload session that emits events about its progress. By default, of the context's client."""
         return UploadSession(
             client or self.client,
             part_bytes=part_bytes,
@@ -141,7 +141,7 @@ class Context:
 
 
 class Lifecycle:
-    """Emits the events and the log records of the begin and the end of a writer's or reader's save or load."""
+    """Emits events and log records when the save or load of a writer or reader begins and ends."""
 
     def __init__(self, verb: Literal["save", "load"], options: Options, *, via: str = "") -> None:
         self._verb: Literal["save", "load"] = verb
@@ -153,9 +153,9 @@ class Lifecycle:
         self._is_set_up = False
 
     def begin(self, uri: str, *, operation: str, rank: int | None, is_set_up: bool) -> None:
-        """Emit that it begins, once: the call and the set-up of the writer or reader (`is_set_up`) both call this.
+        """Emit the first event, once, although the user's call and the set-up (`is_set_up`) both call this method.
 
-        A `rank` of None is that of the default process group.
+        None as `rank` stands for the rank in the default process group.
         """
         if self._begun_s is None or self._is_set_up:
             if rank is None:
@@ -165,14 +165,14 @@ class Lifecycle:
         self._is_set_up = is_set_up
 
     def end_staging(self, num_bytes: int) -> None:
-        """Emit that the copy of a background save is complete."""
+        """Emit the event that the snapshot of a background save is complete."""
         if self._begun_s is not None:
             seconds = time.monotonic() - self._begun_s
             words = f"{num_bytes} bytes for {self._uri} are copied"
             self._announce("save.staged", words, num_bytes=num_bytes, seconds=seconds)
 
     def end(self, outcome: BaseException | SaveReport | LoadReport | None = None) -> None:
-        """Emit the end, once, and only if the begin was emitted."""
+        """Emit the last event, once, and only after `begin`."""
         if self._begun_s is None:
             return
         seconds, self._begun_s = time.monotonic() - self._begun_s, None
@@ -197,7 +197,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """If the body raises, emit that it failed. The error also gets `CloudckptError.via`, the call of the user."""
+        """If the body raises, emit the failure, and set `CloudckptError.via`, the call of the user, on the error."""
         try:
             with raised_via(self.via):
                 yield
@@ -210,12 +210,12 @@ class Lifecycle:
         log_and_deliver(event, self._options, words=words)
 
     def __reduce__(self) -> tuple[Callable[..., Lifecycle], tuple[object, ...]]:
-        """Leave out the current operation: it belongs to its process."""
+        """Leave out the current operation, which belongs to its process."""
         return functools.partial(Lifecycle, via=self.via), (self._verb, self._options)
 
 
 def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
-    """Log the event, and hand it to all listeners. An error of theirs is logged: it changes no outcome."""
+    """Log the event, and hand it to all listeners. An error of a listener is logged, and changes no outcome."""
     report = event.report
     extra = log_fields(
         event=event.name,
@@ -239,7 +239,7 @@ def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """Return the cause on the first failing rank of torch's exception; `error` itself if it is another one."""
+    """Return the cause on the first failing rank of torch's exception; any other `error` itself."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         failure = failures[min(failures)]
@@ -250,4 +250,4 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _ignore(_num_bytes: int) -> None:
-    """Do nothing, in the place of a listener that does not exist."""
+    """Do nothing: the default of `Context.on_sent`."""

@@ -76,17 +76,17 @@ class Draft:
     """A checkpoint that is being written, on one rank.
 
     The rank that commits calls `begin`, `write` and `commit`; any other rank calls `write` alone. All ranks write under
-    one `attempt`, which the caller gives them before `write`. After a failure, each rank calls `discard`.
+    one `attempt`, which the caller sets before `write`. After a failure, each rank calls `discard`.
 
     Args:
         context: The place of the checkpoint.
-        save_id: The id of the save, which the manifest has.
-        attempt: The attempt whose keys it writes under; a new one by default.
+        save_id: The id of the save, for the manifest.
+        attempt: The attempt whose keys this rank writes; a new one by default.
 
     """
 
     report: SaveReport | None = None
-    """Filled in step by step."""
+    """Set by `write`, and completed by `commit`."""
 
     def __init__(self, context: Context, *, save_id: str, attempt: str | None = None) -> None:
         self.context = context
@@ -121,10 +121,10 @@ class Draft:
             check_conditional_create(context.client.restarted())
 
     def refer_to(self, base: Location, *, is_required: bool) -> None:
-        """Let the save name the objects of `base`, a checkpoint beside it. It must have begun.
+        """Let the save refer to objects of `base`, a checkpoint beside it. Call it after `begin`.
 
-        Raises `InvalidOptionError` for a place that is not beside it. With `is_required`, also what `Base` raises;
-        else a warning says why everything is sent.
+        Raises `InvalidOptionError` for a place that is not beside the save. With `is_required`, raises the errors of
+        `Base`; otherwise logs them, and the save sends everything.
         """
         location = self.context.location
         is_link = base.local_path is not None and Path(base.local_path).is_symlink()  # it may name another folder later
@@ -146,21 +146,21 @@ class Draft:
         if entries and not client.list("data/", most=1):
             refuse_foreign_entries(client, entries)
         for entry in [entry for entry in entries if not entry.has_fence_size][-1:]:
-            # This commit has to be later.
+            # The time of this commit must be later than the replaced one's.
             CommitTimes().read(client, manifest_key(entry.number), entry)
         return entries
 
     def _entries_beside_no_checkpoint(self) -> Sequence[Entry]:
-        """Return the entries of the log. Raise `CheckpointExistsError` if a checkpoint exists, also one of torch's."""
+        """Return the entries of the log. Raise `CheckpointExistsError` if a checkpoint, also one of torch's, exists."""
         context, client = self.context, self.context.client
-        log, *others = _call_together(
+        log, *has_torch_checkpoint = _call_together(
             # A conditional commit creates only what is absent, so one look is enough.
             functools.partial(read_log_once if context.options.commit == "conditional" else read_log, client),
             # Make the looks of `confirm` at the same time, because round trips dominate a small save.
             *[functools.partial(lists_torch_checkpoint, client)] * NUM_LOOKS_AT_ABSENCE,
             num_threads=1 if context.store.capabilities.is_near else context.connections,
         )
-        if log.current_number is not None or any(others):
+        if log.current_number is not None or any(has_torch_checkpoint):
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {context.uri}: nothing was written",
                 uri=context.uri,
@@ -225,7 +225,7 @@ class Draft:
         """
         begun_s = time.monotonic()
         context = self.context
-        keys = {*keys, *(each.key for of_rank in content.objects for each in of_rank if not each.folder)}
+        keys = {*keys, *(receipt.key for receipts in content.objects for receipt in receipts if not receipt.folder)}
         with self.removing_on_error(keys):
             manifest = build_manifest(
                 content,
@@ -265,9 +265,9 @@ class Draft:
         self._tidy_up(manifest)
 
     def discard(self) -> None:
-        """Remove what this rank wrote, after its save failed.
+        """Remove the objects that this rank wrote, after its save failed.
 
-        Keeps what a manifest names, and everything if the manifests cannot be read.
+        Keeps them if a manifest names one of them, or if a manifest cannot be read.
         """
         keys, self._written_keys = self._written_keys, []
         if (keys or self.base is not None) and not self._may_be_committed(keys):
@@ -309,9 +309,9 @@ class Draft:
             raise self._interrupted_error(error) from error
 
     def _tidy_up(self, manifest: Manifest) -> None:
-        """Remove what the commit superseded. Raises only interrupts, in a form that keeps the data of all ranks."""
+        """Remove what the commit superseded. Raises only interrupts, as an error that keeps the data of all ranks."""
         context = self.context
-        with self.keeping_data():
+        with self.keeping_data_on_error():
             try:
                 context.emit("save.committed", key=manifest_key(self.number))
                 if self.number:
@@ -326,10 +326,10 @@ class Draft:
                 _log.exception("%s is committed, but tidying up after it failed", context.uri)
 
     @contextlib.contextmanager
-    def keeping_data(self) -> Iterator[None]:
-        """Raise `CommitUnknownError` in place of whatever the body raises: after it, no rank removes its data.
+    def keeping_data_on_error(self) -> Iterator[None]:
+        """Raise `CommitUnknownError` in place of any error of the body, so that no rank removes its data.
 
-        For what follows a commit.
+        For code that follows a commit.
         """
         try:
             yield
@@ -379,8 +379,8 @@ def bodies_of(
     Args:
         context: The place of the save.
         planned: The items.
-        arena: Where tensors are copied that cannot be sent from where they are.
-        snapshot: The copy that holds the tensors and is still being filled. Each part is read once it is copied.
+        arena: Memory for tensors that cannot be sent in place.
+        snapshot: The snapshot that holds the tensors, and may still be filled. Each part is read once it is copied.
         make_receipts: For each object, gets a function that takes its `ObjectRef` as `stored_in` and returns the
             receipts of its items.
 
@@ -409,7 +409,7 @@ def bodies_of(
 
 
 def _call_together(*calls: Callable[[], Any], num_threads: int) -> list[Any]:
-    """Return the results of `calls`, in their order. Raises the first failure, once nothing runs any more."""
+    """Return the results of `calls`, in order. Raises the first failure, once no call runs any more."""
     if num_threads == 1:
         return [call() for call in calls]
     results: dict[int, Any] = {}

@@ -79,7 +79,7 @@ class FileReceipt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        return sum(one.size_bytes - one.begin for one in self.objects)
+        return sum(file_object.size_bytes - file_object.begin for file_object in self.objects)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,15 +266,15 @@ def _content_of(receipts: Collection[FileReceipt], num_ranks: int) -> Content:
     for receipt in sorted(receipts, key=lambda receipt: receipt.rank):
         chunks: list[Chunk] = []
         offset = 0
-        for one in receipt.objects:
-            length = one.size_bytes - one.begin
-            chunks.append(Chunk((offset,), (length,), num_objects, one.begin, one.size_bytes))
+        for file_object in receipt.objects:
+            length = file_object.size_bytes - file_object.begin
+            chunks.append(Chunk((offset,), (length,), num_objects, file_object.begin, file_object.size_bytes))
             objects[receipt.rank].append(
                 ObjectRef(
-                    key=one.key,
-                    size_bytes=one.size_bytes,
+                    key=file_object.key,
+                    size_bytes=file_object.size_bytes,
                     tile_bytes=receipt.tile_bytes,
-                    tile_crc32cs=tuple(one.tile_crc32cs),
+                    tile_crc32cs=tuple(file_object.tile_crc32cs),
                 )
             )
             offset += length

@@ -63,17 +63,17 @@ _MAX_NAMED = 5
 
 
 class Reader:
-    """Reads from the objects of one manifest, and checks each byte.
+    """Reads the objects of one manifest, and checks each byte.
 
-    `read` fills all that a load wants, and `read_bytes` fills buffers with the bytes of tensors, however they are cut
-    into chunks. Both read in threads of their own. `read_tiles` reads whole tiles of one object in the caller's thread.
-    Safe to share between threads.
+    `read` fills all targets of a load, and `read_bytes` buffers with the bytes of tensors, across chunks. Both read in
+    threads of their own. `read_tiles` reads whole tiles of one object in the caller's thread. Safe to share between
+    threads.
 
     Args:
         context: Location of the checkpoint.
         manifest: Manifest to read from.
         copy: Copy of the same save, for the objects that cannot be read at `context`.
-        transforms: Undo what extensions did at the save. By default, the extensions of the context's options.
+        transforms: Undo the transforms of the save; by default, with the extensions of the context's options.
 
     Raises:
         CorruptCheckpointError: An object is missing, cut or damaged. The message names the entries in it.
@@ -97,7 +97,7 @@ class Reader:
     ) -> None:
         self.context = context
         self.manifest = manifest
-        self._elsewhere = copy
+        self._copy = copy
         self._transforms = transforms or ReadTransforms(None, context.options.extensions)
         self._tiles: dict[int, array[int]] = {}
         self._unpacking = threading.Lock()
@@ -109,7 +109,7 @@ class Reader:
     def read(self, wants: Wants) -> LoadReport:
         """Fill the targets of all `wants`, and return the report.
 
-        `Want.receive` is called in this thread, once the last byte of the want has arrived and is verified.
+        Calls `Want.receive` in this thread, once the last byte of the want has arrived and is verified.
         """
         context, recorder, begun_s = self.context, self.context.recorder, time.monotonic()
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
@@ -133,19 +133,19 @@ class Reader:
                 name="cloudckpt-read",
                 on_failure=self._stop,
             )
-            # The contexts are left in reverse order: the reads, which use the other two, end first.
-            with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
-                self._hand_over(wants, requests, done)
+            # Python leaves the contexts in reverse order: the reads, which use the other two, end first.
+            with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as reads_done:
+                self._hand_over(wants, requests, reads_done)
         return LoadReport(
             uri=context.uri,
             attempt=self.manifest.attempt,
             rank=context.rank,
             num_bytes_wanted=wants.num_bytes,
             num_bytes_read=sum(request.num_bytes for request in requests),
-            num_requests=sum(one.client.num_requests for one in self._contexts()),
-            num_retries=sum(one.client.num_retries for one in self._contexts()),
+            num_requests=sum(context.client.num_requests for context in self._contexts()),
+            num_retries=sum(context.client.num_retries for context in self._contexts()),
             num_hedges=hedger.num_hedges,
-            num_objects_of_copy=0 if self._elsewhere is None else len(self._elsewhere.read_indices),
+            num_objects_of_copy=0 if self._copy is None else len(self._copy.read_indices),
             plan_s=0.0,
             read_s=time.monotonic() - begun_s,
             transfer_s=recorder.seconds("transfer") - transferred_s,
@@ -160,19 +160,19 @@ class Reader:
     ) -> None:
         """Fill the buffers of all `wanted`. `values` are the receivers of stored values by name.
 
-        A chunk that was saved through an extension can only be unpacked whole. If parts of it are wanted, one chunk is
-        unpacked at a time. The last ones are kept for the reads of the next parts, up to `_MAX_KEPT_BYTES` in all.
+        A chunk that was saved through an extension can only be unpacked whole. If a part of it is wanted, one chunk is
+        unpacked at a time. The reader keeps the last chunks for the next reads, up to `_MAX_KEPT_BYTES` in all.
         """
-        wants = [want for one in wanted for want in self._wants_of(one)]
+        wants = [want for tensor_bytes in wanted for want in self._wants_of(tensor_bytes)]
         for name, receive in (values or {}).items():
             wants.append(want_value(name, locate_value(self.manifest.values[name]), receive))
         if wants:
             self.read(Wants(wants))
 
     def locate(self, object_index: int) -> tuple[StoreClient, str]:
-        """Return the client of the folder that holds an object, which may be another checkpoint's, and the key there.
+        """Return the client of the folder that holds an object, and the object's key there.
 
-        Its messages name the object.
+        The folder may be another checkpoint's.
         """
         stored = self.manifest.objects[object_index]
         return self.context.client_at(stored.folder), stored.key
@@ -190,10 +190,10 @@ class Reader:
 
         Args:
             request: The range.
-            opened: Opens the memory to read into; it is closed once the range has been read and verified.
-            names_in: Returns the names of the tensors and values that some bytes of the object hold, for a message.
+            opened: Opens the memory to read into. The reader closes it once the range is read and verified.
+            names_in: Returns the names of the tensors and values in a byte range of the object, for a message.
             is_verified: Compare the checksums of the tiles.
-            event: The event that is emitted at the end.
+            event: The event to emit at the end.
 
         """
         client, key = self.locate(request.object_index)
@@ -211,7 +211,7 @@ class Reader:
                     is_verified=is_verified,
                 )
 
-            with self._or_copy(request.object_index, read_copy, names):
+            with self._reading_copy_on_failure(request.object_index, read_copy, names):
                 self._raise_known_failure(request.object_index)
                 download_range(client, key=key, begin=request.begin, views=views)
                 if is_verified:
@@ -239,39 +239,41 @@ class Reader:
         )
 
     @contextlib.contextmanager
-    def _or_copy(self, index: int, read: Callable[[Reader], None], names: Callable[[], str]) -> Iterator[None]:
+    def _reading_copy_on_failure(
+        self, index: int, read: Callable[[Reader], None], names: Callable[[], str]
+    ) -> Iterator[None]:
         """Let the body read object `index` here; if that fails, call `read` with the reader of the copy.
 
-        If both fail, a failure that may pass is raised before one that speaks of damage. `names` returns the names of
-        the object's entries, for the message. A context manager, not a callback: that saves a frame in each traceback.
+        If both fail, raise a failure that may pass rather than one that speaks of damage. `names` returns the names of
+        the object's entries, for the message. A context manager saves a frame in each traceback, beside a callback.
         """
-        elsewhere = self._elsewhere
+        copy_of_save = self._copy
         try:
             yield
         except (StoreError, CorruptCheckpointError) as error:
-            if elsewhere is None:
+            if copy_of_save is None:
                 self._raise(error, index, names())
-            failure = elsewhere.note_failure(index, error)
+            failure = copy_of_save.note_failure(index, error)
         else:
             return
         client, key = self.locate(index)
-        elsewhere.note_reading(index, client.url(key), failure)
+        copy_of_save.note_reading(index, client.url(key), failure)
         try:
-            read(elsewhere.open())
+            read(copy_of_save.open())
         except (StoreError, CheckpointError) as error:
-            _log.warning("the copy in %s is of no use: %s", elsewhere.context.uri, error)
+            _log.warning("the copy in %s is of no use: %s", copy_of_save.context.uri, error)
             if is_trouble(error) and not is_trouble(failure):
                 raise
             self._raise(copy.copy(failure), index, names())
 
     def _raise_known_failure(self, index: int) -> None:
-        """Raise the failure that bars further reads of object `index` at this place."""
-        failure = None if self._elsewhere is None else self._elsewhere.failure_of(index)
+        """Raise the failure after which object `index` is read from the copy alone."""
+        failure = None if self._copy is None else self._copy.failure_of(index)
         if failure is not None:
             raise copy.copy(failure)
 
     def _raise(self, error: Exception, index: int, names: str) -> NoReturn:
-        """Raise `error`, or the one that says which `names` are lost with object `index`."""
+        """Raise `error`, or an error that says which `names` are lost with object `index`."""
         client, key = self.locate(index)
         if isinstance(error, ObjectNotFoundError):
             raise self._explain_missing(client.url(key), names) from error
@@ -285,20 +287,24 @@ class Reader:
         raise error
 
     def _contexts(self) -> list[Context]:
-        """Return the contexts that are read from."""
-        elsewhere = self._elsewhere
-        return [self.context] if elsewhere is None or not elsewhere.read_indices else [self.context, elsewhere.context]
+        """Return the contexts that this reader has read from."""
+        copy_of_save = self._copy
+        return (
+            [self.context]
+            if copy_of_save is None or not copy_of_save.read_indices
+            else [self.context, copy_of_save.context]
+        )
 
     def _num_connections(self) -> int:
-        return max(one.client.hedger.connections() for one in self._contexts())
+        return max(context.client.hedger.connections() for context in self._contexts())
 
     def _stop(self) -> None:
         self.context.stop()
-        if self._elsewhere is not None:
-            self._elsewhere.context.stop()
+        if self._copy is not None:
+            self._copy.context.stop()
 
     def compare_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
-        """Return index and actual CRC32C of each damaged tile of the request, whose bytes are in `views`."""
+        """Return index and actual CRC32C of each damaged tile of the request. `views` hold the request's bytes."""
         client, key = self.locate(request.object_index)
         return find_wrong_tiles(
             client,
@@ -310,7 +316,7 @@ class Reader:
         )
 
     def tiles_of(self, request: RangeRead) -> array[int]:
-        """Return the checksums of the request's tiles that were saved."""
+        """Return the saved checksums of the request's tiles."""
         index, tile_bytes = request.object_index, self.manifest.tile_bytes
         if index not in self._tiles:
             self._tiles[index] = unpack_tiles(self.manifest.objects[index].crc32c)
@@ -324,7 +330,7 @@ class Reader:
     def check_unchanged(self) -> None:
         """Raise `CheckpointChangedError` if a file without checksums was replaced since its header was read.
 
-        Call it after the last read. Objects of a checkpoint never change, so it asks nothing about them.
+        Call it after the last read. Makes no request about the objects of a checkpoint, which never change.
         """
         if self._is_any_replaced(sorted(self._read_indices)):
             raise self._changed_error()
@@ -339,7 +345,7 @@ class Reader:
             return True
 
     def _is_any_replaced(self, indices: Sequence[int]) -> bool:
-        """Return True if one of these files was replaced since its header was read. No other object ever changes."""
+        """Return True if one of these files was replaced since its header was read. Objects never change."""
         manifest, client = self.manifest, self.context.client.restarted()
         if not isinstance(manifest, FilesManifest):
             return False
@@ -378,11 +384,11 @@ class Reader:
 
     def _check_extensions(self, wants: Wants) -> None:
         """Raise for a missing extension before anything is read."""
-        seen: set[tuple[str, ...]] = set()
+        checked: set[tuple[str, ...]] = set()
         for want in wants.single:
             descriptors = want.location.transforms
-            if descriptors and descriptors not in seen:
-                seen.add(descriptors)
+            if descriptors and descriptors not in checked:
+                checked.add(descriptors)
                 self._transforms.check(descriptors, fqn=want.name, uri=self.context.uri)
 
     def _plan(self, wants: Wants) -> list[RangeRead]:
@@ -402,24 +408,31 @@ class Reader:
 
     def _check_sizes(self, requests: Sequence[RangeRead], wants: Wants) -> None:
         """Check that objects are as large as the manifest says, before this read allocates memory of that size."""
-        held: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
+        locations: defaultdict[int, dict[tuple[str, int], ItemLocation]] = defaultdict(dict)
         for want in wants.single:
             if isinstance(want.target, BytesTarget):
-                held[want.location.object_index][want.name, want.location.begin] = want.location
-        claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
+                locations[want.location.object_index][want.name, want.location.begin] = want.location
+        num_bytes_wanted = {
+            index: sum(location.end - location.begin for location in items.values())
+            for index, items in locations.items()
+        }
         read_bytes = self.context.options.read_bytes
         large = {request.object_index: request for request in requests if request.num_bytes > read_bytes}  # one tile
-        for index in sorted({*large, *(index for index in claimed if claimed[index] > _UNSEEN_BYTES)}):
-            names = ", ".join(repr(name) for name, _ in held[index])
+        for index in sorted(
+            {*large, *(index for index in num_bytes_wanted if num_bytes_wanted[index] > _UNSEEN_BYTES)}
+        ):
+            names = ", ".join(repr(name) for name, _ in locations[index])
             if not names:
                 names = wants.names_in(large[index], large[index].begin, large[index].end)
-            check = functools.partial(Reader._check_size, index=index, claimed_bytes=claimed.get(index, 0), names=names)
-            with self._or_copy(index, check, functools.partial(str, names)):
+            check = functools.partial(
+                Reader._check_size, index=index, claimed_bytes=num_bytes_wanted.get(index, 0), names=names
+            )
+            with self._reading_copy_on_failure(index, check, functools.partial(str, names)):
                 self._raise_known_failure(index)
                 check(self)
 
     def _check_size(self, *, index: int, claimed_bytes: int, names: str) -> None:
-        """Raise unless object `index` is here, with the bytes that were saved and those that are asked for."""
+        """Raise unless object `index` exists, with all bytes that were saved and all bytes that are wanted."""
         stored, size_bytes = self.manifest.objects[index], self.measure_object(index)
         store = self.locate(index)[0].store
         if size_bytes is None:
@@ -431,33 +444,33 @@ class Reader:
                 uri=self.context.uri,
             )
 
-    def _hand_over(self, wants: Wants, requests: Sequence[RangeRead], done: Iterable[RangeRead]) -> None:
-        """Hand over each want once the last of its `requests` is `done`, and at once if it has none.
+    def _hand_over(self, wants: Wants, requests: Sequence[RangeRead], reads_done: Iterable[RangeRead]) -> None:
+        """Hand over each want once the last of its `requests` is done, and at once if it has none.
 
-        Whole tensors in columns need no end: they are filled.
+        Whole tensors in columns have no receiver.
         """
-        context, num_left = self.context, len(requests)
-        outstanding = [0] * len(wants.single)
+        context, num_reads_open = self.context, len(requests)
+        num_reads_left = [0] * len(wants.single)
         for request in requests:
             for number in wants.numbers_of_single(request.wanted):
-                outstanding[number] += 1
-        for want, num_ranges in zip(wants.single, outstanding, strict=True):
+                num_reads_left[number] += 1
+        for want, num_ranges in zip(wants.single, num_reads_left, strict=True):
             if not num_ranges:  # empty
                 self._finish(want)
-        for request in done:
-            num_left -= 1
+        for request in reads_done:
+            num_reads_open -= 1
             for number in wants.numbers_of_single(request.wanted):
-                outstanding[number] -= 1
-                if not outstanding[number]:
+                num_reads_left[number] -= 1
+                if not num_reads_left[number]:
                     self._finish(wants.single[number])
-        if num_left or any(outstanding):
+        if num_reads_open or any(num_reads_left):
             raise CheckpointError(
                 f"the load of {context.uri} ended before all was read. What was loaded is not usable; load again",
                 uri=context.uri,
             )
 
     def _finish(self, want: Want) -> None:
-        """Hand over one want whose bytes are all there."""
+        """Hand over one want, all of whose bytes have arrived."""
         location, target, tensor = want.location, want.target, want.tensor
         received: bytes | bytearray | torch.Tensor | None = tensor
         if isinstance(target, BytesTarget):
@@ -507,7 +520,7 @@ class Reader:
             position += size
             for chunk, common in _find_chunks(tensor.chunks, box):
                 within = common.relative_to(chunk.offsets)
-                target = block  # a view takes memory, and there can be very many
+                target = block  # not a view of it: there can be very many, and each takes memory
                 if common.lengths != box.lengths:
                     target = block[common.relative_to(box.offsets).slices]
                 if tensor.transforms and common.lengths != chunk.lengths:
@@ -516,7 +529,7 @@ class Reader:
                 yield want_block(wanted.name, locate_chunk(tensor, chunk), within, target)
 
     def _unpack_kept(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk that can only be unpacked whole."""
+        """Return a chunk that can only be unpacked whole, and keep it."""
         key = (name, chunk.offsets)
         with self._unpacking:  # a second thread that wants the chunk waits instead of unpacking it again
             whole = self._unpacked.pop(key, None)
@@ -536,10 +549,10 @@ class Reader:
 
 
 class CopyElsewhere:
-    """The copy of a save at a place that is farther away than the reader's own. Thread-safe.
+    """The copy of a save at a place that is farther away than the reader's own, nearer place. Thread-safe.
 
-    `Reader` opens it for the first object that it cannot read at its own place, the nearer one.
-    `context` is the place of the copy, and `manifest` that of the save at the nearer place.
+    `Reader` opens the copy for the first object that it cannot read at the nearer place. `context` is the place of the
+    copy, and `manifest` the manifest at the nearer place.
     """
 
     def __init__(self, context: Context, manifest: Manifest) -> None:
@@ -549,7 +562,7 @@ class CopyElsewhere:
         self._reader: Reader | None = None
         self._refusal: Exception | None = None
         self._place_failure: Exception | None = None
-        """The timeout after which no object is read at the nearer place any more."""
+        """The failure after which no object is read at the nearer place any more."""
         self._failures: dict[int, Exception] = {}
         """The failure of each object that could not be read at the nearer place."""
         self.read_indices: set[int] = set()
@@ -560,7 +573,7 @@ class CopyElsewhere:
         return self._failures.get(index) or self._place_failure
 
     def note_failure(self, index: int, error: Exception) -> Exception:
-        """Note why object `index` could not be read at the nearer place. Returns the error without its frames."""
+        """Keep the failure to read object `index` at the nearer place. Return it without its frames."""
         failure = copy.copy(error)
         self._failures[index] = failure
         if isinstance(failure, TransientStoreError):
@@ -584,7 +597,7 @@ class CopyElsewhere:
             return self._reader
 
     def note_reading(self, index: int, url: str, failure: Exception) -> None:
-        """Name an object that is read from the copy, once, and only the first ones."""
+        """Count an object that is read from the copy, and log the first few."""
         with self._lock:
             if index in self.read_indices:
                 return
@@ -598,12 +611,12 @@ class CopyElsewhere:
 
 
 def is_trouble(error: Exception) -> bool:
-    """Return True for an error on the way to the store, which does not say that the object is missing or damaged."""
+    """Return True for an error of the store that does not say that the object is missing or damaged."""
     return isinstance(error, StoreError) and not isinstance(error, (ObjectNotFoundError, ShortObjectError))
 
 
 def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box]]:
-    """Find the chunks that overlap `box`, with the overlap."""
+    """Yield the chunks that overlap `box`, each with the overlap."""
     positions = find_overlapping_chunks(chunks, box.offsets, box.lengths) if len(chunks) > 1 else None
     for chunk in chunks if positions is None else [chunks[position] for position in positions]:
         common = intersect(box, Box(chunk.offsets, chunk.lengths))
@@ -612,9 +625,9 @@ def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box
 
 
 def choose_request_bytes(context: Context, ranges: Sequence[WantedRange], copied: Sequence[bool]) -> int:
-    """Return the size of the reads that bring `ranges`; `copied` says which targets' bytes pass through a buffer.
+    """Return the size of the reads of `ranges`; `copied` says which targets' bytes pass through a buffer.
 
-    Reads are as large as possible, since each costs the client some CPU, but there are some for every connection.
+    Reads are as large as possible, since each costs the client some CPU, but every connection has a few.
     """
     wanted_bytes = copied_bytes = 0
     for wanted in ranges:
@@ -622,7 +635,7 @@ def choose_request_bytes(context: Context, ranges: Sequence[WantedRange], copied
         wanted_bytes += num_bytes
         copied_bytes += num_bytes * copied[wanted.target_number]
     most_bytes = context.options.advanced.request_bytes
-    if 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
+    if 2 * copied_bytes > wanted_bytes:  # each read takes a buffer, and each connection should have one
         most_bytes = min(most_bytes, _buffer_bytes(context) // context.connections)
     return spread_over_connections(
         wanted_bytes,

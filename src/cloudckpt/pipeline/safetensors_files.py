@@ -111,7 +111,7 @@ def find_files(source: Context) -> tuple[Context, Resolved] | None:
     A folder needs ``model.safetensors`` or its index, so that two requests tell whether it has any.
     """
     context, name = folder_of(source)
-    names = [one for one in ([INDEX_NAME, SINGLE_NAME] if name is None else [name]) if context.client.head(one)]
+    names = [file for file in ([INDEX_NAME, SINGLE_NAME] if name is None else [name]) if context.client.head(file)]
     if not names:
         return None
     files = SafetensorsFiles(context, names[0], uri=source.uri)
@@ -159,9 +159,9 @@ def _parse_header(header: bytes, size_bytes: int) -> tuple[list[_Entry], dict[st
     except _UNDECODABLE as error:
         raise ValueError(f"its header is not that of a safetensors file: {error}") from error
     tensors = [_check_entry(name, entry, len(header)) for name, entry in entries.items()]
-    tensors.sort(key=lambda each: (each.begin, each.end))
-    ends = [len(header), *(each.end for each in tensors)]
-    begins = [*(each.begin for each in tensors), size_bytes]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    ends = [len(header), *(tensor.end for tensor in tensors)]
+    begins = [*(tensor.begin for tensor in tensors), size_bytes]
     if ends != begins:
         if ends[-1] > size_bytes:
             raise ValueError(f"it has {size_bytes} bytes, but its header describes {ends[-1]}: it was cut")

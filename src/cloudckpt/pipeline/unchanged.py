@@ -23,7 +23,7 @@ from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.hashing import Block
 
 _MIN_USED_SHARE = 0.5
-"""An object is named only if at least this share of its bytes is unchanged: all of it stays while one block is used."""
+"""A save refers to an object only if at least this share is unchanged: the object stays while one block is used."""
 
 BlockKey: TypeAlias = tuple[str, tuple[int, ...] | None]
 """The FQN of a tensor, and the offsets of a block in it."""
@@ -42,7 +42,7 @@ class KnownBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBlocks:
-    """The blocks that a rank may find unchanged, for a message to it."""
+    """The blocks that a rank may find unchanged. Rank 0 sends them to it."""
 
     blocks: Mapping[BlockKey, KnownBlock]
     objects: Mapping[int, ObjectRef]
@@ -53,46 +53,48 @@ class KnownBlocks:
 def find_unchanged(
     blocks: Mapping[int, Block], known: KnownBlocks | None, aliases: Mapping[int, int]
 ) -> tuple[dict[int, KnownBlock], set[int]]:
-    """Return what a save need not send, and what it sends although it is unchanged, by the positions in `blocks`.
+    """Return the known blocks that a save need not send, and the positions of unchanged blocks that it sends.
 
-    The latter is in objects that mostly hold what has changed. Aliases stay together.
+    It sends an unchanged block again if most bytes of its object have changed. Aliases stay together.
     """
     if known is None:
         return {}, set()
-    found = {
-        position: same
+    unchanged = {
+        position: known_block
         for position, block in blocks.items()
-        if (same := known.blocks.get((block.fqn, block.offsets))) is not None
-        and same[:3] == (block.xxh3_128.hex(), block.dtype, block.lengths)
+        if (known_block := known.blocks.get((block.fqn, block.offsets))) is not None
+        and known_block[:3] == (block.xxh3_128.hex(), block.dtype, block.lengths)
     }
     families: defaultdict[int, set[int]] = defaultdict(set)
     for follower, first in aliases.items():
         families[first] |= {first, follower}
-    _drop_incomplete(found, families.values())
+    _drop_incomplete(unchanged, families.values())
     used_bytes: defaultdict[int, int] = defaultdict(int)
-    for object_index, begin, end in {(same.object_index, same.begin, same.end) for same in found.values()}:
+    for object_index, begin, end in {
+        (known_block.object_index, known_block.begin, known_block.end) for known_block in unchanged.values()
+    }:
         used_bytes[object_index] += end - begin
     named = {index for index, used in used_bytes.items() if used >= _MIN_USED_SHARE * known.content_bytes[index]}
-    unsent = {position: same for position, same in found.items() if same.object_index in named}
+    unsent = {position: known_block for position, known_block in unchanged.items() if known_block.object_index in named}
     _drop_incomplete(unsent, families.values())
-    return unsent, found.keys() - unsent.keys()
+    return unsent, unchanged.keys() - unsent.keys()
 
 
-def _drop_incomplete(found: dict[int, KnownBlock], families: Iterable[set[int]]) -> None:
-    """Remove from `found` all aliases of one tensor if one of them is not in it."""
+def _drop_incomplete(blocks: dict[int, KnownBlock], families: Iterable[set[int]]) -> None:
+    """Remove from `blocks` all aliases of a tensor if it lacks one of them."""
     for family in families:
-        if not family <= found.keys():
-            for position in family & found.keys():
-                del found[position]
+        if not family <= blocks.keys():
+            for position in family & blocks.keys():
+                del blocks[position]
 
 
 def receipts_of(
     unsent: Mapping[int, KnownBlock], blocks: Mapping[int, Block], known: KnownBlocks
 ) -> list[ItemReceipts]:
-    """Return the receipts of the blocks that a save does not send, one for each object that holds some."""
+    """Return the receipts of the blocks that a save does not send, one for each object."""
     by_object: defaultdict[int, list[int]] = defaultdict(list)
-    for position, same in unsent.items():
-        by_object[same.object_index].append(position)
+    for position, known_block in unsent.items():
+        by_object[known_block.object_index].append(position)
     return [
         ItemReceipts(
             stored_in=known.objects[object_index],
@@ -110,9 +112,9 @@ def receipts_of(
 
 
 class Base:
-    """A committed checkpoint beside a save, whose objects the save may name. Belongs to the rank that commits.
+    """A committed checkpoint beside a save, to whose objects the save may refer. Belongs to the rank that commits.
 
-    It puts the claims of the save. `keep_claims` or `drop_claims` must follow.
+    The constructor puts the claims of the save. `keep_claims` or `drop_claims` must follow.
 
     Args:
         context: The place of the save.
@@ -121,9 +123,9 @@ class Base:
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint in `folder`.
-        CheckpointChangedError: It is being replaced or removed.
-        InvalidOptionError: It was saved without hashes, or with tiles of another length.
-        CheckpointError: Its manifest is damaged.
+        CheckpointChangedError: The checkpoint is being replaced or removed.
+        InvalidOptionError: The checkpoint was saved without hashes, or with tiles of another length.
+        CheckpointError: The manifest is damaged.
 
     """
 
@@ -161,7 +163,7 @@ class Base:
         self._missing = frozenset[str]().union(*missing)
 
     def known_blocks(self, keys: Iterable[BlockKey]) -> KnownBlocks:
-        """Return those blocks of the checkpoint that have one of `keys`, and whose objects are there."""
+        """Return the blocks of the checkpoint with one of `keys`, if their objects exist."""
         blocks = {
             key: block
             for key in keys
@@ -186,7 +188,7 @@ class Base:
         )
 
     def keep_claims(self, manifest: Manifest) -> None:
-        """Reduce the claims to the objects that `manifest` names. They stay as long as the checkpoint."""
+        """Reduce the claims to the objects that `manifest` names. These claims stay as long as the checkpoint."""
         used = {(stored.folder, stored.key) for stored in manifest.objects}
         self._put_claims(
             {holder: [key for key in keys if (holder, key) in used] for holder, keys in self._claims.items()}
@@ -197,7 +199,7 @@ class Base:
         put_claims(context.client_at, claims, attempt=self._attempt, folder=context.location.name)
 
     def drop_claims(self) -> None:
-        """Remove the claims of a save that has no commit, and can have none any more."""
+        """Remove the claims, after a save that can have no commit any more."""
         context = self._context
         drop_claims(
             lambda folder: context.client_at(folder).restarted(),
@@ -208,7 +210,7 @@ class Base:
 
 
 def _find_header_ends(manifest: Manifest) -> dict[int, int]:
-    """Return where the first tensor or value of each object begins."""
+    """Return the offset of the first tensor or value of each object."""
     ends: dict[int, int] = {}
     chunks = itertools.chain.from_iterable(tensor.chunks for tensor in manifest.tensors.values())
     begins = itertools.chain(

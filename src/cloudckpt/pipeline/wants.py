@@ -34,7 +34,7 @@ class Want(NamedTuple):
     name: str
     location: ItemLocation
     box: Box
-    """The part of the chunk; nothing for a value, which is read whole."""
+    """The part of the chunk; empty for a value, which is read whole."""
     target: Target
     tensor: torch.Tensor | None
     cast: Cast | None
@@ -59,7 +59,8 @@ def want_block(
 ) -> Want:
     """Return the want that fills `tensor` with the part `box` of a chunk.
 
-    The whole chunk is read if it is transformed, or if its copy `needs_alignment` to elements and the file has none.
+    The whole chunk is read if it is transformed. So is a chunk whose bytes are not aligned to elements in the object,
+    if `needs_alignment`.
     """
     is_aligned = location.dtype is None or not location.begin % ITEMSIZE_BYTES[location.dtype]
     reads_whole = location.transforms or (needs_alignment and not is_aligned)
@@ -68,7 +69,7 @@ def want_block(
 
 
 class Wants:
-    """All that a read fills, numbered: the `single`, each a want of its own, and then runs of whole tensors."""
+    """All targets of a read, numbered: first those of `single` wants, then runs of whole tensors."""
 
     __slots__ = ("_chunks", "_fqns", "single", "targets")
 
@@ -100,16 +101,18 @@ class Wants:
         ]
 
     def names_in(self, request: RangeRead, begin: int, end: int) -> str:
-        """Return the names, for a message, that bytes ``[begin, end)`` of the request's object belong to."""
+        """Return the names, for a message, of the items in bytes ``[begin, end)`` of the request's object."""
         fqns = [
             fqn
             for fqn, chunk in zip(self._fqns, self._chunks, strict=True)
             if chunk.object_index == request.object_index and chunk.begin < end and chunk.end > begin
         ]
-        wanted = (one for one in request.wanted if one.begin < end and one.end > begin)
+        wanted = (
+            wanted_range for wanted_range in request.wanted if wanted_range.begin < end and wanted_range.end > begin
+        )
         fqns += {self.single[number].name: None for number in self.numbers_of_single(wanted)}
         return join_first([repr(fqn) for fqn in fqns], _MAX_NAMES, separator=", ")
 
     def numbers_of_single(self, wanted: Iterable[WantedRange]) -> Iterator[int]:
-        """Yield the number of each range's want that is of `single`."""
-        return (one.target_number for one in wanted if one.target_number < len(self.single))
+        """Yield the numbers of the ranges that belong to `single` wants."""
+        return (wanted_range.target_number for wanted_range in wanted if wanted_range.target_number < len(self.single))

@@ -16,7 +16,7 @@ from cloudckpt._torch_compat import AsyncCollectiveTensor, is_wrapper_subclass, 
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
-from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
+from cloudckpt.format.nesting import PLAIN_TENSORS, has_planner_hooks
 
 # Copies move bit patterns, also of dtypes that torch can hardly compute with: an integer of the same size stands in.
 ALIGNMENT_BYTES = 16
@@ -139,7 +139,7 @@ def classify(value: Any) -> Source:
     tensor = local_tensor_of(value) if type(value) is DTensor else value
     if type(tensor) not in PLAIN_TENSORS:
         return Source(value)
-    is_whole = tensor is value and not answers_planners(tensor)
+    is_whole = tensor is value and not has_planner_hooks(tensor)
     if address := viewable_address(tensor):
         return Source(value, tensor, address, is_whole, is_in_place=True)
     try:

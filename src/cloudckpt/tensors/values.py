@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._this_process import warn_user
 from cloudckpt._torch_compat import ShardedTensor
 from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedValueError
-from cloudckpt.format.nesting import PLAIN_TENSORS, answers_planners
+from cloudckpt.format.nesting import PLAIN_TENSORS, has_planner_hooks
 from cloudckpt.format.plain_values import decode_plain, encode_plain
 
 _OF_RANKS = (DTensor, ShardedTensor)
@@ -220,7 +220,7 @@ class _Inspector(pickle.Pickler):
 
     def persistent_id(self, value: object) -> object:
         """Keep storages, and tensors that several ranks hold, out of the pickle. pickle calls this for each object."""
-        if isinstance(value, _OF_RANKS) or (type(value) in PLAIN_TENSORS and answers_planners(value)):
+        if isinstance(value, _OF_RANKS) or (type(value) in PLAIN_TENSORS and has_planner_hooks(value)):
             self.holds_shards = True
             return "shards"
         return "storage" if isinstance(value, _STORAGES) else None

@@ -1,8 +1,8 @@
 """One save or load of all ranks: the steps of torch's ``dcp.save`` and ``dcp.load``, and the error that they raise.
 
-`run_save` and `run_load` call planner, writer and reader in the order in which torch's functions do. They take the
-place of these for two reasons: torch's ``load`` turns an error of ``read_metadata`` into text, and asks each entry of
-the state dict twice if it is ``Stateful``, which costs most of the time of a small tensor
+`run_save` and `run_load` call planner, writer and reader in the order of torch's functions. They replace torch's
+functions for two reasons: torch's ``load`` turns an error of ``read_metadata`` into text, and asks each entry of the
+state dict twice if it is ``Stateful``, which costs most of the time of a small tensor
 (``docs/design/012-load-planning.md``).
 """
 
@@ -88,7 +88,7 @@ def num_ranks_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> i
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state_dict` with the state of each object in its place.
 
-    The objects are asked in the order of their keys on every rank, since their methods may be collective.
+    Every rank asks the objects in the order of their keys, since their methods may be collective.
     """
     states = {
         key: ask_state(state_dict[key], where=key) if is_stateful(state_dict[key]) else state_dict[key]
@@ -110,7 +110,7 @@ def run_save(
 
     Args:
         state_dict: The entries of this rank.
-        writer: Writes them; on rank 0 it commits.
+        writer: Writes the entries; on rank 0 it commits.
         planner: Plans the save; None stands for `BalancedSavePlanner`.
         ranks_context: Gives the collectives of the save.
         refusal: The reason why this rank cannot save. It takes part all the same, so that all ranks raise the reason.
@@ -242,10 +242,9 @@ def _load_once(
 ) -> None:
     """Make one try of `run_load`. Raises torch's own ``CheckpointException``.
 
-    `ExplainingLoadPlanner` takes the place of torch's default planner with its default flattening. Any other planner is
-    used as it is.
+    `ExplainingLoadPlanner` replaces torch's default planner with its default flattening. Any other planner is used.
     """
-    if is_ours := planner is None or is_default_planner(planner):
+    if has_default_planner := planner is None or is_default_planner(planner):
         is_partial = planner is not None and planner.allow_partial_load
         is_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
         planner = ExplainingLoadPlanner(
@@ -269,7 +268,13 @@ def _load_once(
             stateful = {key: held for key, held in objects.items() if not isinstance(held, LiveEntry)}
             entries.update(states_of(stateful))
             have_objects = _load(
-                entries, reader, planner, ranks, is_ours=is_ours, stateful=stateful, has_objects=bool(objects)
+                entries,
+                reader,
+                planner,
+                ranks,
+                has_default_planner=has_default_planner,
+                stateful=stateful,
+                has_objects=bool(objects),
             )
             for key, value in entries.items():
                 if key in state_dict and key not in objects:
@@ -304,16 +309,18 @@ def _load(
     planner: LoadPlanner,
     ranks: DistWrapper,
     *,
-    is_ours: bool,
+    has_default_planner: bool,
     stateful: Mapping[str, Any],
     has_objects: bool,
 ) -> bool:
-    """Fill `entries`, which hold the states of the `stateful` objects. Returns True if any rank has objects to load."""
+    """Fill `entries`, which hold the states of the `stateful` objects. Return True if any rank has objects to load."""
     live_keys = [key for key, value in entries.items() if isinstance(value, LiveEntry)]
     takes_what_fits = not reader.is_strict and bool(live_keys) and len(live_keys) == len(entries)
     # Without strictness, a warning names what the live objects leave behind, also whole objects.
     whole_keys = None if takes_what_fits else live_keys
-    reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=whole_keys, keys=[*map(str, entries)])
+    reader.begin_call(
+        ranks, is_lazy=has_default_planner and not live_keys, whole_keys=whole_keys, keys=[*map(str, entries)]
+    )
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
@@ -326,7 +333,7 @@ def _load(
             is_logged=ranks.rank == 0,
         )
         unused = plan_live_entries(entries, metadata, source=source, num_ranks=ranks.get_world_size())
-        if is_ours:
+        if has_default_planner:
             opened = {key: add_placeholders(entries[key], key, metadata.state_dict_metadata) for key in stateful}
             entries.update(opened)
         if isinstance(planner, ExplainingLoadPlanner) and reader.renaming is not None:
@@ -334,7 +341,7 @@ def _load(
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
         return reader.prepare_local_plan(
-            planner.create_local_plan(), unused=unused, objects=[*stateful] if is_ours else ()
+            planner.create_local_plan(), unused=unused, objects=[*stateful] if has_default_planner else ()
         )
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -362,7 +369,7 @@ def _load(
 
     def read() -> bool:
         reader.read_data(planner.finish_plan(plan), planner).wait()
-        if is_ours:
+        if has_default_planner:
             entries.update({key: restore_placeholders(entries[key]) for key in stateful})
         return has_objects
 
@@ -370,9 +377,9 @@ def _load(
 
 
 class RankCalls:
-    """Runs functions on rank 0 or on all ranks, and gives all of them the result, or raises the failure on all.
+    """Runs functions on rank 0 or on all ranks, and returns the result, or raises the failure, on all ranks.
 
-    `doing` is a participle with its preposition. Errors put `root` behind it. It has to be the same on all ranks.
+    Errors say `doing` and then `root`, as in "loading a checkpoint under s3://…". Both are the same on all ranks.
     """
 
     def __init__(
@@ -394,7 +401,7 @@ class RankCalls:
         return self._run(lambda ranks: ranks.broadcast(step, find))
 
     def all_gather(self, step: str, find: Callable[[], _T]) -> list[_T]:
-        """Run `find` on every rank. Returns the results of all, in the order of the ranks, on every rank."""
+        """Run `find` on every rank. Returns the results of all ranks, in their order, on every rank."""
         return self._run(lambda ranks: ranks.all_gather(step, find))
 
     def _run(self, call: Callable[[DistWrapper], _T]) -> _T:
@@ -423,8 +430,8 @@ class RankCalls:
 class SaveOrLoadError(CheckpointException):
     """torch's `CheckpointException`, with a readable text.
 
-    Each instance is of a class that also inherits from the nearest class that the ranks' causes have in common
-    (`_class_for`). So ``except CheckpointExistsError`` works.
+    The class of each instance also inherits from the nearest common class of the ranks' causes (`_class_for`). So
+    ``except CheckpointExistsError`` works.
     """
 
     step: str
@@ -467,7 +474,7 @@ class SaveOrLoadError(CheckpointException):
 def failure_of(error: CheckpointException, *, subject: str, is_alone: bool) -> CheckpointException:
     """Return `error` as a readable instance of its causes' class.
 
-    Neither the result nor its causes hold on to the tensors that were being saved or loaded.
+    Neither the result nor its causes hold a reference to the tensors of the save or load.
     """
     _release_frames([error, *causes_of(error)])
     return _rebuild(subject, str(error.args[0]), dict(error.failures), is_alone)
@@ -480,7 +487,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 @contextlib.contextmanager
 def raising_own_interrupt(rank: int) -> Iterator[None]:
-    """Raise this rank's Ctrl-C or exit in place of the failure that it is for the other ranks."""
+    """Raise this rank's own Ctrl-C or exit in place of the failure that the other ranks raise."""
     try:
         yield
     except CheckpointException as error:
@@ -498,12 +505,12 @@ def _release_frames(errors: Iterable[BaseException]) -> None:
     # A traceback holds the frames of its calls and of all their callers, and with them the state dict or the copy of
     # a background save; torch keeps an error in one of those frames. Python frees such a cycle only when its collector
     # runs. The failures keep the tracebacks as text.
-    waiting, seen = list(errors), set[int]()
+    waiting, handled = list(errors), set[int]()
     while waiting:
         error = waiting.pop()
         # An interrupt keeps its traceback.
-        if id(error) not in seen and isinstance(error, (Exception, CheckpointException)):
-            seen.add(id(error))
+        if id(error) not in handled and isinstance(error, (Exception, CheckpointException)):
+            handled.add(id(error))
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = None
             waiting += [linked for linked in (error.__cause__, error.__context__) if linked is not None]

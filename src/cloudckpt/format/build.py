@@ -51,14 +51,14 @@ class Content:
 def build_manifest(
     content: Content, *, uri: str, attempt: str, save_id: str, tile_bytes: int, user_metadata: Mapping[str, Any]
 ) -> Manifest:
-    """Return the manifest of a save. It has no time yet.
+    """Return the manifest of a save, without a commit time.
 
-    Raises `IncompleteSaveError` if the chunks do not fill each tensor, or are not within their object, so that the
-    checkpoint could not be loaded, `UnsupportedValueError` for metadata that the manifest cannot hold, and
-    `InvalidOptionError` if ranks cut tiles of different lengths.
+    Raises `IncompleteSaveError` if the chunks do not fill each tensor, or are not within their objects, so that no load
+    would succeed; `UnsupportedValueError` for metadata that is not JSON; and `InvalidOptionError` if ranks cut tiles of
+    different lengths.
     """
     _check_tiles(content.objects, tile_bytes, uri)
-    refers = any(each.folder for of_rank in content.objects for each in of_rank)
+    refers = any(ref.folder for refs in content.objects for ref in refs)
     manifest = Manifest(
         format=FORMAT_NAME,
         version=REFERENCES_VERSION if refers else (FORMAT_MAJOR, FORMAT_MINOR),
@@ -72,9 +72,9 @@ def build_manifest(
         },
         tile_bytes=tile_bytes,
         objects=[
-            StoredObject(key=each.key, size=each.size_bytes, crc32c=pack_tiles(each.tile_crc32cs), folder=each.folder)
-            for of_rank in content.objects
-            for each in of_rank
+            StoredObject(key=ref.key, size=ref.size_bytes, crc32c=pack_tiles(ref.tile_crc32cs), folder=ref.folder)
+            for refs in content.objects
+            for ref in refs
         ],
         tensors=content.tensors,
         values=content.values,
@@ -94,19 +94,19 @@ def build_manifest(
 
 
 def _check_tiles(objects: Sequence[Sequence[ObjectRef]], tile_bytes: int, uri: str) -> None:
-    """Check that all ranks cut tiles of one length: a load would take others for damage."""
-    for rank, of_rank in enumerate(objects):
-        for each in of_rank:
-            if each.tile_bytes != tile_bytes:
+    """Check that all ranks cut tiles of one length: a load would take tiles of another length for damage."""
+    for rank, refs in enumerate(objects):
+        for ref in refs:
+            if ref.tile_bytes != tile_bytes:
                 raise InvalidOptionError(
-                    f"AdvancedOptions(tile_bytes={each.tile_bytes}) on rank {rank} differs from {tile_bytes} on the "
+                    f"AdvancedOptions(tile_bytes={ref.tile_bytes}) on rank {rank} differs from {tile_bytes} on the "
                     f"coordinator, and the manifest of {uri} has one for all ranks. Nothing was committed. Pass the "
                     "same Options on all ranks"
                 )
 
 
 def _json_values(user_metadata: Mapping[str, Any], uri: str) -> dict[str, Any]:
-    """Return the user's metadata as a reader will get it."""
+    """Return the user's metadata in the form in which readers get it."""
     try:
         json.dumps(msgspec.to_builtins(user_metadata), allow_nan=False)  # msgspec would make null of NaN
         values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(user_metadata), type=dict[str, Any])

@@ -75,8 +75,8 @@ def find_overlapping_chunks(
 
 def _num_shared(chunk: Chunk, offsets: Sequence[int], lengths: Sequence[int]) -> int:
     return math.prod(
-        max(0, min(at + length, begin + extent) - max(at, begin))
-        for at, length, begin, extent in zip(chunk.offsets, chunk.lengths, offsets, lengths, strict=True)
+        max(0, min(offset + length, begin + extent) - max(offset, begin))
+        for offset, length, begin, extent in zip(chunk.offsets, chunk.lengths, offsets, lengths, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""The manifest's values, as its JSON has them (``docs/format.md``). Byte ranges are half-open."""
+"""The parts of a manifest, with the members of its JSON (``docs/format.md``). Byte ranges are half-open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT_MINOR = 4
 REFERENCES_VERSION = (2, 0)
 """The version of a manifest that refers to objects of other checkpoints: an older reader must refuse it."""
 JSON_VALUE = "value.json/1"
-"""The last of the transforms of a value that is stored as tagged JSON. The others are pickles."""
+"""The last transform of a value that is stored as tagged JSON. All other values are pickles."""
 
 
 CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -35,8 +35,8 @@ ITEMSIZE_BYTES: dict[str, int] = {
     ),
 }  # fmt: skip
 """Bytes of one element of each dtype that a checkpoint can hold."""
-# https://github.com/huggingface/safetensors#format. Only tags that every published reader knows: the newer ones
-# (complex, float8_e8m0, float4, …) would make an object unreadable for older libraries: those dtypes are bytes.
+# https://github.com/huggingface/safetensors#format. Only tags that every published reader knows. The newer ones
+# (complex, float8_e8m0, float4, …) would make an object unreadable for older libraries, so those dtypes are bytes.
 SAFETENSORS_TAG: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -69,17 +69,17 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def path(self) -> str:
-        """The key, and how to get to it from the checkpoint's folder."""
+        """The path of the object relative to the checkpoint's folder."""
         return path_of(self.key, self.folder)
 
 
 def path_of(key: str, folder: str) -> str:
-    """Return how to get to an object from the checkpoint's folder."""
+    """Return the path of an object relative to the checkpoint's folder."""
     return f"../{folder}/{key}" if folder else key
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One stored block of a tensor: its place in the tensor, and the place of its bytes."""
+    """A box of a tensor that one rank saved, and the range of its bytes in an object."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -117,14 +117,14 @@ class StoredValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class StoredWrapper(msgspec.Struct, frozen=True, kw_only=True, rename={"kind": "class"}):
-    """A tensor that consists of others, which are stored as tensors under ``<its name>.<name of the part>``."""
+    """A tensor that consists of others, which are stored as tensors under ``<wrapper's name>.<part's name>``."""
 
     kind: str
-    """The full name of its class."""
+    """The full name of the wrapper's class."""
     tensors: list[str]
-    """The names of its parts."""
+    """The names of the parts."""
     context: Any
-    """The rest of it, as JSON."""
+    """The rest of the wrapper, as JSON."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -164,13 +164,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wrappers: dict[str, StoredWrapper] = {}
     save_id: str | None = None
     is_referable: bool = False
-    """Checkpoints beside it may refer to its objects, so an overwrite looks for their claims."""
+    """True if checkpoints beside this one may refer to its objects, so that an overwrite looks for their claims."""
     metadata: dict[str, Any] = {}
     """``Options.metadata`` of the save."""
 
     @property
     def has_checksums(self) -> bool:
-        """True if what is read can be compared with what was saved."""
+        """True if a reader can compare bytes with the checksums of the save."""
         return True
 
     @property
@@ -180,16 +180,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def own_sizes_bytes(self) -> list[int]:
-        """The sizes of these objects."""
+        """The sizes of the objects in the checkpoint's own folder."""
         return [stored.size for stored in self.objects if not stored.folder]
 
     def is_copy_of(self, other: Manifest) -> bool:
-        """Return True if both are of one save: object for object with the same content, under keys of their own."""
+        """Return True if both are of one save: their objects have the same content, under different keys."""
         if len(self.objects) != len(other.objects):
             return False
         objects = [
-            msgspec.structs.replace(mine, key=its.key, folder=its.folder)
-            for mine, its in zip(self.objects, other.objects, strict=True)
+            msgspec.structs.replace(stored, key=copied.key, folder=copied.folder)
+            for stored, copied in zip(self.objects, other.objects, strict=True)
         ]
         return other == msgspec.structs.replace(
             self, version=other.version, attempt=other.attempt, created_at=other.created_at, objects=objects
@@ -197,7 +197,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FilesManifest(Manifest, frozen=True, kw_only=True):
-    """Safetensors files of any program, described as a checkpoint. It is stored nowhere."""
+    """Safetensors files of any program, described as a checkpoint. No store holds this manifest."""
 
     writes: tuple[str, ...]
     """`ObjectInfo.write` of each object when its header was read."""
@@ -214,19 +214,19 @@ class ObjectRef:
     key: str
     size_bytes: int
     tile_bytes: int
-    """The length of the tiles that have the checksums."""
+    """The length of a tile."""
     tile_crc32cs: tuple[int, ...]
     folder: str = ""
     """The folder beside the checkpoint's own that holds the object; empty for the checkpoint's own."""
 
     @property
     def path(self) -> str:
-        """The key, and how to get to it from the checkpoint's folder."""
+        """The path of the object relative to the checkpoint's folder."""
         return path_of(self.key, self.folder)
 
 
 class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
-    """The places of an object's write items, in columns of one length: the coordinator of a job gets millions.
+    """The byte ranges of an object's write items, in columns of one length: the coordinator of a job gets millions.
 
     Items that are alike share their values, and then take hardly any room when they are pickled.
     """
@@ -238,13 +238,13 @@ class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
     ends: array[int]
     """The ends of the items' bytes in the object."""
     dtypes: list[str | None]
-    """The dtypes that were really written; a cached plan may have others."""
+    """The dtypes that were written; a cached plan may have others."""
     lengths: list[tuple[int, ...]]
     transforms: list[tuple[str, ...]]
     hashes: list[bytes] = []
-    """The XXH3-128 of each item's bytes, empty for items without; no entry at all if the save keeps none."""
+    """The XXH3-128 of each item's bytes, empty for an item without one; an empty list if the save keeps none."""
     fqns: list[str]
-    """The last field, so that pickle refers to what is shared by one byte: it does so for the first 256 objects."""
+    """The last field: pickle needs one byte to refer to one of the first 256 objects, so shared ones come before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +258,7 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemLocation:
-    """The place at which a reader finds one item. `is_json` is True for a value that is stored as tagged JSON."""
+    """The byte range and the form in which an item is stored. `is_json` is True for a value in tagged JSON."""
 
     object_index: int
     begin: int

@@ -42,14 +42,14 @@ Path = tuple[Any, ...]
 
 
 def has_planner_hooks(tensor: Any) -> bool:
-    """Return True if a plain tensor has attributes by which torch may take it for a part or a composite."""
+    """Return True if a plain tensor has hooks of torch's planners, by which torch may take it for parts of a tensor."""
     attributes = tensor.__dict__
     return bool(attributes) and not _ASKED.isdisjoint(attributes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatStateDict:
-    """The entries in torch's order and under torch's names, and the rest that torch's ``flatten_state_dict`` omits."""
+    """The entries in torch's order and under torch's names, and all that torch's ``flatten_state_dict`` omits."""
 
     entries: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
@@ -72,10 +72,10 @@ class FlatStateDict:
 
 
 class Nesting(dict[str, Path]):
-    """The path of each entry as torch's planners keep it, of text and indices, and all that such paths leave out."""
+    """The path of each entry, of text and indices as in torch's planners, and all that such a path leaves out."""
 
     typed: dict[str, Path]
-    """The paths that have other keys than text, with these keys."""
+    """The paths with keys that are not text, with these keys."""
     empty: list[Path]
     """See `FlatStateDict`."""
     wrappers: dict[str, StoredWrapper]
@@ -290,11 +290,11 @@ def _name_class(kind: type, path: Path, uri: str) -> str:
 
 
 def _find_class(name: str) -> type[tuple[Any, ...]] | None:
-    """Return the class of named tuples of this name. It must be imported already: a checkpoint imports nothing."""
+    """Return the class of named tuples of this name, if the process has imported it: a load imports nothing."""
     parts = name.split(".")
-    for at in range(len(parts) - 1, 0, -1):
-        member: Any = sys.modules.get(".".join(parts[:at]))
-        for part in parts[at:]:
+    for num_parts in range(len(parts) - 1, 0, -1):
+        member: Any = sys.modules.get(".".join(parts[:num_parts]))
+        for part in parts[num_parts:]:
             member = getattr(member, "__dict__", {}).get(part)
         if isinstance(member, type) and issubclass(member, tuple) and hasattr(member, "_fields"):
             return member
@@ -337,9 +337,9 @@ def unflatten(
 ) -> dict[Any, Any]:
     """Return the state dict that has `entries` at their `paths`, and empty mappings at the paths `empty`.
 
-    A list at a path of `tuples` is a tuple, or a named tuple where this process has imported the class. An entry
-    without a path has its name as a key. Places of lists without an entry hold None. Keys of mappings are in the order
-    of `paths`. Raises ``ValueError`` where the paths contradict each other.
+    A list at a path of `tuples` becomes a tuple, or a named tuple if this process has imported the class. An entry
+    without a path has its name as its key. Positions of lists without an entry hold None. Keys of mappings are in the
+    order of `paths`. Raises ``ValueError`` if the paths contradict each other.
     """
     root: dict[Any, Any] = {}
     names = dict.fromkeys([*(name for name in paths if name in entries), *entries])
@@ -357,7 +357,7 @@ def unflatten(
         if _get(container, _key(path[-1])) is None:
             container[_key(path[-1])] = {}
     unknown: set[str] = set()
-    for path, kind in sorted((tuples or {}).items(), key=lambda one: -len(one[0])):  # from the inside
+    for path, kind in sorted((tuples or {}).items(), key=lambda pair: -len(pair[0])):  # from the inside
         _make_tuple(root, path, kind, unknown)
     if unknown:
         _log.warning("named tuples become tuples, since this process has not imported %s", quote_names(sorted(unknown)))
@@ -433,11 +433,11 @@ def path_from_json(path: Iterable[Any]) -> Path:
 
 
 def _to_lists(step: Any) -> Any:
-    return [_to_lists(one) for one in step] if isinstance(step, tuple) else step
+    return [_to_lists(element) for element in step] if isinstance(step, tuple) else step
 
 
 def _to_tuples(step: Any) -> Any:
-    return tuple(_to_tuples(one) for one in step) if isinstance(step, list) else step
+    return tuple(_to_tuples(element) for element in step) if isinstance(step, list) else step
 
 
 def _as_text(path: Path) -> Path:
@@ -445,13 +445,13 @@ def _as_text(path: Path) -> Path:
 
 
 def _check_keys(path: Path, uri: str) -> Path:
-    """Return `path` with keys of Python's own types, each equal to the key that is in the state dict."""
+    """Return `path` with keys of Python's own types, each equal to the key in the state dict."""
     return tuple((_plain_key(step[0], path, uri),) if isinstance(step, tuple) else step for step in path)
 
 
 def _plain_key(key: Any, path: Path, uri: str) -> Any:
-    if isinstance(key, tuple) and not any(isinstance(one, tuple) for one in key):
-        return tuple(_plain_key(one, path, uri) for one in key)
+    if isinstance(key, tuple) and not any(isinstance(element, tuple) for element in key):
+        return tuple(_plain_key(element, path, uri) for element in key)
     if key is None or isinstance(key, bool):
         return key
     if isinstance(key, str) and is_unicode(key):

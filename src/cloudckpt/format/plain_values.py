@@ -84,7 +84,7 @@ class _Encoder:
 
     def encode_pairs(self, mapping: Mapping[Any, Any]) -> list[Any]:
         self.note(mapping)
-        return [[self.encode(key), self.encode(one)] for key, one in mapping.items()]
+        return [[self.encode(key), self.encode(value)] for key, value in mapping.items()]
 
     def note(self, part: object) -> None:
         """Refuse a mutable part that occurs again, or has attributes."""
@@ -157,7 +157,7 @@ class _Encoder:
 
 def _decode(part: Any) -> Any:
     if isinstance(part, list):
-        return [_decode(one) for one in part]
+        return [_decode(element) for element in part]
     if not isinstance(part, dict):
         return part
     ((tag, content),) = part.items()
@@ -301,7 +301,7 @@ def _decode_float(text: str) -> float:
 
 
 def _new_from_parts(kind: Callable[[list[Any]], Any]) -> _Coder:
-    return lambda content: kind([_decode(one) for one in content])
+    return lambda content: kind([_decode(element) for element in content])
 
 
 def _new_from_pairs(kind: Callable[[], Any]) -> _Coder:

@@ -121,7 +121,7 @@ def _make_unique_name(name: str, header: Container[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedEntry:
-    """An entry of an object, and the bytes ``[begin, end)`` of the object that are its own."""
+    """An entry of an object, and its bytes ``[begin, end)`` in the object."""
 
     entry: HeaderEntry
     begin: int
@@ -129,18 +129,18 @@ class PlacedEntry:
 
 
 class ObjectContents:
-    """The entries of one object, by the manifest."""
+    """The entries that a manifest has for one object."""
 
     def __init__(self, placed: Sequence[PlacedEntry]) -> None:
-        self.placed = sorted(placed, key=lambda one: (one.begin, one.end))
-        self._begins = [one.begin for one in self.placed]
+        self.placed = sorted(placed, key=lambda placed_entry: (placed_entry.begin, placed_entry.end))
+        self._begins = [placed_entry.begin for placed_entry in self.placed]
         # Entries may overlap in a forged manifest. This list rises even then.
-        self._reached = list(accumulate((one.end for one in self.placed), max))
+        self._reached = list(accumulate((placed_entry.end for placed_entry in self.placed), max))
 
     def names(self, begin: int, end: int) -> str:
-        """Return the tensors and values that bytes ``[begin, end)`` belong to, for a message."""
+        """Return the names of the tensors and values in bytes ``[begin, end)``, for a message."""
         first, last = bisect_right(self._reached, begin), bisect_left(self._begins, end)
-        fqns = {one.entry.fqn: None for one in self.placed[first:last] if one.end > begin}
+        fqns = {placed_entry.entry.fqn: None for placed_entry in self.placed[first:last] if placed_entry.end > begin}
         names = [repr(fqn) for fqn in list(fqns)[:_MAX_NAMES]]
         if len(fqns) > _MAX_NAMES:
             names.append(f"{len(fqns) - _MAX_NAMES} more")
@@ -170,7 +170,7 @@ def list_contents(manifest: Manifest) -> list[ObjectContents]:
 
 
 def find_header_end(prefix: bytes, *, size_bytes: int) -> int:
-    """Return the end of the header, by the object's first eight bytes. Raises `ValueError` if it is impossible."""
+    """Return the end of the header, from the object's first eight bytes. Raises `ValueError` if it is impossible."""
     if len(prefix) < LENGTH_BYTES:
         raise ValueError(f"the object has {size_bytes} bytes, too few for a header")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -185,8 +185,8 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
     """Yield why an object's header is no safetensors header, and each entry of the manifest that it lacks.
 
     `header` is the object's bytes up to the header's end. Any entry, even an empty one, may have ``#2``, ``#3``, … at
-    the end of its name. Bytes that the manifest has under several names are there under one of them. The header may
-    have more entries: the object can be that of another checkpoint (``docs/design/037-references.md``).
+    the end of its name. Of several names that the manifest has for the same bytes, the header has one. It may have more
+    entries, since the object can belong to another checkpoint (``docs/design/037-references.md``).
     """
     base = len(header)
     try:
@@ -197,7 +197,9 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
     except _UNDECODABLE as error:
         yield f"its header is not that of a safetensors file: {error}"
         return
-    wanted: Counter[tuple[object, ...]] = Counter(_expected_member(one, base) for one in contents.placed)
+    wanted: Counter[tuple[object, ...]] = Counter(
+        _expected_member(placed_entry, base) for placed_entry in contents.placed
+    )
     for name, entry in entries.items():
         rest: tuple[object, ...] = (entry.dtype, entry.shape, *entry.data_offsets)
         for key in ((name, *rest), (_VARIANT.sub("", name), *rest)):
@@ -214,11 +216,11 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
         yield "the entries of its header are not back to back, from the header's end to the object's"
 
 
-def _expected_member(one: PlacedEntry, base: int) -> tuple[object, ...]:
-    entry = one.entry
+def _expected_member(placed: PlacedEntry, base: int) -> tuple[object, ...]:
+    entry = placed.entry
     tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
     shape = entry.shape if tag else (entry.num_bytes,)
-    return name_entry(entry), tag or "U8", shape, one.begin - base, one.end - base
+    return name_entry(entry), tag or "U8", shape, placed.begin - base, placed.end - base
 
 
 def _has_bytes(expected: tuple[Any, ...]) -> bool:

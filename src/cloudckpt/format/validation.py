@@ -92,7 +92,7 @@ def _nesting_problems(manifest: Manifest) -> Iterator[str]:
         unknown = by_fqn.keys() - manifest.tensors.keys() - manifest.values.keys()
         yield from (f"{member} names {fqn!r}, which is not stored" for fqn in sorted(unknown))
         yield from (f"{member} of {fqn!r} is empty" for fqn, path in by_fqn.items() if not path)
-    tuples = [one.path for one in manifest.tuples]
+    tuples = [stored_tuple.path for stored_tuple in manifest.tuples]
     if not all(manifest.empty_mappings) or not all(tuples):
         yield "empty_mappings or tuples has an empty path"
     with_keys: list[_Path] = [*typed.values(), *manifest.empty_mappings, *tuples]
@@ -117,7 +117,7 @@ def _wrapper_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _index_problems(paths: Sequence[_Path]) -> Iterator[str]:
-    """Yield indices in paths that are too large: a loader makes lists of that length, also for empty containers."""
+    """Yield indices in paths that are too large: a load makes lists of that length, also for empty containers."""
     at_most = num_steps = 0
     for path in paths:
         num_steps += len(path)
@@ -135,7 +135,9 @@ def _index_problems(paths: Sequence[_Path]) -> Iterator[str]:
 
 def _is_key(key: object) -> bool:
     """Return True if a mapping may have the JSON key `key`: a scalar, or a list of scalars for a Python tuple."""
-    return all(isinstance(one, (str, int, float, type(None))) for one in (key if isinstance(key, list) else [key]))
+    return all(
+        isinstance(scalar, (str, int, float, type(None))) for scalar in (key if isinstance(key, list) else [key])
+    )
 
 
 def _num_list_places(paths: Iterable[_Path]) -> int:
@@ -175,16 +177,16 @@ def num_tiles(size_bytes: int, tile_bytes: int) -> int:
 
 
 def _object_problems(objects: Sequence[StoredObject], tile_bytes: int) -> Iterator[str]:
-    seen: set[tuple[str, str]] = set()
+    known: set[tuple[str, str]] = set()
     for index, stored in enumerate(objects):
         where = f"objects[{index}]"
         if not is_safe_key(stored.key):
             yield f"{where}: key {stored.key!r:.200} is not under data/"
         if stored.folder and not is_safe_folder(stored.folder):
             yield f"{where}: folder {stored.folder!r:.200} cannot be the name of one"
-        if (stored.folder, stored.key) in seen:
+        if (stored.folder, stored.key) in known:
             yield f"{where}: key {stored.key!r:.200} occurs twice"
-        seen.add((stored.folder, stored.key))
+        known.add((stored.folder, stored.key))
         if not 0 <= stored.size <= MAX_BYTES:
             yield f"{where}: size is {stored.size}"
         elif tile_bytes > 0:

@@ -108,7 +108,7 @@ def collapse(
     paths: Mapping[str, tuple[Any, ...]],
     make: Callable[[str, StoredWrapper, dict[str, Any]], Any],
 ) -> tuple[Mapping[str, Any], Mapping[str, tuple[Any, ...]]]:
-    """Return `entries` and their `paths` with each wrapper in the place of its parts, if all of them are there."""
+    """Return `entries` and their `paths` with a wrapper in place of its parts, if `entries` has all of its parts."""
     if not wrappers:
         return entries, paths
     entries, paths = dict(entries), dict(paths)
@@ -116,9 +116,11 @@ def collapse(
     for name in sorted(wrappers, key=len, reverse=True):  # a wrapper in another has the longer name
         stored = wrappers[name]
         names = {part: f"{name}.{part}" for part in stored.tensors}
-        if names and name not in entries and all(one in entries for one in names.values()):
+        if names and name not in entries and all(name_of_part in entries for name_of_part in names.values()):
             first = names[stored.tensors[0]]
-            entries[name] = make(name, stored, {part: entries.pop(one) for part, one in names.items()})
+            entries[name] = make(
+                name, stored, {part: entries.pop(name_of_part) for part, name_of_part in names.items()}
+            )
             order[name], paths[name] = order[first], paths.get(first, (name, ""))[:-1] or (name,)
     return {name: entries[name] for name in sorted(entries, key=order.__getitem__)}, paths
 
@@ -151,9 +153,9 @@ def _find_difference(saved: Any, wanted: Any, where: str) -> str:
 def _spread_shard(
     whole: DTensor, local: torch.Tensor, parts: Mapping[str, torch.Tensor], context: Any
 ) -> tuple[dict[str, torch.Tensor], Any, list[str]]:
-    """Return the parts of a shard as DTensors, the metadata of the whole, and the parts that all shards have alike.
+    """Return the parts of a shard as DTensors, the metadata of the whole, and the parts that are equal in all shards.
 
-    The relation of a shard to the whole is found by slicing the shard once more, as its class does.
+    Slicing the shard once more, as its class does, shows how a shard relates to the whole.
     """
     dims_of: dict[str, dict[int, int | None]] = {part: {} for part in parts}
     following: dict[tuple[Any, ...], int] = {}
@@ -275,10 +277,12 @@ def encode(value: Any, where: str) -> Any:
     if kind in _ENCODERS:
         encoded = _ENCODERS[kind](value)
     elif kind in _SEQUENCES:
-        items = [encode(one, f"{where}[{position}]") for position, one in enumerate(value)]
+        items = [encode(element, f"{where}[{position}]") for position, element in enumerate(value)]
         encoded = {_SEQUENCES[kind]: items} if _SEQUENCES[kind] else items
     elif kind is dict:
-        encoded = {"dict": [[encode(key, where), encode(one, f"{where}[{key!r:.50}]")] for key, one in value.items()]}
+        encoded = {
+            "dict": [[encode(key, where), encode(element, f"{where}[{key!r:.50}]")] for key, element in value.items()]
+        }
     elif isinstance(value, enum.Enum):
         encoded = {"enum": [name_of(kind), value.name]}
     elif _has_fields(kind):
@@ -293,15 +297,15 @@ def encode(value: Any, where: str) -> Any:
 
 
 def _has_fields(kind: Any) -> bool:
-    """Return True if `kind` is a class that can be made anew of its fields: a dataclass or a named tuple."""
+    """Return True if `kind` is a class that can be rebuilt from its fields: a dataclass or a named tuple."""
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
 def list_safe_globals() -> dict[str, Any]:
-    """Return by name the objects that this process has allowed with ``torch.serialization.add_safe_globals``."""
+    """Return the objects that this process has allowed with ``torch.serialization.add_safe_globals``, by name."""
     pairs = (
-        each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
-        for each in torch.serialization.get_safe_globals()
+        allowed if isinstance(allowed, tuple) else (allowed, f"{allowed.__module__}.{allowed.__qualname__}")
+        for allowed in torch.serialization.get_safe_globals()
     )
     return {name: allowed for allowed, name in pairs}
 
@@ -373,7 +377,7 @@ class Registry:
 
     def _decode(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self._decode(one) for one in value]
+            return [self._decode(element) for element in value]
         if not isinstance(value, dict):
             return value
         ((tag, content),) = value.items()
@@ -389,7 +393,7 @@ class Registry:
         elif tag == "enum" and isinstance(kind := self._find(content[0]), enum.EnumMeta):
             decoded = kind[content[1]]
         elif tag == "fields" and _has_fields(kind := self._find(content[0])):
-            decoded = kind(**{key: self._decode(one) for key, one in content[1].items()})
+            decoded = kind(**{key: self._decode(element) for key, element in content[1].items()})
         else:
             raise LookupError(f"its metadata has {tag} {content!r:.100}, which is not known here")
         return decoded

@@ -310,10 +310,12 @@ def _size(info: Mapping[str, Any]) -> int:
 
 def _object_info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     version = next((str(info[name]) for name in _VERSION_NAMES if info.get(name)), "")
-    found = _modified_at(info)
+    known_time = _modified_at(info)
     # An object of this moment is never old enough for gc.
-    at = datetime.now(tz=timezone.utc) if found is None else found
-    return ObjectInfo(key=key, size_bytes=_size(info), modified_at=at, version=version, has_time=found is not None)
+    modified_at = datetime.now(tz=timezone.utc) if known_time is None else known_time
+    return ObjectInfo(
+        key=key, size_bytes=_size(info), modified_at=modified_at, version=version, has_time=known_time is not None
+    )
 
 
 def _modified_at(info: Mapping[str, Any]) -> datetime | None:

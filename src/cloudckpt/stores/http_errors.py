@@ -279,14 +279,14 @@ def may_open_no_file() -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and all errors that it came from, by each link that the libraries keep."""
-    seen: set[int] = set()
+    """Yield `error` and all errors that caused it, by each link that the libraries keep."""
+    visited: set[int] = set()
     pending: list[Any] = [error]
     while pending:
         cause = pending.pop()
-        if not isinstance(cause, BaseException) or id(cause) in seen:
+        if not isinstance(cause, BaseException) or id(cause) in visited:
             continue
-        seen.add(id(cause))
+        visited.add(id(cause))
         yield cause
         kwargs = getattr(cause, "kwargs", None)
         inner = kwargs.get("error") if isinstance(kwargs, dict) else None

@@ -203,23 +203,23 @@ class SaveItems:
     """The items of a save on one rank."""
 
     sizes_bytes: Sequence[int]
-    """The estimated size of each; 0 for an alias."""
+    """The estimated size of each item; 0 for an alias."""
     aliases: Mapping[int, int]
     """The position of an earlier item that has the same bytes, by the position of each alias."""
     are_transformed: bool
-    """True if extensions compute the stored bytes, so that no item is sent from where it is."""
+    """True if extensions compute the stored bytes, so that no item is sent in place."""
     are_fixed: Sequence[bool]
     """True for each tensor that `stage` returns with the same bytes however often it is called."""
     hashes: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """The hashes of blocks (`cloudckpt.tensors.hashing`), by position. They go into the receipts."""
+    """The hashes of blocks (`cloudckpt.tensors.hashing`), by position, for the receipts."""
     stage: Callable[[Sequence[int]], Iterable[StagedItem]]
-    """Returns the items at these positions, with their data. It is called object by object, so that tensors that are
-    computed are not all held at once."""
+    """Returns the items at these positions, with their data. Called object by object, so that computed tensors are not
+    all held at once."""
 
     def select(self, positions: Sequence[int], hashes: Mapping[int, bytes]) -> SaveItems:
-        """Return the items at `positions`, in that order, with their `hashes`, by position in this one.
+        """Return the items at `positions`, in that order, with their `hashes`. Both have positions in this object.
 
-        An alias is left with its first item, or both are left out.
+        `positions` has an alias and its first item, or neither.
         """
         place_of = {position: place for place, position in enumerate(positions)}
         return SaveItems(
@@ -229,7 +229,7 @@ class SaveItems:
             },
             are_transformed=self.are_transformed,
             are_fixed=[self.are_fixed[position] for position in positions],
-            hashes={place_of[position]: found for position, found in hashes.items() if position in place_of},
+            hashes={place_of[position]: digest for position, digest in hashes.items() if position in place_of},
             stage=lambda places: self.stage([positions[place] for place in places]),
         )
 

@@ -100,12 +100,12 @@ class Snapshot:
         new_stream: Callable[[torch.device], CudaStream] = CudaStream,
     ) -> None:
         self.state_dict = state_dict
-        """The copy, with the structure of the original. It has its values when `completed` is done."""
+        """The copy, with the structure of the original. It has all values once `completed` is done."""
         self.num_bytes = plan.num_bytes
         self.leaves_cores = num_threads < num_cores_of_rank() or CPU not in plan.tasks_of_device
         """True if this rank has cores that do not copy."""
         self.completed: Future[None] = Future()
-        """Done when the last byte is copied; holds the error that ended the copying, if one did."""
+        """Done when the last byte is copied, or with the error that ended the copying."""
         self.completed.set_running_or_notify_cancel()  # it cannot be cancelled
         self.copied_bytes = 0
         self.is_awaited_whole = False
@@ -115,7 +115,7 @@ class Snapshot:
         self._tasks_of_segment = plan.tasks_of_segment
         self._is_done = bytearray(len(plan.tasks))
         self._waiting: list[tuple[set[int], threading.Event]] = []
-        """The tasks that each waiting thread still waits for. It is woken once, when the last of them is done."""
+        """The tasks that each waiting thread still waits for. The last of them wakes the thread."""
         self._plan: SnapshotPlan | None = plan
         self._tensors = tensors
         self._lock = threading.Lock()

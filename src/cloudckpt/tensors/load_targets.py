@@ -48,7 +48,7 @@ class BytesTarget:
 
     @property
     def content(self) -> bytearray:
-        """The bytes. Their memory is taken when the first arrive."""
+        """The bytes. Their memory is taken on first use."""
         with self._lock:
             if self._content is None:
                 self._content = bytearray(self.num_bytes)
@@ -59,8 +59,8 @@ class BytesTarget:
         self._content = None
 
     def ranges(self, number: int, *, max_gap_bytes: int) -> list[WantedRange]:  # noqa: ARG002  # one range has no gaps
-        at = self._location
-        return [WantedRange(number, at.object_index, at.begin, at.end, is_held=True)]
+        location = self._location
+        return [WantedRange(number, location.object_index, location.begin, location.end, is_held=True)]
 
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
         return [memoryview(self.content)[begin - self._location.begin : end - self._location.begin]]
@@ -77,7 +77,7 @@ class RunTarget:
     def __init__(
         self, tensors: Sequence[torch.Tensor], object_index: int, bounds: Sequence[int], shifts: Sequence[int]
     ) -> None:
-        """`bounds` has the begin of each tensor and the end of the last; `shifts` leads from there to addresses."""
+        """`bounds` has the begin of each tensor and the end of the last; a begin plus its shift is an address."""
         self.num_bytes = bounds[-1] - bounds[0]
         self._tensors, self._object_index, self._bounds, self._shifts = tensors, object_index, bounds, shifts
 
@@ -98,8 +98,8 @@ class RunTarget:
 class TensorTarget(msgspec.Struct, gc=False):
     """Fills a tensor with a block of a stored chunk.
 
-    Contiguous CPU memory of the stored dtype is read into directly. Any other tensor is copied to, which converts
-    dtypes, moves to devices and honours strides.
+    Bytes for contiguous CPU memory of the stored dtype are read in place. All others pass through a buffer and are
+    copied, which converts dtypes, moves to devices and honours strides.
     """
 
     chunk: ItemLocation
@@ -110,40 +110,40 @@ class TensorTarget(msgspec.Struct, gc=False):
     """The number of bytes that are wanted."""
     box: Box
     is_shared: bool = False
-    """True if another target fills some of the same memory. A read checks its bytes in place, so these are copied."""
+    """True if another target fills some of the same memory. Then the bytes are verified in a buffer, and copied."""
     is_dropped: bool = False
-    """True if another target fills all of the same memory, so that the bytes are ignored. Only if `is_shared`."""
+    """True if another target fills all of the same memory, so that these bytes are ignored. Only if `is_shared`."""
     dropped_crcs: dict[Box, int] | None = None
-    """The CRC32C of each block that was dropped, as an element of the tensor; None if they are not to be compared."""
+    """The CRC32C of each ignored block, in the tensor's dtype; None if ignored blocks are not compared."""
     address: int = 0
-    """The address of the tensor's memory if that holds the wanted bytes one after the other; else 0."""
+    """The address of the tensor's memory if it holds the wanted bytes one after the other; otherwise 0."""
     run_begins: Sequence[int] = ()
     """The begin of each wanted range of a block that has an address."""
     is_copied: bool = False
-    """True if the bytes come by way of a buffer. Known once `ranges` was called."""
+    """True if the bytes pass through a buffer. Set by `ranges`."""
     cast: Cast | None = None
-    """The check of the elements that a tensor of another dtype takes."""
+    """The check of the elements for a tensor of another dtype."""
 
     def ranges(self, number: int, *, max_gap_bytes: int) -> list[WantedRange]:
         """Return the ranges to fetch."""
-        at, size = self.chunk, self.dtype.itemsize
+        location, size = self.chunk, self.dtype.itemsize
         runs = [
-            (at.begin + begin * size, at.begin + end * size)
-            for begin, end in find_runs(at.lengths, self.box, max_gap=max_gap_bytes // size)
+            (location.begin + begin * size, location.begin + end * size)
+            for begin, end in find_runs(location.lengths, self.box, max_gap=max_gap_bytes // size)
         ]
         self.is_copied = True
         holds_only_wanted = sum(end - begin for begin, end in runs) == self.num_bytes == self.tensor.nbytes
         addresses = None if self.is_shared else address_range(self.tensor)
         if holds_only_wanted and addresses and self.tensor.dtype == self.dtype and is_viewable(self.tensor):
             self.address, self.run_begins, self.is_copied = addresses[0], [begin for begin, _ in runs], False
-        return [WantedRange(number, at.object_index, begin, end) for begin, end in runs]
+        return [WantedRange(number, location.object_index, begin, end) for begin, end in runs]
 
     def direct_views(self, begin: int, end: int) -> list[memoryview]:
-        """Return the memory that these wanted bytes are read into; no views if they have to be copied."""
+        """Return the memory of these wanted bytes; no views if they are copied."""
         return [] if self.is_copied else [self._memory(begin, end)]
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        """Take the wanted part of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
+        """Copy the wanted part of `source`, a ``uint8`` tensor with the object's bytes from `begin` on."""
         if self.is_dropped and self.dropped_crcs is None:
             return
         first = (begin - self.chunk.begin) // self.dtype.itemsize
@@ -166,7 +166,7 @@ class TensorTarget(msgspec.Struct, gc=False):
                 block.copy_(source if self.cast is None else self.cast.check(source))
 
     def has_dropped_others(self) -> bool:
-        """Return True if values were dropped that the tensor does not have now. Called after the read."""
+        """Return True if the tensor now differs from an ignored block. Call it after the read."""
         target = as_carrier(self.tensor) if holds_its_values(self.tensor) else self.tensor
         return any(
             _checksum(target[box.relative_to(self.box.offsets).slices]) != crc
@@ -174,7 +174,7 @@ class TensorTarget(msgspec.Struct, gc=False):
         )
 
     def _memory(self, begin: int, end: int) -> memoryview:
-        """Return the memory at `address` that bytes ``[begin, end)`` of the object belong in."""
+        """Return the memory at `address` for bytes ``[begin, end)`` of the object."""
         num_bytes, run = self.num_bytes, bisect.bisect_right(self.run_begins, begin) - 1
         offset = run * (num_bytes // len(self.run_begins)) + begin - self.run_begins[run]
         last = offset + end - begin

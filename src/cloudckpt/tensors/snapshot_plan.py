@@ -206,10 +206,10 @@ def lay_out_copies(
         else:
             if (slot, is_whole) not in storages:
                 storages[slot, is_whole] = block.storage(offset, held_bytes, whole=is_whole)
-            storage, at = storages[slot, is_whole]
-            at += begin - source if source else 0
+            storage, offset_bytes = storages[slot, is_whole]
+            offset_bytes += begin - source if source else 0
             stride: Sequence[int] = tensor.stride() if source else compute_strides(tensor.size())
-            copied = empty_tensor(tensor.dtype).set_(storage, at // tensor.itemsize, tensor.size(), stride)
+            copied = empty_tensor(tensor.dtype).set_(storage, offset_bytes // tensor.itemsize, tensor.size(), stride)
         copied = _with_lazy_bits(copied, tensor) if source else copied
         copies.append(copied.requires_grad_() if tensor.requires_grad else copied)
     urgent_slots = {slots[number] for number in urgent}

@@ -267,11 +267,11 @@ def _find_cause(
     is_cause: Callable[[object], bool],
 ) -> tuple[str, object]:
     """Return the path and the innermost part of `value` that is the cause."""
-    seen = {id(value)}
+    visited = {id(value)}
     while True:
         for key, part in parts(value):
-            if id(part) not in seen and is_cause(part):
-                seen.add(id(part))
+            if id(part) not in visited and is_cause(part):
+                visited.add(id(part))
                 name, value = f"{name}.{key}", part
                 break
         else:

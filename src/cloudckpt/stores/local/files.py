@@ -263,18 +263,18 @@ def _files_in(
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files of one directory, beginning with `entries`, a first reading of it.
 
-    A directory is not read atomically: a file that has replaced one that vanished may be missing. So the directory is
-    read again until no new name has vanished.
+    A directory is not read atomically: if a listed file has vanished, the file that replaced it may be missing. So the
+    directory is read again until no new name has vanished.
     """
-    seen = set[str]()
+    names_seen = set[str]()
     has_vanished = True
     while has_vanished:
         has_vanished = False
         for entry in entries:
             key = f"{directory}{entry.name}"
-            if not key.startswith(prefix) or entry.name in seen:
+            if not key.startswith(prefix) or entry.name in names_seen:
                 continue
-            seen.add(entry.name)
+            names_seen.add(entry.name)
             status = _object_status(entry, root)
             has_vanished |= status is None and _was_file(entry)
             if status:

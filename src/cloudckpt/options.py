@@ -31,36 +31,36 @@ GIB = 1024 * MIB
 DEFAULT_CONNECTIONS = 16
 """Number of requests of one rank in flight, if `Options.connections` is None and the rank's host has few ranks."""
 CONNECTIONS_BESIDE_TRAINING = 2
-"""Connections of a copy from a fast place that nothing waits for. More of them cost a training loop more than 3 %."""
+"""Connections of a copy to the root that no call waits for. More connections slow a training loop by more than 3 %."""
 
 _C = TypeVar("_C")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MAX_OVER_READ = 1000.0
 _OPEN = ("endpoint_url", "region", "region_name", "profile", "profile_name", "project", "anonymous", "addressing_style")
-"""Storage options that are no secrets."""
+"""Storage options whose values are no secrets."""
 
 
 def _hide_secrets(storage_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return storage options with the values that say where the store is. Any other value may be a secret."""
+    """Return storage options, with ``***`` in place of each value that may be a secret."""
     values = ((str(name), value if name in _OPEN else "***") for name, value in storage_options.items())
     return {name: redact(value) if isinstance(value, str) else value for name, value in values}
 
 
 def naming_keywords(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let the error for unknown keywords name those that may be meant, which Python does since 3.13."""
+    """Let the error for an unknown keyword suggest a known one, as Python does since 3.13."""
     known = [*inspect.signature(call).parameters]
 
-    where = call.__qualname__.removesuffix(".__init__")
+    callee = call.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(call)
-    def checked(*args: _P.args, **given: _P.kwargs) -> _T:
-        if unknown := [name for name in given if name not in known]:
-            both = (Options, AdvancedOptions)
-            of_options = {name: f"{cls.__name__}.{name}" for cls in both for name in cls.__slots__}
+    def checked(*args: _P.args, **keywords: _P.kwargs) -> _T:
+        if unknown := [name for name in keywords if name not in known]:
+            classes = (Options, AdvancedOptions)
+            of_options = {name: f"{cls.__name__}.{name}" for cls in classes for name in cls.__slots__}
             near = [of_options.get(name) or find_near(name, known) for name in unknown]
-            raise TypeError(f"{where} has no {', '.join(unknown)}{did_you_mean(*near)}")
-        return call(*args, **given)
+            raise TypeError(f"{callee} has no {', '.join(unknown)}{did_you_mean(*near)}")
+        return call(*args, **keywords)
 
     return checked
 
@@ -106,8 +106,8 @@ class AdvancedOptions:
     """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes.
     With 0.0, a load reads fewer bytes with more requests."""
     wrap_store: Callable[[Store], Store] | None = None
-    """Puts a store of yours in front of the one that the URI opens, such as one that counts or breaks calls in tests.
-    Async saves by process pickle it, and call it in that process."""
+    """Returns a store of yours in front of the store that the URI opens, for example to count or break calls in tests.
+    Async saves by process pickle this function, and call it in that process."""
 
     def __post_init__(self) -> None:
         _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)
@@ -133,8 +133,8 @@ class Options:
     """Options of the store's client: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``). Needed
     where the environment does not have them."""
     timeout_s: float = 60.0
-    """Maximum time without progress, for every wait. Raise it if ranks arrive further apart, or if the store pauses for
-    longer."""
+    """Maximum time without progress, for every wait. Raise it if ranks arrive with a larger delay, or if the store
+    pauses for longer."""
     retries: int = 5
     """Number of retries after a transient failure, within `timeout_s` of the last progress. Raise it on an unreliable
     line."""
@@ -152,31 +152,32 @@ class Options:
     """Verify every byte that is read against the checksum of the save. With False, damaged bytes load without an
     error."""
     allow_lossy_casts: bool = False
-    """If True, a load casts as torch's ``copy_`` does, also values that the dtype of the target cannot hold, such as
-    2.5 as an integer. If False, it raises `StateDictMismatchError` for these, and rounds floats to another precision
-    with a warning. Set it to drop imaginary parts or fractions on purpose."""
+    """If True, a load casts as torch's ``copy_``, also values that the dtype of the tensor cannot hold, such as 2.5 in
+    an integer tensor. If False, it raises `StateDictMismatchError` for these values, and rounds floats to another
+    precision with a warning. Set it to drop imaginary parts or fractions on purpose."""
     compare_replicas: Literal["sample", "whole", "never"] = "sample"
-    """Comparison of entries that several ranks hold under one name, which must be equal in the parameters and optimizer
-    states of live objects. Other tensors that differ are saved by the lowest rank. ``"sample"`` compares tensors of up
-    to 16 KiB whole, and samples of others: at the beginning, in the middle and at the end, and of each 4 MiB.
-    ``"whole"`` compares all bytes. ``"never"`` compares nothing, and the lowest rank saves it all. Set it if ranks
+    """Comparison of entries that several ranks hold under one name. In the parameters and optimizer states of live
+    objects, they must be equal. If other tensors differ, the lowest rank saves its own. ``"sample"`` compares tensors
+    of up to 16 KiB whole, and samples of larger ones: at the beginning, middle and end, and of each 4 MiB.
+    ``"whole"`` compares all bytes. ``"never"`` compares nothing, and the lowest rank saves all entries. Set it if ranks
     differ on purpose."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     unchanged: Literal["send", "reference"] = "send"
-    """Treatment of tensors that equal those of the checkpoint before it. ``"reference"`` names them where they are and
-    does not send them again, as for frozen layers: `CheckpointManager` compares with the newest step, and
-    `cloudckpt.save` with its ``base``. A save then keeps a hash of each tensor. ``"send"`` sends everything."""
+    """Treatment of tensors that have not changed since an earlier checkpoint, such as those of frozen layers. With
+    ``"reference"``, the new checkpoint refers to the stored tensors and does not send them again. `CheckpointManager`
+    compares with the newest step, and `cloudckpt.save` with its ``base``. A save then keeps a hash of each tensor.
+    ``"send"`` sends everything."""
     async_in_flight: Literal["wait", "raise"] = "wait"
     """Behavior of `async_save` while another save runs on any rank: wait for its end, or raise `SaveInFlightError` on
     all ranks. It must be equal on all ranks. ``"raise"`` is for jobs that skip a save rather than wait."""
     async_overlap: bool = False
-    """If True, `async_save` returns before parameters and the state of optimizers are copied, and they must not change
-    until `AsyncSave.staged` is done. If False, it returns after the copy. Set it on a GPU if the optimizer can wait for
+    """If True, `async_save` returns before it has copied parameters and optimizer states. They must not change until
+    `AsyncSave.staged` is done. If False, it returns after the copy. Set it on a GPU if the optimizer can wait for
     ``staged``."""
     resume: bool = False
-    """For `cloudckpt.copy`, in its ``target_options``: if True, a copy continues one with this option that was killed,
-    and sends only the parts that are missing. A copy that fails then removes nothing. A save refuses it."""
+    """For `cloudckpt.copy`, in its ``target_options``: if True, a copy continues a killed copy with this option, and
+    sends only the missing parts. A copy that fails then removes nothing. A save refuses this option."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON values of yours, stored in the manifest, such as the configuration of the run."""
     extensions: Sequence[Any] = ()
@@ -184,13 +185,13 @@ class Options:
     save applies them in this order. A load undoes the transforms that the manifest names; it looks for unknown names
     here."""
     on_event: Callable[[Event], None] | None = None
-    """Called with each event, in the thread that made the step or in one that waits for it. It must return quickly.
-    Saves by torch's process pickle it, and call it in that process."""
+    """Called with each event, in the thread that has done the work or in one that waits for that thread. It must
+    return quickly. Saves by torch's process pickle this function, and call it in that process."""
     progress: bool = False
     """If True, rank 0 shows a bar of each save and load that the caller waits for in a terminal, which needs the extra
     ``cli``. A notebook shows one of background saves, too, and needs nothing. A log shows none."""
     advanced: AdvancedOptions = field(default_factory=AdvancedOptions)
-    """Sizes of parts, objects and reads, and others that few users change."""
+    """Sizes of parts, objects and reads, and other options that few users change."""
     trace: str | os.PathLike[str] | None = None
     """Local file for a timeline that Perfetto and chrome://tracing open. The next save or load replaces it. ``{rank}``
     and ``{verb}`` are replaced; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on. Set it to find the slow
@@ -238,9 +239,10 @@ def _is_trace(value: str | os.PathLike[str] | None) -> bool:
 
 def _are_extensions(value: object) -> bool:
     """Check by duck typing, because this module does not import torch."""
-    parts = ("transform_to", "transform_from", "get_descriptor", "registry_name")
+    methods = ("transform_to", "transform_from", "get_descriptor", "registry_name")
     return isinstance(value, (list, tuple)) and all(
-        not isinstance(one, type) and all(callable(getattr(one, part, None)) for part in parts) for one in value
+        not isinstance(extension, type) and all(callable(getattr(extension, method, None)) for method in methods)
+        for extension in value
     )
 
 
@@ -334,7 +336,7 @@ def _check(options: Any, types: Iterable[_Rule], bounds: Iterable[_Rule]) -> Non
 
 
 def require_options(options: Options | None) -> Options:
-    """Return the options, or the defaults. Raises `InvalidOptionError` for anything else."""
+    """Return `options`, or the defaults for None. Raises `InvalidOptionError` for any other value."""
     if not isinstance(options, (Options, type(None))):  # type checkers see it; a notebook does not
         raise InvalidOptionError(
             f"options must be a cloudckpt.Options, not {type(options).__name__}: Options(retries=3)"

@@ -28,7 +28,7 @@ from cloudckpt.uri import Location
 
 HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
 """The exit statuses."""
-_DOCTOR_S = 3600.0  # the clauses take as long on a slow store, and its verdict must not rest on what was not asked
+_DOCTOR_S = 3600.0  # as long as the clauses take on a slow store: the verdict must rest on answers, not on a deadline
 
 _DESCRIPTION = """\
 Checks that a store does all that cloudckpt relies on: atomic creates, invisible uploads, exact ranges, listings that
@@ -46,7 +46,7 @@ class CheckedStore:
     """The store to check, and the extent of the check."""
 
     root: Location
-    """Fresh, below the URI that the user gave."""
+    """A fresh folder below the user's URI."""
     options: Options
     num_rounds: int
     num_keys: int

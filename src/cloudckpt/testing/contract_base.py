@@ -106,7 +106,7 @@ def make_bodies(store: Store, num_parts: int) -> list[bytes]:
 
 
 def make_parts(bodies: Sequence[bytes]) -> list[Part]:
-    """Describe the part of the object that each body is."""
+    """Return the part of the object for each body."""
     offsets = [sum(map(len, bodies[:index])) for index in range(len(bodies))]
     return [
         Part(number=number, offset_bytes=offset, size_bytes=len(body))
@@ -162,20 +162,20 @@ class ReadClauses(Clauses):
         ("begin", "end"), [(0, 1), (0, 2048), (1, 2), (255, 257), (2047, 2048), (1000, 1000), (2048, 2048)]
     )
     def test_ranges_are_half_open(self, store: Store, begin: int, end: int) -> None:
-        """One byte off in a range shifts every weight behind it."""
+        """A range that is off by one byte shifts every weight behind it."""
         put(store, "a", BODY)
         assert read_range(store, "a", begin, end) == BODY[begin:end]
 
     @pytest.mark.parametrize(("begin", "end"), [(2047, 2049), (2048, 2049), (5000, 5001), (0, 4096)])
     def test_a_range_past_the_end_is_a_short_object(self, store: Store, begin: int, end: int) -> None:
-        """A truncated object must never load as weights followed by what was in memory before."""
+        """A truncated object must never load as weights followed by old content of the memory."""
         put(store, "a", BODY)
         with pytest.raises(ShortObjectError) as caught:
             read_range(store, "a", begin, end)
         assert caught.value.key == store.url("a")
 
     def test_an_empty_object_has_no_first_byte(self, store: Store) -> None:
-        """The range that no object has is the one that servers answer most differently."""
+        """Servers differ most in their answers to a range of an empty object."""
         put(store, "empty", b"")
         store.read_into("empty", 0, [])
         assert read_range(store, "empty", 0, 0) == b""
@@ -237,7 +237,7 @@ class ReadClauses(Clauses):
         assert store.url("") == store.uri
 
     def test_a_fresh_store_is_empty(self, store: Store) -> None:
-        """Looking for a checkpoint where nothing ever was is no error, and writes nothing."""
+        """A look for a checkpoint in an empty store is no error, and writes nothing."""
         assert keys(store) == []
         assert keys(store, "a/b") == []
         assert list(store.list_directories()) == []

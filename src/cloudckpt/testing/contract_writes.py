@@ -82,7 +82,7 @@ class WriteClauses(Clauses):
         assert content(store, "scattered") == body
 
     def test_an_empty_object_is_an_object(self, store: Store) -> None:
-        """A rank without tensors writes nothing more than that, and it must be found."""
+        """A rank without tensors writes an empty object, and readers must find it."""
         store.put("empty", [], crc32c=0)
         assert store.head("empty").size_bytes == 0
         assert content(store, "empty") == b""
@@ -145,14 +145,14 @@ class WriteClauses(Clauses):
         assert content(store, "manifest") == b"ours"
 
     def test_one_of_many_threads_creates(self, store: Store) -> None:
-        """Two that both believe they committed is the worst that can happen."""
+        """The worst fault is that two writers both take their commit for successful."""
         self.require_create(store)
         for round_ in range(self.num_racing_rounds):
             key = f"race/{round_}"
             bodies = [f"writer {writer}".encode() * 100 for writer in range(8)]
             results = run_at_once([functools.partial(put, store, key, body, if_absent=True) for body in bodies])
             winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
-            # Over a network an answer can be lost or refused, and the winner not know that it won.
+            # Over a network an answer can be lost or refused, so that the winner does not know that it has won.
             unknown = [b for b, result in zip(bodies, results, strict=True) if isinstance(result, TransientStoreError)]
             expected = (type(None), ObjectExistsError, TransientStoreError)
             assert all(isinstance(result, expected) for result in results), results
@@ -160,7 +160,7 @@ class WriteClauses(Clauses):
             assert content(store, key) in (winners or unknown)
 
     def test_one_of_two_processes_creates(self, store: Store) -> None:
-        """Ranks and jobs are processes: a lock in one of them is no condition."""
+        """Ranks and jobs are processes, so a lock within one process does not suffice."""
         self.require_create(store)
         if not self.shared_between_processes:
             pytest.skip(f"no other process sees the objects of {store.uri}")
@@ -184,18 +184,23 @@ class WriteClauses(Clauses):
         self.require_multipart(store)
         rounds = [_begin_upload(store, f"race/threads/{number}") for number in range(self.num_racing_rounds)]
         outcomes = [
-            run_at_once([functools.partial(_complete, store, done), functools.partial(_create_at_once, store, done)])
-            for done in rounds
+            run_at_once(
+                [functools.partial(_complete, store, uploaded), functools.partial(_create_at_once, store, uploaded)]
+            )
+            for uploaded in rounds
         ]
         if self.shared_between_processes:
             more = [_begin_upload(store, f"race/processes/{number}") for number in range(self.num_racing_rounds)]
             outcomes += [list(pair) for pair in _race_in_processes(store, _complete, _create_at_once, more)]
             rounds += more
-        for done, (completed, created) in zip(rounds, outcomes, strict=True):
-            assert completed is None, (done.key, completed)
+        for uploaded, (completed, created) in zip(rounds, outcomes, strict=True):
+            assert completed is None, (uploaded.key, completed)
             # S3 may refuse a create as "conflicting", and asks for another try.
-            assert created is None or isinstance(created, ObjectExistsError | TransientStoreError), (done.key, created)
-            assert content(store, done.key) == done.body, done.key
+            assert created is None or isinstance(created, ObjectExistsError | TransientStoreError), (
+                uploaded.key,
+                created,
+            )
+            assert content(store, uploaded.key) == uploaded.body, uploaded.key
 
     def test_a_private_store_refuses_another_process(self, store: Store) -> None:
         """A save into memory of another process would report success, and nobody could load it."""
@@ -206,7 +211,7 @@ class WriteClauses(Clauses):
         assert all(isinstance(error, UnsupportedOperationError) for error in errors), errors
 
     def test_a_near_store_makes_no_connection(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The calls of a store that is near are made one after the other: with round trips, a save would wait."""
+        """Calls to a near store are made one after the other, so round trips would slow a save down."""
         if not store.capabilities.is_near:
             pytest.skip("the store is reached by a network")
         for connect in ("connect", "connect_ex"):
@@ -242,22 +247,22 @@ class WriteClauses(Clauses):
         deleted = ["manifest", *(f"between/{number:02}/x" for number in range(14)), "data/0"]
         for key in deleted:
             put(store, key, b"body")
-        done = threading.Event()
-        seen: list[str] = []
+        is_deleted = threading.Event()
+        problems: list[str] = []
 
         def watch() -> None:
-            while not done.is_set() and not seen:
+            while not is_deleted.is_set() and not problems:
                 if not _exists(store, "data/0") and _exists(store, "manifest"):
-                    seen.append("the manifest outlived its data")
+                    problems.append("the manifest outlived its data")
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
             store.delete(iter(deleted))
         finally:
-            done.set()
+            is_deleted.set()
             watcher.join(WAIT_S)
-        assert not seen
+        assert not problems
         assert keys(store) == []
 
     def test_a_copy_by_the_service_says_what_it_copied(self, store: Store) -> None:
@@ -313,15 +318,15 @@ def _begin_upload(store: Store, key: str) -> _Uploaded:
     return _Uploaded(key=key, upload_id=upload_id, part=part, body=body)
 
 
-def _create_at_once(store: Store, done: _Uploaded) -> None:
-    put(store, done.key, b"created", if_absent=True)
+def _create_at_once(store: Store, uploaded: _Uploaded) -> None:
+    put(store, uploaded.key, b"created", if_absent=True)
 
 
-def _complete(store: Store, done: _Uploaded) -> None:
+def _complete(store: Store, uploaded: _Uploaded) -> None:
     try:
-        store.complete_multipart(done.key, done.upload_id, [done.part])
+        store.complete_multipart(uploaded.key, uploaded.upload_id, [uploaded.part])
     except TransientStoreError:  # a busy store may refuse once
-        store.complete_multipart(done.key, done.upload_id, [done.part])
+        store.complete_multipart(uploaded.key, uploaded.upload_id, [uploaded.part])
 
 
 _Round = TypeVar("_Round")

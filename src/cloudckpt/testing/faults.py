@@ -1,7 +1,7 @@
-"""Fault injection by rule into the calls of a store during a save or a load.
+"""Inject faults by rule into the calls of a store during a save or a load.
 
-Rules choose calls by their number or by random numbers with a seed; nothing depends on time. The same seed gives the
-same faults in any order of threads, and every injected error names it::
+Rules choose calls by their number or by random numbers with a seed; nothing depends on time. The same seed injects the
+same faults in any order of threads, and every injected error names the seed::
 
     faults = Faults(
         Rule(fault=Fails(TransientStoreError, carried_out=True), operations={"put"}, key=r"manifest"),
@@ -68,7 +68,7 @@ class Fails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedBody:
-    """The answer to a read ends early, with an `InterruptedReadError` that has the number of the bytes filled in."""
+    """The answer to a read ends early, with an `InterruptedReadError` that has the number of received bytes."""
 
     after_bytes: int | None = None
     """Number of the first bytes, at most all but one. None chooses it at random."""
@@ -85,7 +85,7 @@ class FlippedBits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
-    """Calls a function in the caller's thread, for example to kill a process, and carries the call out."""
+    """Calls a function in the caller's thread, for example to kill a process. The store carries the call out."""
 
     before: Callable[[Call], object] | None = None
     """Called before the store carries the call out."""
@@ -98,16 +98,16 @@ Fault: TypeAlias = Fails | TruncatedBody | FlippedBits | Tell
 _READS = frozenset({"read", "read_into"})
 _EVERYTHING = Store.__abstractmethods__ - {"uri"} | {"probe", "list_parts", "copy_from", "free_bytes"}
 _OPERATIONS: dict[type, frozenset[str]] = {TruncatedBody: _READS, FlippedBits: _READS | {"put", "upload_part"}}
-"""The operations that a fault can happen to, where these are not all."""
+"""The operations that a fault can happen to; all operations for any other fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """A fault, and the calls that it happens to.
 
-    A rule counts every call that it matches, in the order in which they are made, which threads can change. A random
-    choice depends on the seed, the rule, the operation, the key, and the number of earlier calls of this operation on
-    this key, but not on the random ids of attempts.
+    A rule counts every call that it matches, in the order of the calls, which threads can change. A random choice
+    depends on the seed, the rule, the operation, the key, and the number of earlier calls of this operation on this
+    key, but not on the random ids of attempts.
 
     Raises:
         ValueError: The fault cannot happen to these operations.
@@ -116,7 +116,7 @@ class Rule:
     """
 
     fault: Fault
-    """One of this module's, such as ``Fails(ThrottledError)``."""
+    """A fault of this module, such as ``Fails(ThrottledError)``."""
     operations: Collection[str] | None = None
     """Names of methods of `Store`; None: all methods that the fault can happen to."""
     key: str = ""
@@ -124,7 +124,7 @@ class Rule:
     skip: int = 0
     """Number of the first matches on which the rule does not act."""
     times: int | None = 1
-    """Number of the next matches on which it acts; None: all of them."""
+    """Number of the next matches on which the rule acts; None: all of them."""
     each_key: bool = False
     """If True, each operation on each key is counted separately, so threads cannot change the order."""
     probability: float = 1.0
@@ -182,7 +182,7 @@ class Faults:
 
     @property
     def num_injected(self) -> dict[str, int]:
-        """Number of injected faults, by the name of the class of the error or of another fault."""
+        """Number of injected faults, by the name of the error's or fault's class."""
         with self._lock:
             return dict(self._num_injected)
 
@@ -234,7 +234,7 @@ class Due:
 
     fault: Fault
     place: float
-    """The place in the body, as a fraction of it, where a fault without a given place happens."""
+    """The position in the body, as a fraction of its size, at which a fault without a given position happens."""
     why: str
     """Text for the error: the rule, the seed, and the number of the call."""
 
@@ -330,7 +330,7 @@ class FaultyStore(WrappedStore):
 
 
 def _received(fault: TruncatedBody, place: float, size_bytes: int) -> int:
-    """Return the number of bytes that are received; never the whole body."""
+    """Return the number of received bytes: always less than the whole body."""
     after_bytes = int(place * size_bytes) if fault.after_bytes is None else fault.after_bytes
     return max(min(after_bytes, size_bytes - 1), 0)
 
@@ -346,7 +346,7 @@ def _first(views: Views, size_bytes: int) -> list[memoryview]:
 
 
 def _damage_copy(views: Views, due: Due | None) -> Views:
-    """Return the body that is sent: `views`, or a damaged copy."""
+    """Return the body to send: `views`, or a damaged copy."""
     if due is None or not due.flips_bits or not num_bytes(views):
         return views
     damaged = [memoryview(bytearray(b"".join(views)))]

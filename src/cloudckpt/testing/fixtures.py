@@ -11,8 +11,8 @@ During such a test, the environment directs AWS and Google clients to the local 
 credentials, endpoints and proxies are hidden, also from the processes that the test starts.
 Needs ``pip install 'cloudckpt[testing]'``, and the extra of the store: ``s3`` or ``gcs``.
 
-The servers are for tests only. They do not lock out racing writers and do not refuse damaged bytes; run
-`cloudckpt.testing.StoreContract` against your store to test that.
+The servers are for tests only. They do not keep racing writers apart, and do not refuse damaged bytes. To test your
+store for both, run `cloudckpt.testing.StoreContract` against it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = ["cloudckpt_gcs_server", "cloudckpt_gcs_uri", "cloudckpt_s3_server", "
 def cloudckpt_s3_server() -> Iterator[S3Server]:
     """Start an S3 server (moto) for the session, one for each worker of xdist.
 
-    It does not change the environment; its ``storage_options`` contain its address. A test may ``kill`` and
-    ``restart`` it, which deletes its objects.
+    The server's ``storage_options`` contain its address; the environment stays as it is. A test may ``kill`` and
+    ``restart`` the server, which deletes its objects.
     """
     with moto_server() as server:
         yield server
@@ -50,8 +50,8 @@ def cloudckpt_s3_server() -> Iterator[S3Server]:
 def cloudckpt_gcs_server() -> Iterator[GCSServer]:
     """Start a GCS server (fake-gcs-server) for the session, one for each worker of xdist.
 
-    It does not change the environment; its ``storage_options`` contain its address. A test may ``kill`` and
-    ``restart`` it, which keeps its objects.
+    The server's ``storage_options`` contain its address; the environment stays as it is. A test may ``kill`` and
+    ``restart`` the server, which keeps its objects.
     """
     with fake_gcs_server(keeps_data=True) as server:
         yield server

@@ -237,7 +237,7 @@ class ServerProcess:
     log: IO[bytes]
     """File for its standard error."""
     start_timeout_s: float
-    """Maximum time until it is ready."""
+    """Maximum time until the program is ready."""
     pid: int = field(init=False, default=0)
     """Process id of the server, or of the previous one while it is down."""
     _supervisor: subprocess.Popen[bytes] | None = field(init=False, default=None)
@@ -248,7 +248,7 @@ class ServerProcess:
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> None:
-        """Start it and wait until it is ready. Raises `RuntimeError` with the end of its output if that fails."""
+        """Start the program, and wait until it is ready. Raises `RuntimeError` with the end of the output."""
         if self._supervisor is not None:
             raise RuntimeError(f"{self.program.name} runs already")
         deadline_s = time.monotonic() + self.start_timeout_s
@@ -294,12 +294,12 @@ class ServerProcess:
             supervisor.wait(_STOP_S)
 
     def restart(self) -> None:
-        """Kill it if it runs, and start it again."""
+        """Kill the program if it runs, and start it again."""
         self.kill()
         self.start()
 
     def last_words(self) -> str:
-        """Return the end of its standard output and error."""
+        """Return the end of the program's standard output and error."""
         begin = max(0, os.fstat(self.log.fileno()).st_size - _MAX_LOG_BYTES)
         # pread instead of seek and read, because the server writes at the same file position.
         return os.pread(self.log.fileno(), _MAX_LOG_BYTES, begin).decode(errors="replace").strip() or "no output"
@@ -317,14 +317,14 @@ class Server(abc.ABC):
     endpoint_url: str
     """Address of the server; a restart does not change it."""
     process: ServerProcess | None = None
-    """``None`` if it runs in threads of this process, and cannot be killed alone."""
+    """``None`` if the server runs in threads of this process, and cannot be killed alone."""
     keeps_data: bool = False
     """True if objects survive `kill` and `restart`."""
 
     @property
     @abc.abstractmethod
     def scheme(self) -> str:
-        """Scheme of its URIs: ``s3`` or ``gs``."""
+        """Scheme of the server's URIs: ``s3`` or ``gs``."""
 
     @property
     @abc.abstractmethod
@@ -365,7 +365,7 @@ class Server(abc.ABC):
         return self.process
 
     def request(self, method: str, path: str, value: Any = None) -> None:
-        """Send a request of the server's own, with `value` as JSON. Raises `RuntimeError` if it is refused."""
+        """Send a request of the server's own API, with `value` as JSON. Raises `RuntimeError` if it is refused."""
         body = None if value is None else json.dumps(value).encode()
         headers = {} if value is None else {"Content-Type": "application/json"}
         status, answer = ask(self.endpoint_url, method, path, body=body, headers=headers, timeout_s=_REQUEST_TIMEOUT_S)
@@ -527,7 +527,7 @@ class GCSServer(Server):
         return {
             "STORAGE_EMULATOR_HOST": self.endpoint_url,
             "GOOGLE_CLOUD_PROJECT": PROJECT,
-            # Without it, gcsfs waits a minute at each bucket for a service that no emulator has.
+            # Without this setting, gcsfs waits a minute at each bucket for a service that no emulator has.
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
@@ -540,7 +540,7 @@ class GCSServer(Server):
         self.request("POST", "/_internal/delete_all")
 
     def restart(self) -> None:
-        """Start it again at the same address, with the objects that were complete when it ended."""
+        """Start the server again at the same address, with the objects that were complete at its end."""
         self.kill()
         if self.directory is not None:
             _remove_unfinished(self.directory)
@@ -612,7 +612,7 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _binary() -> Path:
-    """Find the program in the package that contains it."""
+    """Return the path of the program in its package."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise MissingDependencyError(f"fake-gcs-server is not installed: {install_advice('testing')}")

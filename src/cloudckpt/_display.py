@@ -198,11 +198,11 @@ def _table_of_rows(title: str, items: Sequence[Any]) -> str:
 def _columns(item: Any) -> Iterable[tuple[str, str]]:
     for field in dataclasses.fields(item):
         value = getattr(item, field.name)
-        if isinstance(value, Mapping) and all(isinstance(each, (int, float)) for each in value.values()):
-            field_names = {one.name for one in dataclasses.fields(item)}
-            for name, each in value.items():  # metrics
+        if isinstance(value, Mapping) and all(isinstance(metric, (int, float)) for metric in value.values()):
+            field_names = {other.name for other in dataclasses.fields(item)}
+            for name, metric in value.items():  # metrics
                 title = title_of(str(name))
-                yield f"{field.name}.{title}" if title in field_names else title, _text(str(name), each)
+                yield f"{field.name}.{title}" if title in field_names else title, _text(str(name), metric)
         elif field.repr and field.name != "attempt":  # leave out counts that are 0
             yield field.name, "" if value is False or field.default == 0 == value else _text(field.name, value)
 

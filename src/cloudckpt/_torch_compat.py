@@ -242,13 +242,13 @@ def find(module: str, name: str) -> Any:
 
 
 def _require(module: str, name: str) -> Any:
-    found = find(module, name)
-    if found is None:
+    attribute = find(module, name)
+    if attribute is None:
         raise ImportError(
             f"torch {torch.__version__} has no {module}.{name}, which cloudckpt needs. Install a version of torch that "
             "this cloudckpt knows, or a newer cloudckpt"
         )
-    return found
+    return attribute
 
 
 class _AbsentType:
@@ -299,10 +299,10 @@ def chunks_wanted_by(value: Any) -> list[Any] | None:
     if _create_chunk_list is None:
         return None
     try:
-        found: list[Any] = _create_chunk_list(value)
+        chunks: list[Any] = _create_chunk_list(value)
     except ValueError:
         return None  # the planner raises it with more words
-    return found
+    return chunks
 
 
 def fqns_of(module: Any, name: str) -> set[str]:

@@ -126,10 +126,10 @@ def find_near_entry(name: str, names: Iterable[str]) -> str:
     One name is in the other, as with a prefix; or words of it are misspelt. Other layers have similar names, too.
     """
     names, depth = list(itertools.islice(names, _MAX_COMPARED)), name.count(".") + 1
-    pairs = ((one, *sorted((one, name), key=len)) for one in names)
-    within = (one.partition(f".{name}.")[0] + f".{name}" for one in names if f".{name}." in one)
-    close = (one for one, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}."))
-    heads = dict.fromkeys(".".join(one.split(".")[:depth]) for one in names)
+    pairs = ((entry, *sorted((entry, name), key=len)) for entry in names)
+    within = (entry.partition(f".{name}.")[0] + f".{name}" for entry in names if f".{name}." in entry)
+    close = (entry for entry, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}."))
+    heads = dict.fromkeys(".".join(entry.split(".")[:depth]) for entry in names)
     misspelt = [head for head in heads if _is_misspelt(name.split("."), head.split("."))]
     return next(itertools.chain(close, within), "") or find_near(name, misspelt)
 
@@ -143,8 +143,8 @@ def _is_misspelt(words: Sequence[str], meant: Sequence[str]) -> bool:
 
 def did_you_mean(*near: str) -> str:
     """Return the hint at names from `find_near`, to follow the wrong ones in a message; "" if none was found."""
-    found = [name for name in near if name]
-    return f" (did you mean {quote_names(found)}?)" if found else ""
+    suggestions = [name for name in near if name]
+    return f" (did you mean {quote_names(suggestions)}?)" if suggestions else ""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -305,9 +305,9 @@ def raised_via(via: str) -> Iterator[None]:
         yield
     except BaseException as error:
         failures = getattr(error, "failures", None) or {}
-        for one in (error, *(cause for cause, _ in failures.values())):
-            if isinstance(one, CloudckptError) and not one.via:
-                one.via = via
+        for cause in (error, *(cause for cause, _ in failures.values())):
+            if isinstance(cause, CloudckptError) and not cause.via:
+                cause.via = via
         raise
 
 

@@ -247,8 +247,8 @@ def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
     if "::" in rest and "://" in rest:
         raise InvalidURIError(f"{shown!r} chains several file systems; pass the URI of the one that holds the objects.")
     authority, path = _split_authority(scheme, rest)
-    user, at, _ = authority.rpartition("@")
-    if at and (scheme in SERVICES or _COLON.search(user)):
+    user, at_sign, _ = authority.rpartition("@")
+    if at_sign and (scheme in SERVICES or _COLON.search(user)):
         raise InvalidURIError(
             f"{shown!r} carries credentials. URIs end up in logs: leave them out, and configure the client or pass "
             f"storage options."
@@ -382,8 +382,8 @@ def redact(location: object) -> str:
     text, question, _ = text.partition("?")
     scheme, slashes, rest = _SCHEME_OF_ANY.match(text).groups()  # type: ignore[union-attr]  # it matches every text
     # A password may contain slashes, so credentials end at the last "@". A user without a password has no slash.
-    user, at, after = rest.rpartition("@")
-    if slashes and at and (_COLON.search(user) or "/" not in user):
+    user, at_sign, after = rest.rpartition("@")
+    if slashes and at_sign and (_COLON.search(user) or "/" not in user):
         rest = f"***@{after}"
     return f"{scheme}{slashes}{rest}" + ("?…" if question else "")
 

@@ -58,7 +58,7 @@ def test_ls_lists_checkpoints_in_each_state(local: LocalPlace, run: Run) -> None
     assert committed["num_bytes"] == sum(
         len(local.read(key)) for key in local.data_keys() if key.startswith("step-1/") and "20200101" not in key
     )
-    assert found["step-2", "committed"]["num_overwrites"] == 1
+    assert found["step-2", "committed"]["manifest_number"] == 1
     unfinished = found["step-3", "in progress"]
     assert (unfinished["num_bytes"], unfinished["num_objects"], unfinished["world_size"]) == (1500, 2, 2)
     assert "truncated" in found["step-4", "damaged"]["problem"]

@@ -119,9 +119,9 @@ def take_turn(
 def _refuse_beside_another(find_rank_in_flight: Callable[[str | None], tuple[int, str] | None]) -> None:
     own_save = _slot.handle
     is_own = own_save is not None and not own_save.done()
-    found = find_rank_in_flight(own_save.uri if own_save is not None and is_own else None)
-    if found is not None:
-        rank, uri = found
+    conflict = find_rank_in_flight(own_save.uri if own_save is not None and is_own else None)
+    if conflict is not None:
+        rank, uri = conflict
         where = "" if is_own else f" on rank {rank}"
         raise SaveInFlightError(
             f"the background save to {uri} is still running{where}, so no other was begun. Wait for its handle or "

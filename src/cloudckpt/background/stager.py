@@ -239,7 +239,7 @@ class ParameterMemory:
     """The memory of parameters and of optimizers' state, which training changes in the step of the optimizer alone."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        ranges = sorted({each for tensor in tensors for each in _ranges_of(tensor)})
+        ranges = sorted({memory_range for tensor in tensors for memory_range in _ranges_of(tensor)})
         self._begins = [begin for begin, _ in ranges]
         self._ends = list(itertools.accumulate((end for _, end in ranges), max))
 

@@ -44,8 +44,8 @@ class _Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the options before the name of a command behind it: ``cloudckpt --timeout 8 ls ROOT``."""
         of_all = self.get_params(ctx)
-        params = [one for each in self.commands.values() for one in each.params] + of_all
-        known = {flag: one for one in params for flag in one.opts}
+        params = [param for command in self.commands.values() for param in command.params] + of_all
+        known = {flag: param for param in params for flag in param.opts}
         own, early, rest = list[str](), list[str](), list(args)
         while rest and rest[0].startswith("-"):
             flag, has_value, _ = rest[0].partition("=")

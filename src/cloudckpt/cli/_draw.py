@@ -227,15 +227,15 @@ def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
 
 def draw_timeline(title: str, events: Iterable[Mapping[str, Any]]) -> Figure:
     """Draw the spans of timelines: for each rank its steps, and below them a lane for each of its threads."""
-    spans = sorted((one for one in events if one.get("ph") == "X"), key=lambda one: (one["ts"], -one["dur"]))
+    spans = sorted((span for span in events if span.get("ph") == "X"), key=lambda span: (span["ts"], -span["dur"]))
     if not spans:
         raise ValueError("no span")
-    begin_us, end_us = spans[0]["ts"], max(one["ts"] + one["dur"] for one in spans)
+    begin_us, end_us = spans[0]["ts"], max(span["ts"] + span["dur"] for span in spans)
     scale = (_TIMELINE_WIDTH - _LABEL_WIDTH) / max(end_us - begin_us, 1)
     lanes: dict[tuple[str, int], dict[int, list[Mapping[str, Any]]]] = {}
-    for one in spans:
-        lane = -1 if one["name"] in _STEPS else one["tid"]
-        lanes.setdefault((str(one.get("cat", "")), one["pid"]), {}).setdefault(lane, []).append(one)
+    for span in spans:
+        lane = -1 if span["name"] in _STEPS else span["tid"]
+        lanes.setdefault((str(span.get("cat", "")), span["pid"]), {}).setdefault(lane, []).append(span)
     shapes: list[Shape] = []
     x = 0.0
     for color, text in _LEGEND:
@@ -245,13 +245,18 @@ def draw_timeline(title: str, events: Iterable[Mapping[str, Any]]) -> Figure:
     num_lanes = sum(map(len, lanes.values()))
     for (verb, rank), threads in sorted(lanes.items()):
         shapes.append(
-            Text(0, y + 12, f"{verb} {rank}" if len({each[0] for each in lanes}) > 1 else f"rank {rank}", "ink")
+            Text(
+                0,
+                y + 12,
+                f"{verb} {rank}" if len({verb_and_rank[0] for verb_and_rank in lanes}) > 1 else f"rank {rank}",
+                "ink",
+            )
         )
-        for lane, found in sorted(threads.items()):
+        for lane, spans_of_lane in sorted(threads.items()):
             if lane >= 0 and num_lanes > _MAX_LANES:
                 continue
             height = 16 if lane < 0 else 7
-            shapes += _draw_lane(found, y, height, lambda us: _LABEL_WIDTH + (us - begin_us) * scale)
+            shapes += _draw_lane(spans_of_lane, y, height, lambda us: _LABEL_WIDTH + (us - begin_us) * scale)
             y += height + 2
         y += 8
     for tick in _ticks(0, (end_us - begin_us) / 1e6):
@@ -271,25 +276,25 @@ def _draw_lane(
 ) -> Iterable[Shape]:
     """Draw the spans of one lane in the order of their begin, so nested ones are on top. Tiny ones are joined."""
     ends: dict[Color, float] = {}
-    for one in spans:
-        color = _COLORS.get(one["name"], "transfer")
-        details = one.get("args", {})
+    for span in spans:
+        color = _COLORS.get(span["name"], "transfer")
+        details = span.get("args", {})
         if details.get("error"):
             color = "error"
-        begin, end = place(one["ts"]), place(one["ts"] + one["dur"])
+        begin, end = place(span["ts"]), place(span["ts"] + span["dur"])
         if end - begin < _MIN_SPAN and begin < ends.get(color, -1.0) + _MIN_SPAN:
             continue
         ends[color] = max(end, begin + _MIN_SPAN)
         note = "".join(f", {name} {value}" for name, value in details.items())
         yield Rect(
-            begin, y, max(end - begin, _MIN_SPAN), height, color, f"{one['name']}: {seconds(one['dur'] / 1e6)}{note}"
+            begin, y, max(end - begin, _MIN_SPAN), height, color, f"{span['name']}: {seconds(span['dur'] / 1e6)}{note}"
         )
 
 
 def arrange(title: str, figures: Sequence[Figure], num_columns: int = 2) -> Figure:
     """Put figures of one size side by side, and below one another."""
     shapes: list[Shape] = []
-    width, height = (max(sizes) for sizes in zip(*((one.width, one.height) for one in figures), strict=True))
+    width, height = (max(sizes) for sizes in zip(*((figure.width, figure.height) for figure in figures), strict=True))
     num_columns = min(num_columns, len(figures))
     for number, figure in enumerate(figures):
         right = _GAP + number % num_columns * (width + 2 * _GAP)

@@ -26,28 +26,28 @@ BEST: TypeAlias = Annotated[
 _STEP = re.compile(r"step[-_=]?([0-9]+)|([0-9]+)$")
 
 
-def step_of(one: CheckpointInfo) -> int | None:
+def step_of(info: CheckpointInfo) -> int | None:
     """Return the step of a manager's checkpoint, or the number that ends its name."""
-    step = one.metadata.get("step")
+    step = info.metadata.get("step")
     if isinstance(step, int) and not isinstance(step, bool):
         return step
-    match = _STEP.search(one.name)
+    match = _STEP.search(info.name)
     return None if match is None else int(match[1] or match[2])
 
 
-def find_metrics(found: Sequence[CheckpointInfo]) -> list[str]:
+def find_metrics(infos: Sequence[CheckpointInfo]) -> list[str]:
     """Return the names of all metrics, in the order of their first appearance."""
-    return list(dict.fromkeys(name for one in found for name in one.metrics))
+    return list(dict.fromkeys(name for info in infos for name in info.metrics))
 
 
-def choose_modes(found: Sequence[CheckpointInfo], texts: Sequence[str] | None) -> dict[str, Mode]:
+def choose_modes(infos: Sequence[CheckpointInfo], texts: Sequence[str] | None) -> dict[str, Mode]:
     """Return the direction of each metric that has one: `texts` as ``min:NAME``, or known by a word of its name.
 
     Raises `CheckpointNotFoundError` for a metric that no checkpoint has, and Typer's error without a direction.
     """
     from cloudckpt.inspect.catalog import mode_of_name
 
-    names = find_metrics(found)
+    names = find_metrics(infos)
     modes: dict[str, Mode] = {name: mode for name in names if (mode := mode_of_name(name)) is not None}
     for text in texts or ():
         prefix, _, rest = text.partition(":")
@@ -64,18 +64,18 @@ def choose_modes(found: Sequence[CheckpointInfo], texts: Sequence[str] | None) -
     return modes
 
 
-def find_best(found: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dict[str, CheckpointInfo]:
-    """Return the best checkpoint by each metric. `found` is sorted by time; of equal ones the newest is the best."""
+def find_best(infos: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dict[str, CheckpointInfo]:
+    """Return the best checkpoint by each metric. `infos` is sorted by time; of equal ones the newest is the best."""
     best: dict[str, CheckpointInfo] = {}
-    committed = (one for one in found if one.state == "committed")
+    committed = (info for info in infos if info.state == "committed")
     # A step that was saved again counts once.
-    newest = {one.name if (step := step_of(one)) is None else step: one for one in committed}
+    newest = {info.name if (step := step_of(info)) is None else step: info for info in committed}
     for name, mode in modes.items():
         sign = 1 if mode == "min" else -1
-        for one in newest.values():
-            value = one.metrics.get(name, math.nan)
+        for info in newest.values():
+            value = info.metrics.get(name, math.nan)
             if math.isfinite(value) and (name not in best or sign * value <= sign * best[name].metrics[name]):
-                best[name] = one
+                best[name] = info
     return best
 
 
@@ -84,7 +84,7 @@ def describe_modes(modes: Mapping[str, Mode], best_of: Mapping[str, CheckpointIn
     return ", ".join(f"{'lowest' if modes[name] == 'min' else 'highest'} {title_of(name)}" for name in best_of)
 
 
-def mark_best(one: CheckpointInfo, name: str, best_of: Mapping[str, CheckpointInfo]) -> str:
+def mark_best(info: CheckpointInfo, name: str, best_of: Mapping[str, CheckpointInfo]) -> str:
     """Return the value of a metric as a cell of a table, with ``*`` at the best one."""
-    value = one.metrics.get(name)
-    return "" if value is None else f"{'* ' if best_of.get(name) is one else ''}{value:.6g}"
+    value = info.metrics.get(name)
+    return "" if value is None else f"{'* ' if best_of.get(name) is info else ''}{value:.6g}"

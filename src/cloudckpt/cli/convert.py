@@ -154,7 +154,7 @@ def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
     if not checkpoints:
         raise CheckpointNotFoundError(f"no checkpoint is committed directly under {uri}", uri=uri)
     folder = parse_location(target)
-    return [(one.uri, folder.child(one.name).uri) for one in checkpoints]
+    return [(info.uri, folder.child(info.name).uri) for info in checkpoints]
 
 
 def _copy_unless_there(
@@ -237,8 +237,8 @@ def export(
     """
     from cloudckpt.convert.exports import export_checkpoint
 
-    for each in module or ():
-        importlib.import_module(each)
+    for name in module or ():
+        importlib.import_module(name)
     report = _convert(
         export_checkpoint,
         source,

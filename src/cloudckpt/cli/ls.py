@@ -40,26 +40,26 @@ class _Order(str, Enum):
 
 
 _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
-    "name": lambda one: one.name,
-    "age": lambda one: "" if one.state == "denied" else age(one.committed_at),
-    "size": lambda one: "" if one.num_bytes is None else size(one.num_bytes),
-    "ranks": lambda one: _number(one.world_size),
-    "state": lambda one: one.state + (f" ({count(one.num_uploads, 'upload')})" if one.num_uploads else ""),
-    "committed_at": lambda one: "" if one.state == "denied" else date(one.committed_at),
-    "objects": lambda one: _number(one.num_objects),
-    "tensors": lambda one: _number(one.num_tensors),
-    "manifest": lambda one: f"{one.num_overwrites:,}",
-    "attempt": lambda one: one.attempt,
-    "uri": lambda one: one.uri,
-    "metadata": lambda one: json.dumps(dict(one.metadata)) if one.metadata else "",
-    "duration": lambda one: "" if one.save_s is None else seconds(one.save_s),
+    "name": lambda info: info.name,
+    "age": lambda info: "" if info.state == "denied" else age(info.committed_at),
+    "size": lambda info: "" if info.num_bytes is None else size(info.num_bytes),
+    "ranks": lambda info: _number(info.world_size),
+    "state": lambda info: info.state + (f" ({count(info.num_uploads, 'upload')})" if info.num_uploads else ""),
+    "committed_at": lambda info: "" if info.state == "denied" else date(info.committed_at),
+    "objects": lambda info: _number(info.num_objects),
+    "tensors": lambda info: _number(info.num_tensors),
+    "manifest": lambda info: f"{info.manifest_number:,}",
+    "attempt": lambda info: info.attempt,
+    "uri": lambda info: info.uri,
+    "metadata": lambda info: json.dumps(dict(info.metadata)) if info.metadata else "",
+    "duration": lambda info: "" if info.save_s is None else seconds(info.save_s),
 }
 
 
 def _parse_columns(text: str, *, has_places: bool) -> list[str]:
-    columns = [one.strip() for one in text.split(",")]
+    columns = [column.strip() for column in text.split(",")]
     known = [*_COLUMNS, *([_PLACE] if has_places else [])]
-    unknown = [one for one in columns if one not in known]
+    unknown = [column for column in columns if column not in known]
     if unknown:
         raise typer.BadParameter(
             f"there is no column {unknown[0]!r}; the columns are {', '.join(known)}", param_hint="--columns"
@@ -113,26 +113,26 @@ def ls(
     names = _parse_columns(columns, has_places=fast is not None) if columns is not None else usual
     options = common.options()
     list_all = functools.partial(list_checkpoints, all=True, alive_within=alive_within, check=check)
-    found = list_all(root, options=options)
+    infos = list_all(root, options=options)
     places: dict[int, str] = {}
     if fast is not None:
         near = options_at(parse_location(fast), parse_location(root), options)
-        places = _add_fast(found, list_all(fast, options=near), root)
-    if not found:
+        places = _add_fast(infos, list_all(fast, options=near), root)
+    if not infos:
         _print_no_checkpoint(console, root, options)
-    modes = choose_modes(found, best) if metrics or best else None
-    best_of = None if modes is None else find_best(found, modes)
+    modes = choose_modes(infos, best) if metrics or best else None
+    best_of = None if modes is None else find_best(infos, modes)
     if sort is _Order.name:
-        found.sort(key=lambda one: one.name)
+        infos.sort(key=lambda info: info.name)
     elif sort is _Order.size:
-        found.sort(key=lambda one: one.num_bytes or 0)
-    shown = found[::-1] if reverse else found
+        infos.sort(key=lambda info: info.num_bytes or 0)
+    shown = infos[::-1] if reverse else infos
     _print_list(console, root, shown, names, long=long, best_of=best_of, places=places, fast=fast)
     if modes and best_of and not common.as_json:
         console.say(f"* marks the best: {describe_modes(modes, best_of)}. For others: --best min:METRIC or max:METRIC.")
-    elif modes is not None and found and not find_metrics(found):
+    elif modes is not None and infos and not find_metrics(infos):
         console.say("No checkpoint here has metrics. A manager saves them: save(step, state, metrics={…}).")
-    if any(one.state == "denied" for one in found):
+    if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
 
 
@@ -150,17 +150,17 @@ def latest(
     from cloudckpt.uri import parse_location
 
     console = common.console
-    found = find_latest(root, options=common.options())
-    if found is None:
+    infos = find_latest(root, options=common.options())
+    if infos is None:
         uri = parse_location(root).uri
         raise CheckpointNotFoundError(
             f"no checkpoint is committed directly under {uri}. Run `cloudckpt ls {uri}` to see what is there",
             uri=uri,
         )
     if common.as_json:
-        console.document({"name": found.name, "uri": found.uri, "time": found.committed_at.isoformat()})
+        console.document({"name": infos.name, "uri": infos.uri, "time": infos.committed_at.isoformat()})
     else:
-        console.line(found.uri)
+        console.line(infos.uri)
 
 
 def du(
@@ -176,17 +176,17 @@ def du(
 
     console = common.console
     options = common.options()
-    found = list_checkpoints(root, all=True, options=options)
-    if not found:
+    infos = list_checkpoints(root, all=True, options=options)
+    if not infos:
         _print_no_checkpoint(console, root, options)
         if not common.as_json:
             return
     sums: dict[str, list[int]] = {}
-    for one in found:
-        num_bytes, num_objects = sums.get(one.name, (0, 0))
-        own_bytes = (one.num_bytes or 0) - one.num_bytes_elsewhere
-        own_objects = (one.num_objects or 0) - one.num_objects_elsewhere
-        sums[one.name] = [num_bytes + own_bytes, num_objects + own_objects]
+    for info in infos:
+        num_bytes, num_objects = sums.get(info.name, (0, 0))
+        own_bytes = (info.num_bytes or 0) - info.num_bytes_elsewhere
+        own_objects = (info.num_objects or 0) - info.num_objects_elsewhere
+        sums[info.name] = [num_bytes + own_bytes, num_objects + own_objects]
     total_bytes, num_objects = (sum(column) for column in zip([0, 0], *sums.values(), strict=True))
     if common.as_json:
         checkpoints = [{"name": name, "num_bytes": each[0], "num_objects": each[1]} for name, each in sums.items()]
@@ -198,18 +198,18 @@ def du(
         console.table(
             ["SIZE", "OBJECTS", "NAME"], [*rows, [size(total_bytes), f"{num_objects:,}", "(all)"]], right=_RIGHT
         )
-        _print_advice(console, root, found)
-    for one in found:
-        if one.num_bytes is None:
-            console.warn(f"{one.name}: its size is not known ({one.state})")
-    if any(one.state == "denied" for one in found):
+        _print_advice(console, root, infos)
+    for info in infos:
+        if info.num_bytes is None:
+            console.warn(f"{info.name}: its size is not known ({info.state})")
+    if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
 
 
 def _print_list(
     console: Console,
     root: str,
-    found: Sequence[CheckpointInfo],
+    infos: Sequence[CheckpointInfo],
     columns: Sequence[str],
     *,
     long: bool,
@@ -218,63 +218,63 @@ def _print_list(
     fast: str | None,
 ) -> None:
     if console.as_json:
-        documents = [document_of(one) for one in found]
-        for one, document in zip(found, documents, strict=True) if best_of is not None else ():
-            document["best"] = [name for name, best in (best_of or {}).items() if best is one]
-        for one, document in zip(found, documents, strict=True) if places else ():
-            document[_PLACE] = places[id(one)]
+        documents = [document_of(info) for info in infos]
+        for info, document in zip(infos, documents, strict=True) if best_of is not None else ():
+            document["best"] = [name for name, best in (best_of or {}).items() if best is info]
+        for info, document in zip(infos, documents, strict=True) if places else ():
+            document[_PLACE] = places[id(info)]
         console.document(documents)
         return
-    if not found:
+    if not infos:
         return
-    metrics = find_metrics(found) if best_of is not None else []
+    metrics = find_metrics(infos) if best_of is not None else []
     titles = [*map(title_of, metrics)]
-    cell_of: dict[str, Callable[[CheckpointInfo], str]] = {**_COLUMNS, _PLACE: lambda one: places[id(one)]}
+    cell_of: dict[str, Callable[[CheckpointInfo], str]] = {**_COLUMNS, _PLACE: lambda info: places[id(info)]}
     rows = [
-        [*(cell_of[name](one) for name in columns), *(mark_best(one, name, best_of or {}) for name in metrics)]
-        for one in found
+        [*(cell_of[name](info) for name in columns), *(mark_best(info, name, best_of or {}) for name in metrics)]
+        for info in infos
     ]
     console.table([*(name.upper() for name in columns), *titles], rows, right=[*_RIGHT, *titles])
     if long:
-        for one in found:
-            if one.metadata:
-                console.line(f"{one.name}: {json.dumps(one.metadata)}")
-    for one in found:
-        if one.problem:
-            console.warn(f"{one.name}: {one.problem}")
-    near = [one for one in found if places.get(id(one), "root") not in ("root", "both")]
+        for info in infos:
+            if info.metadata:
+                console.line(f"{info.name}: {json.dumps(info.metadata)}")
+    for info in infos:
+        if info.problem:
+            console.warn(f"{info.name}: {info.problem}")
+    near = [info for info in infos if places.get(id(info), "root") not in ("root", "both")]
     _print_advice(console, fast or root, near)
-    _print_advice(console, root, [one for one in found if places.get(id(one), "root") in ("root", "both")])
+    _print_advice(console, root, [info for info in infos if places.get(id(info), "root") in ("root", "both")])
 
 
-def _add_fast(found: list[CheckpointInfo], near: Sequence[CheckpointInfo], root: str) -> dict[int, str]:
+def _add_fast(infos: list[CheckpointInfo], near: Sequence[CheckpointInfo], root: str) -> dict[int, str]:
     """Add to the checkpoints of a root those that only its fast place has. Return where each is, by its `id`."""
     from cloudckpt.manager.debts import FAST_KEY
     from cloudckpt.uri import parse_location
 
-    committed = {(one.name, one.committed_at): one for one in found if one.state == "committed"}
+    committed = {(info.name, info.committed_at): info for info in infos if info.state == "committed"}
     newest = dict(sorted(committed))
-    places = {id(one): "root" for one in found}
-    for one in near:
-        record = one.metadata.get(FAST_KEY)
+    places = {id(info): "root" for info in infos}
+    for info in near:
+        record = info.metadata.get(FAST_KEY)
         record = record if isinstance(record, dict) else {}
-        copy = committed.get((one.name, one.committed_at)) if one.state == "committed" else None
+        copy = committed.get((info.name, info.committed_at)) if info.state == "committed" else None
         if copy is not None:
             places[id(copy)] = "both"
             continue
-        is_owed = record.get("is_owed") is True and not (one.name in newest and newest[one.name] >= one.committed_at)
+        is_owed = record.get("is_owed") is True and not (info.name in newest and newest[info.name] >= info.committed_at)
         is_own = record.get("root", parse_location(root).uri) == parse_location(root).uri
-        places[id(one)] = ("owed" if is_owed else "fast") if is_own else f"fast, of {record['root']}"
-        found.append(one)
-    found.sort(key=lambda one: one.committed_at)
+        places[id(info)] = ("owed" if is_owed else "fast") if is_own else f"fast, of {record['root']}"
+        infos.append(info)
+    infos.sort(key=lambda info: info.committed_at)
     return places
 
 
-def _print_advice(console: Console, root: str, found: Sequence[CheckpointInfo]) -> None:
+def _print_advice(console: Console, root: str, infos: Sequence[CheckpointInfo]) -> None:
     """Print how to remove the remains of dead saves."""
     from cloudckpt.errors import gc_advice
 
-    states = {one.state for one in found}
+    states = {info.state for info in infos}
     if "garbage" in states:
         console.say(f"{gc_advice(root)}.")
     elif "in progress" in states:
@@ -300,26 +300,26 @@ def _print_no_checkpoint(console: Console, root: str, options: Options) -> None:
     console.say(text)
 
 
-def document_of(one: CheckpointInfo) -> dict[str, Any]:
+def document_of(info: CheckpointInfo) -> dict[str, Any]:
     """Return the document that ``--json`` prints."""
     return {
-        "name": one.name,
-        "uri": one.uri,
-        "state": one.state,
-        "time": one.committed_at.isoformat() if one.state != "denied" else None,
-        "num_bytes": one.num_bytes,
-        "num_objects": one.num_objects,
-        "num_bytes_elsewhere": one.num_bytes_elsewhere,
-        "num_objects_elsewhere": one.num_objects_elsewhere,
-        "num_uploads": one.num_uploads,
-        "world_size": one.world_size,
-        "num_tensors": one.num_tensors,
-        "num_overwrites": one.num_overwrites,
-        "attempt": one.attempt,
-        "metadata": dict(one.metadata),
-        "problem": one.problem,
-        "metrics": {name: value if math.isfinite(value) else None for name, value in one.metrics.items()},
-        "save_s": one.save_s,
+        "name": info.name,
+        "uri": info.uri,
+        "state": info.state,
+        "time": info.committed_at.isoformat() if info.state != "denied" else None,
+        "num_bytes": info.num_bytes,
+        "num_objects": info.num_objects,
+        "num_bytes_elsewhere": info.num_bytes_elsewhere,
+        "num_objects_elsewhere": info.num_objects_elsewhere,
+        "num_uploads": info.num_uploads,
+        "world_size": info.world_size,
+        "num_tensors": info.num_tensors,
+        "manifest_number": info.manifest_number,
+        "attempt": info.attempt,
+        "metadata": dict(info.metadata),
+        "problem": info.problem,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in info.metrics.items()},
+        "save_s": info.save_s,
     }
 
 
@@ -365,25 +365,25 @@ def watch(
             time.sleep(interval.total_seconds())
             continue
         # An attempt can be listed twice: committed, and as garbage for objects that its manifest does not name.
-        listed.sort(key=lambda one: one.state == "committed")
-        found = {(one.name, one.attempt): one for one in listed}
-        for key in known.keys() - found.keys():
+        listed.sort(key=lambda info: info.state == "committed")
+        infos = {(info.name, info.attempt): info for info in listed}
+        for key in known.keys() - infos.keys():
             _print_change(console, known.pop(key), is_gone=True)
-        for key, one in found.items():
-            if key not in known or known[key].state != one.state:
-                _print_change(console, one)
-            known[key] = one
-        steps = [step_of(one) for one in found.values() if one.state == "committed"]
+        for key, info in infos.items():
+            if key not in known or known[key].state != info.state:
+                _print_change(console, info)
+            known[key] = info
+        steps = [step_of(info) for info in infos.values() if info.state == "committed"]
         if until_step is not None and any(step is not None and step >= until_step for step in steps):
             return
         time.sleep(interval.total_seconds())
 
 
-def _print_change(console: Console, one: CheckpointInfo, *, is_gone: bool = False) -> None:
-    state = "gone" if is_gone else one.state
+def _print_change(console: Console, info: CheckpointInfo, *, is_gone: bool = False) -> None:
+    state = "gone" if is_gone else info.state
     if console.as_json:
-        typer.echo(json.dumps(document_of(one) | {"state": state}))
+        typer.echo(json.dumps(document_of(info) | {"state": state}))
         return
-    moment = datetime.now(timezone.utc) if is_gone else one.committed_at
-    size_text = "" if one.num_bytes is None else f"  {size(one.num_bytes)}"
-    console.line(f"{date(moment)}  {one.name}  {state}{size_text}{one.problem and '  '}{one.problem}")
+    moment = datetime.now(timezone.utc) if is_gone else info.committed_at
+    size_text = "" if info.num_bytes is None else f"  {size(info.num_bytes)}"
+    console.line(f"{date(moment)}  {info.name}  {state}{size_text}{info.problem and '  '}{info.problem}")

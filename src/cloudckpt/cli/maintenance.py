@@ -71,7 +71,8 @@ def rm(
         console.say("Nothing was deleted.")
         raise typer.Exit(NO)
     documents: list[dict[str, Any]] = [
-        {"uri": uri, "deleted": False, "found": [document_of(one) for one in found]} for uri, found in to_delete.items()
+        {"uri": uri, "deleted": False, "found": [document_of(info) for info in infos]}
+        for uri, infos in to_delete.items()
     ]
     try:
         if not dry_run:
@@ -86,11 +87,11 @@ def rm(
 def _announce(to_delete: Iterable[CheckpointInfo], intent: str, common: CommonOptions) -> None:
     from cloudckpt.manager.debts import explain_debt
 
-    for one in to_delete:
-        objects = f"{size(one.num_bytes or 0)} in {count(one.num_objects or 0, 'object')}"
-        common.console.line(f"{one.uri}: {one.state}, {age(one.committed_at)} old, {objects}: {intent}")
-        if reason := explain_debt(one.uri, one.metadata, one.committed_at, common.options()):
-            common.console.warn(f"{one.uri}: {reason}")
+    for info in to_delete:
+        objects = f"{size(info.num_bytes or 0)} in {count(info.num_objects or 0, 'object')}"
+        common.console.line(f"{info.uri}: {info.state}, {age(info.committed_at)} old, {objects}: {intent}")
+        if reason := explain_debt(info.uri, info.metadata, info.committed_at, common.options()):
+            common.console.warn(f"{info.uri}: {reason}")
 
 
 def _delete_all(
@@ -142,28 +143,30 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet:
     location = parse_location(root)
     options = common.options()
     folders = Steps(location, options).list_folders(with_metadata=True)
-    for one in folders:
-        if one.denied is not None:  # it may be one of the last
-            raise one.denied
+    for folder in folders:
+        if folder.denied is not None:  # it may be one of the last
+            raise folder.denied
     by_run: dict[str, list[StepInfo]] = {}  # a fast place may hold the steps of several
-    for one in folders:
-        if one.info is not None:
-            by_run.setdefault(root_of(one), []).append(one.info)
+    for folder in folders:
+        if folder.info is not None:
+            by_run.setdefault(root_of(folder), []).append(folder.info)
     if not by_run:
         raise CheckpointNotFoundError(
             f"no step of a run is committed directly under {location.uri}: name the folder of step-0, step-1, …",
             uri=location.uri,
         )
-    left = {one.uri: one.problem for one in folders if one.problem}
+    left = {folder.uri: folder.problem for folder in folders if folder.problem}
     policy = RetentionPolicy(keep_last=keep_last, keep_every=None, keep_best=None)
     superseded: list[str] = []
     for infos in by_run.values():
         to_delete, looked = find_superseded(infos, policy, damaged=left), set[str]()
-        while kept := {one.uri for one in infos} - {one.uri for one in to_delete} - left.keys() - looked:
+        while kept := {folder.uri for folder in infos} - {folder.uri for folder in to_delete} - left.keys() - looked:
             left |= {uri: problem for uri in sorted(kept) if (problem := find_unlisted(uri, options=options))}
             to_delete, looked = find_superseded(infos, policy, damaged=left), looked | kept
-        superseded += [one.uri for one in to_delete]
-    infos_of = {one.uri: (one.metadata, one.info.committed_at) for one in folders if one.info is not None}
+        superseded += [folder.uri for folder in to_delete]
+    infos_of = {
+        folder.uri: (folder.metadata, folder.info.committed_at) for folder in folders if folder.info is not None
+    }
     owed = {uri: reason for uri in superseded if (reason := explain_debt(uri, *infos_of[uri], options))}
     for uri, reason in ({} if quiet else left | owed).items():
         common.console.warn(f"{uri}: left alone: {reason}")
@@ -178,17 +181,17 @@ def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
 
     location = parse_location(uri)
     everything = list_checkpoints(uri, all=True, options=options)
-    found = [one for one in everything if one.uri == location.uri]
-    for one in found:
-        if one.state == "denied":
-            raise AccessDeniedError(one.problem, key=one.uri, operation="list")
-    if any(one.state in _CHECKPOINTS for one in found):
-        return found
-    below = [one.name for one in everything if one.state in _CHECKPOINTS]
+    infos = [info for info in everything if info.uri == location.uri]
+    for info in infos:
+        if info.state == "denied":
+            raise AccessDeniedError(info.problem, key=info.uri, operation="list")
+    if any(info.state in _CHECKPOINTS for info in infos):
+        return infos
+    below = [info.name for info in everything if info.state in _CHECKPOINTS]
     if below:
         shown = join_first(below, _MAX_NAMED, separator=", ")
         advice = f"It is a folder of {shown}: name each checkpoint by its URI"
-    elif any(one.state == "torch" for one in everything):
+    elif any(info.state == "torch" for info in everything):
         advice = "It is a checkpoint of torch's own writer, which cloudckpt does not delete: use another tool"
     elif everything:
         advice = f"Failed saves left data there. {gc_advice(uri)}"
@@ -302,8 +305,8 @@ def verify(
     """
     console = common.console
     documents: list[dict[str, Any]] = []
-    for one in _find_all(uri, common) if every else [uri]:
-        documents.append(_verify(one, common, is_alone=not every))
+    for checkpoint_uri in _find_all(uri, common) if every else [uri]:
+        documents.append(_verify(checkpoint_uri, common, is_alone=not every))
         if not common.as_json:
             _print_verdict(console, documents[-1], is_alone=not every)
     if common.as_json:
@@ -320,9 +323,9 @@ def _find_all(root: str, common: CommonOptions) -> list[str]:
     from cloudckpt.inspect.catalog import list_checkpoints
     from cloudckpt.uri import parse_location
 
-    found = list_checkpoints(root, all=True, options=common.options())
+    infos = list_checkpoints(root, all=True, options=common.options())
     uri = parse_location(root).uri
-    uris = [one.uri for one in found if one.state in (*_CHECKPOINTS, "denied")]  # the latter are last, and raise
+    uris = [info.uri for info in infos if info.state in (*_CHECKPOINTS, "denied")]  # the latter are last, and raise
     if not uris:
         raise CheckpointNotFoundError(f"no checkpoint is committed at {uri} or directly under it", uri=uri)
     return uris
@@ -357,23 +360,25 @@ def _verify(uri: str, common: CommonOptions, *, is_alone: bool) -> dict[str, Any
     return {"uri": report.uri, "is_whole": True, "problems": [], **describe_report(report, report.verify_s)}
 
 
-def _print_verdict(console: Console, found: dict[str, Any], *, is_alone: bool) -> None:
-    uri, problems = found["uri"], found["problems"]
-    if found["is_whole"]:
+def _print_verdict(console: Console, verdict: dict[str, Any], *, is_alone: bool) -> None:
+    uri, problems = verdict["uri"], verdict["problems"]
+    if verdict["is_whole"]:
         console.line(
-            f"{uri} is whole: {size(found['num_bytes'])} in {count(found['num_objects'], 'object')}, "
-            f"{count(found['num_tensors'], 'tensor')} and {count(found['num_values'], 'value')}"
+            f"{uri} is whole: {size(verdict['num_bytes'])} in {count(verdict['num_objects'], 'object')}, "
+            f"{count(verdict['num_tensors'], 'tensor')} and {count(verdict['num_values'], 'value')}"
         )
         if is_alone:
-            console.say(f"Read in {found['seconds']:.1f} s, {rate(found['num_bytes'] / (found['seconds'] or 1))}.")
+            console.say(
+                f"Read in {verdict['seconds']:.1f} s, {rate(verdict['num_bytes'] / (verdict['seconds'] or 1))}."
+            )
     elif is_alone:
         for problem in problems:
             console.line(problem)
         console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
     else:
         more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
-        verdict = "could not be verified" if found["is_whole"] is None else "is damaged"
-        console.line(f"{uri} {verdict}: {problems[0]}{more}")
+        words = "could not be verified" if verdict["is_whole"] is None else "is damaged"
+        console.line(f"{uri} {words}: {problems[0]}{more}")
 
 
 def doctor(
@@ -434,10 +439,10 @@ def _find_size_of_newest(root: str, options: Options) -> int | None:
     from cloudckpt.inspect.catalog import list_checkpoints
 
     try:
-        found = list_checkpoints(root, all=True, options=options)
+        infos = list_checkpoints(root, all=True, options=options)
     except CheckpointError:  # the examination finds out why
         return None
-    return next((one.num_bytes for one in reversed(found) if one.state == "committed"), None)
+    return next((info.num_bytes for info in reversed(infos) if info.state == "committed"), None)
 
 
 class _ServerKind(str, Enum):

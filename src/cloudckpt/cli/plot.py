@@ -57,27 +57,27 @@ def plot(
     from cloudckpt.inspect.description import matches
 
     write = None if common.output is None else writer_of(common.output)
-    found = find_checkpoints(root, common)
-    all_series = series_of(found, best)
-    named = [one for one in all_series if matches(one.name, name or ["*"])]
+    infos = find_checkpoints(root, common)
+    all_series = series_of(infos, best)
+    named = [curve for curve in all_series if matches(curve.name, name or ["*"])]
     if not named:
-        have = ", ".join(title_of(one.name) for one in all_series)
+        have = ", ".join(title_of(curve.name) for curve in all_series)
         raise CheckpointNotFoundError(f"nothing is named like {' or '.join(name or ())}. There are: {have}", uri=root)
-    shown = {text for one in named for text in (one.name, f"min:{one.name}", f"max:{one.name}")}
+    shown = {text for curve in named for text in (curve.name, f"min:{curve.name}", f"max:{curve.name}")}
     if hidden := sorted({*(best or ())} - shown):
         raise InvalidOptionError(f"--best {hidden[0]}: --name leaves this metric out. Name it, too, or omit --best")
     series = keep_drawable(named, common)
     if not series:
         raise CheckpointNotFoundError("nothing is left to draw. `cloudckpt ls --metrics` shows the values", uri=root)
     if write is not None:
-        write(arrange(root, [draw_series(one) for one in series]))
+        write(arrange(root, [draw_series(curve) for curve in series]))
     if common.as_json:
-        common.console.document({"root": root, "series": [one._asdict() for one in named]})
+        common.console.document({"root": root, "series": [curve._asdict() for curve in named]})
     elif write is None:
-        for one in series:
-            for line in [*to_lines(one), ""]:
-                common.console.line(line)
-    if any(info.state == "denied" for info in found):
+        for curve in series:
+            for text in [*to_lines(curve), ""]:
+                common.console.line(text)
+    if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
 
 
@@ -125,28 +125,28 @@ def find_checkpoints(root: str, common: CommonOptions) -> list[CheckpointInfo]:
     """List the checkpoints at `root`, and warn of damage. Raises `CheckpointNotFoundError` if nothing is committed."""
     from cloudckpt.inspect.catalog import list_checkpoints
 
-    found = list_checkpoints(root, all=True, options=common.options())
-    for info in found:
+    infos = list_checkpoints(root, all=True, options=common.options())
+    for info in infos:
         if info.problem:
             common.console.warn(f"{info.name}: {info.problem}")
-    if not any(info.state == "committed" for info in found):
+    if not any(info.state == "committed" for info in infos):
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {root}. `cloudckpt ls` shows what is there", uri=root
         )
-    return found
+    return infos
 
 
-def series_of(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> list[Series]:
+def series_of(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) -> list[Series]:
     """Return each metric, the size and the duration over the steps of the committed checkpoints.
 
     Unless each of them has a step, they are numbered by time.
     """
-    by_step = [(step_of(info), info) for info in found if info.state == "committed"]
+    by_step = [(step_of(info), info) for info in infos if info.state == "committed"]
     if any(step is None for step, _ in by_step):
         by_step = [(number, info) for number, (_, info) in enumerate(by_step, start=1)]
     newest = sorted({step or 0: info for step, info in by_step}.items())  # a step that was saved again counts once
     infos = [info for _, info in newest]
-    best_of = find_best([info for _, info in by_step], choose_modes(found, best))
+    best_of = find_best([info for _, info in by_step], choose_modes(infos, best))
     units = [unit for unit, num_bytes in _BYTES.items() if any((info.num_bytes or 0) >= num_bytes for info in infos)]
     size_unit = units[-1] if units else "B"
     values: dict[tuple[str, str], list[float | None]] = {
@@ -167,9 +167,9 @@ def series_of(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> li
 
 def keep_drawable(all_series: Sequence[Series], common: CommonOptions) -> list[Series]:
     """Return the series with a value that can be drawn, and warn of the others."""
-    if empty := [title_of(one.name) for one in all_series if not one.points]:
+    if empty := [title_of(curve.name) for curve in all_series if not curve.points]:
         common.console.warn(f"not drawn, since every value is NaN or beyond ±{_MAX_VALUE:g}: {', '.join(empty)}")
-    return [one for one in all_series if one.points]
+    return [curve for curve in all_series if curve.points]
 
 
 def timeline_of(files: Sequence[Path]) -> Figure:

@@ -86,14 +86,14 @@ def report(
         raise InvalidOptionError(f"--output must end in .html, not {output.name!r}. -o is short for --output here")
     options = common.options()
     drawn = timeline_of(trace) if trace else None
-    found = find_checkpoints(root, common)
-    committed = {info.name: info for info in found if info.state == "committed"}
+    infos = find_checkpoints(root, common)
+    committed = {info.name: info for info in infos if info.state == "committed"}
     for name in set(compare or ()) - committed.keys():
         raise CheckpointNotFoundError(f"no checkpoint {name!r} is committed directly under {root}", uri=root)
     root = parse_location(root).uri
     newest = describe(list(committed.values())[-1].uri, options=options)
-    parts = [_head(root, found, newest), _figures(map(draw_series, keep_drawable(series_of(found, best), common)))]
-    parts += ["<h2>Checkpoints</h2>", _checkpoints(found, best)]
+    parts = [_head(root, infos, newest), _figures(map(draw_series, keep_drawable(series_of(infos, best), common)))]
+    parts += ["<h2>Checkpoints</h2>", _checkpoints(infos, best)]
     parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _totals(newest)]
     parts.append(_figures(_contents(newest)))
     pair = [committed[name] for name in compare or list(committed)[-2:]]
@@ -108,14 +108,14 @@ def report(
         common.console.document({"root": root, "output": str(output), "num_checkpoints": len(committed)})
     else:
         common.console.line(str(output))
-    if any(info.state == "denied" for info in found):
+    if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
 
 
-def _head(root: str, found: Sequence[CheckpointInfo], newest: CheckpointDescription) -> str:
-    num_committed = sum(info.state == "committed" for info in found)
+def _head(root: str, infos: Sequence[CheckpointInfo], newest: CheckpointDescription) -> str:
+    num_committed = sum(info.state == "committed" for info in infos)
     facts = (
-        f"{count(num_committed, 'checkpoint')}, {size(sum(info.num_bytes or 0 for info in found))}, garbage included",
+        f"{count(num_committed, 'checkpoint')}, {size(sum(info.num_bytes or 0 for info in infos))}, garbage included",
         f"newest {newest.uri.rpartition('/')[2]}: {count(len(newest.tensors), 'tensor')} with "
         f"{count(newest.num_elements, 'element')}, saved by {count(newest.world_size, 'rank')} with "
         + ", ".join(f"{name} {version}" for name, version in newest.software.items()),
@@ -124,10 +124,10 @@ def _head(root: str, found: Sequence[CheckpointInfo], newest: CheckpointDescript
     return f"<h1>{escape(root)}</h1>" + "".join(f"<p>{escape(fact)}</p>" for fact in facts)
 
 
-def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) -> str:
-    modes = choose_modes(found, best)
-    best_of = find_best(found, modes)
-    names = find_metrics(found)
+def _checkpoints(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) -> str:
+    modes = choose_modes(infos, best)
+    best_of = find_best(infos, modes)
+    names = find_metrics(infos)
     titles = ["name", *map(title_of, names), "size", "duration", "ranks", "committed", "state"]
     rows = [
         [
@@ -139,7 +139,7 @@ def _checkpoints(found: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
             date(info.committed_at),
             info.state,
         ]
-        for info in reversed(found)
+        for info in reversed(infos)
     ]
     note = f"<p>* marks the best: {escape(describe_modes(modes, best_of))}.</p>" if best_of else ""
     return _table(titles, rows, numbers=range(1, len(titles) - 2)) + note
@@ -167,7 +167,7 @@ def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
 
     entries: list[TensorDescription | ValueDescription] = [*newest.tensors, *newest.values]
     groups = [group_by_module(entries, depth) for depth in (1, 2, 3)]
-    few = [each for each in groups if len(each) <= _MAX_BARS]
+    few = [description for description in groups if len(description) <= _MAX_BARS]
     modules = sorted((few or groups)[-1 if few else 0], key=lambda group: -group.num_bytes)
     rows = [(group.name, group.num_bytes, size(group.num_bytes)) for group in modules[:_MAX_BARS]]
     if rest := modules[_MAX_BARS:]:
@@ -190,13 +190,13 @@ def _differences(
 
     if has_values:
         with common.console.progress("comparing") as on_progress:
-            found = compare(before.uri, after.uri, options=common.options(), on_progress=on_progress)
-        differences, what, note = list(found.differences), "", f"{count(found.num_same, 'entry')} the same."
+            infos = compare(before.uri, after.uri, options=common.options(), on_progress=on_progress)
+        differences, what, note = list(infos.differences), "", f"{count(infos.num_same, 'entry')} the same."
     else:
         olds, news = (
-            {tensor.name: f"{tensor.dtype} {[*tensor.shape]}" for tensor in each.tensors}
-            | {value.name: "value" for value in each.values}
-            for each in (before, after)
+            {tensor.name: f"{tensor.dtype} {[*tensor.shape]}" for tensor in description.tensors}
+            | {value.name: "value" for value in description.values}
+            for description in (before, after)
         )
         differences = [
             Difference(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.description import CheckpointDescription, TensorDescription, ValueDescription
     from cloudckpt.options import Options
 
-_HEAD = ("uri", "attempt", "created_at", "world_size", "num_overwrites", "num_bytes", "software", "metadata")
+_HEAD = ("uri", "attempt", "created_at", "world_size", "manifest_number", "num_bytes", "software", "metadata")
 _BLOCK_ELEMENTS = 2**22
 _RIGHT = ("BYTES", "CHUNKS", "OBJECTS", "TENSORS", "ELEMENTS", "VALUES")
 _MAX_CELL_CHARS = 32
@@ -61,18 +61,18 @@ def show(
 
     console = common.console
     options = common.options()
-    found = describe(uri, options=options)
+    description = describe(uri, options=options)
     patterns = name or ["*"]
-    tensors = [tensor for tensor in found.tensors if matches(tensor.name, patterns)]
-    others = [value for value in found.values if matches(value.name, patterns)]
-    wrappers = [wrapper for wrapper in found.wrappers if matches(wrapper.name, patterns)]
+    tensors = [tensor for tensor in description.tensors if matches(tensor.name, patterns)]
+    others = [value for value in description.values if matches(value.name, patterns)]
+    wrappers = [wrapper for wrapper in description.wrappers if matches(wrapper.name, patterns)]
     groups = [] if depth is None else group_by_module([*tensors, *others], depth)
-    read = _read_values(found.uri, [value.name for value in others], options) if values else {}
+    read = _read_values(description.uri, [value.name for value in others], options) if values else {}
     if common.as_json:
         console.document(
             {
-                **{name: getattr(found, name) for name in _HEAD},
-                "objects": found.objects,
+                **{name: getattr(description, name) for name in _HEAD},
+                "objects": description.objects,
                 "tensors": tensors,
                 "wrappers": wrappers,
                 "values": [
@@ -82,25 +82,31 @@ def show(
             }
         )
     else:
-        _print_head(console, found)
+        _print_head(console, description)
         # The copy has the commit time of the save, which is later than its manifest was made.
-        if debt := explain_debt(found.uri, found.metadata, datetime.fromisoformat(found.created_at), options):
+        if debt := explain_debt(
+            description.uri, description.metadata, datetime.fromisoformat(description.created_at), options
+        ):
             console.line(f"{debt}.")
         if name:
             num_bytes = sum(tensor.num_bytes for tensor in tensors) + sum(value.num_bytes for value in others)
             console.line(f"shown: {count(len(tensors), 'tensor')}, {count(len(others), 'value')}; {size(num_bytes)}")
         if objects:
             console.line()
-            console.table(["OBJECT", "BYTES"], [[one.key, size(one.num_bytes)] for one in found.objects], right=_RIGHT)
+            console.table(
+                ["OBJECT", "BYTES"],
+                [[stored.key, size(stored.num_bytes)] for stored in description.objects],
+                right=_RIGHT,
+            )
         if depth is not None:
             console.line()
             rows = [
                 [
-                    each.name,
-                    *(f"{n:,}" for n in (each.num_tensors, each.num_elements, each.num_values)),
-                    size(each.num_bytes),
+                    module.name,
+                    *(f"{n:,}" for n in (module.num_tensors, module.num_elements, module.num_values)),
+                    size(module.num_bytes),
                 ]
-                for each in groups
+                for module in groups
             ]
             console.table(["MODULE", "TENSORS", "ELEMENTS", "VALUES", "BYTES"], rows, right=_RIGHT)
         if tensors and depth is None:
@@ -130,8 +136,8 @@ def show(
                 right=_RIGHT,
             )
     if name and not tensors and not others and not wrappers:
-        known = [*(entry.name for entry in found.tensors), *(entry.name for entry in found.values)]
-        _exit_without_match(console, found.uri, name, known)
+        known = [*(entry.name for entry in description.tensors), *(entry.name for entry in description.values)]
+        _exit_without_match(console, description.uri, name, known)
 
 
 def _exit_without_match(console: Console, where: str, patterns: Sequence[str], known: Collection[str]) -> NoReturn:
@@ -159,22 +165,22 @@ def cat(
 
     console = common.console
     options = common.options()
-    found = describe(uri, options=options)
-    tensor = next((entry for entry in found.tensors if entry.name == name), None)
-    names = [*(entry.name for entry in found.tensors), *(entry.name for entry in found.values)]
+    description = describe(uri, options=options)
+    tensor = next((entry for entry in description.tensors if entry.name == name), None)
+    names = [*(entry.name for entry in description.tensors), *(entry.name for entry in description.values)]
     if name not in names and any(other.startswith(f"{name}.") for other in names):
-        _cat_subtree(found, name, common, options)
+        _cat_subtree(description, name, common, options)
         return
     if name not in names:
         hint = did_you_mean(find_near_entry(name, names)) or f". cloudckpt show {uri} lists the names."
-        console.warn(f"Error: {found.uri} has no entry {name!r}{hint}")
+        console.warn(f"Error: {description.uri} has no entry {name!r}{hint}")
         raise typer.Exit(NOT_FOUND)
     state: dict[str, Any] = {name: 0}
     if tensor is not None:
         import torch
 
         state[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    load(state, storage_reader=ObjectStoreReader(found.uri, options=options, _is_part=True), no_dist=True)
+    load(state, storage_reader=ObjectStoreReader(description.uri, options=options, _is_part=True), no_dist=True)
     members: dict[str, Any] = {"dtype": None, "shape": None, "min": None, "max": None, "mean": None, "num_nan": None}
     if tensor is not None:
         members |= {"dtype": tensor.dtype, "shape": list(tensor.shape), **_statistics(state[name])}
@@ -183,7 +189,7 @@ def cat(
             if isinstance(member, float) and not math.isfinite(member):  # JSON has none
                 members[key] = "infinity" if member > 0 else "-infinity"
         value = None if tensor is not None else repr(state[name])
-        console.document({"uri": found.uri, "name": name, "value": value, **members})
+        console.document({"uri": description.uri, "name": name, "value": value, **members})
     elif tensor is None:
         console.line(repr(state[name]))
     else:
@@ -191,21 +197,21 @@ def cat(
             console.line(f"{key:<8} {'' if member is None else member}".rstrip())
 
 
-def _cat_subtree(found: CheckpointDescription, name: str, common: CommonOptions, options: Options) -> None:
+def _cat_subtree(description: CheckpointDescription, name: str, common: CommonOptions, options: Options) -> None:
     """Print the entries below `name`, in one read: values and small tensors; of the others the dtype and the shape."""
-    below: list[TensorDescription | ValueDescription] = [*found.tensors, *found.values]
+    below: list[TensorDescription | ValueDescription] = [*description.tensors, *description.values]
     below = [entry for entry in below if entry.name.startswith(f"{name}.")]
-    tensors = {tensor.name: tensor for tensor in found.tensors}
-    small = {tensor.name: tensor for tensor in found.tensors if math.prod(tensor.shape) <= _FEW_ELEMENTS}
+    tensors = {tensor.name: tensor for tensor in description.tensors}
+    small = {tensor.name: tensor for tensor in description.tensors if math.prod(tensor.shape) <= _FEW_ELEMENTS}
     names = [entry.name for entry in below if entry.name in small or entry.name not in tensors]
-    read = _read_values(found.uri, names, options, tensors=small)
+    read = _read_values(description.uri, names, options, tensors=small)
     if common.as_json:
         entries = [
             {"name": entry.name, "value": read.get(entry.name)}
             | {key: getattr(tensors.get(entry.name), key, None) for key in ("dtype", "shape")}
             for entry in below
         ]
-        common.console.document({"uri": found.uri, "name": name, "entries": entries})
+        common.console.document({"uri": description.uri, "name": name, "entries": entries})
         return
     width = max(len(entry.name) for entry in below)
     for entry in below:
@@ -255,17 +261,17 @@ def _read_values(
     return {name: shown.repr(state[name]) for name in names}
 
 
-def _print_head(console: Console, found: CheckpointDescription) -> None:
-    console.line(f"{found.uri}")
+def _print_head(console: Console, info: CheckpointDescription) -> None:
+    console.line(f"{info.uri}")
     console.line(
-        f"{count(len(found.tensors), 'tensor')} with {count(found.num_elements, 'element')}, "
-        f"{count(len(found.values), 'value')}; {size(found.num_bytes)} in {count(len(found.objects), 'object')}"
+        f"{count(len(info.tensors), 'tensor')} with {count(info.num_elements, 'element')}, "
+        f"{count(len(info.values), 'value')}; {size(info.num_bytes)} in {count(len(info.objects), 'object')}"
     )
-    number = f", manifest {found.num_overwrites}" if found.num_overwrites else ""
-    console.line(f"saved {found.created_at} by {count(found.world_size, 'rank')}{number}; attempt {found.attempt}")
-    console.line(", ".join(f"{name} {version}" for name, version in found.software.items()))
-    if found.metadata:
-        console.line(f"metadata: {json.dumps(found.metadata)}")
+    number = f", manifest {info.manifest_number}" if info.manifest_number else ""
+    console.line(f"saved {info.created_at} by {count(info.world_size, 'rank')}{number}; attempt {info.attempt}")
+    console.line(", ".join(f"{name} {version}" for name, version in info.software.items()))
+    if info.metadata:
+        console.line(f"metadata: {json.dumps(info.metadata)}")
 
 
 def _row(tensor: TensorDescription) -> list[str]:
@@ -306,12 +312,12 @@ def diff(
     patterns = name or ["*"]
     known: list[str] = []
 
-    def is_chosen(each: str) -> bool:
-        known.append(each)
-        return matches(each, patterns)
+    def is_chosen(name_seen: str) -> bool:
+        known.append(name_seen)
+        return matches(name_seen, patterns)
 
     with console.progress("comparing") as on_progress:
-        found = compare(
+        comparison = compare(
             before,
             after,
             rtol=rtol,
@@ -322,28 +328,28 @@ def diff(
             on_progress=on_progress,
         )
     if common.as_json:
-        console.document(_document_of(found))
+        console.document(_document_of(comparison))
     else:
-        _print_differences(console, found)
-    if name and not found.differences and not found.num_same:
-        _exit_without_match(console, f"{found.before} or {found.after}", name, known)
-    if not found.is_same:
+        _print_differences(console, comparison)
+    if name and not comparison.differences and not comparison.num_same:
+        _exit_without_match(console, f"{comparison.before} or {comparison.after}", name, known)
+    if not comparison.is_same:
         raise typer.Exit(NO)
 
 
-def _print_differences(console: Console, found: Comparison) -> None:
-    if found.differences:
+def _print_differences(console: Console, comparison: Comparison) -> None:
+    if comparison.differences:
         console.table(
             ["NAME", "CHANGE", "A", "B", "ELEMENTS", "LARGEST", "RELATIVE"],
-            [row_of_difference(difference) for difference in found.differences],
+            [row_of_difference(difference) for difference in comparison.differences],
             right=("ELEMENTS", "LARGEST", "RELATIVE"),
         )
         console.line()
-    if any(difference.kind == "dtype" for difference in found.differences):
+    if any(difference.kind == "dtype" for difference in comparison.differences):
         console.say("Values of different dtypes are not compared.")
     console.line(
-        f"{count(len(found.differences), 'difference')}, {count(found.num_same, 'entry')} "
-        f"the same; {size(found.num_bytes_compared)} compared"
+        f"{count(len(comparison.differences), 'difference')}, {count(comparison.num_same, 'entry')} "
+        f"the same; {size(comparison.num_bytes_compared)} compared"
     )
 
 
@@ -361,10 +367,10 @@ def _cut(text: str, begin: int) -> str:
     return ("…" if begin and text else "") + text[begin:end] + ("…" if end < len(text) else "")
 
 
-def _document_of(found: Comparison) -> dict[str, Any]:
-    document = dataclasses.asdict(found)
+def _document_of(comparison: Comparison) -> dict[str, Any]:
+    document = dataclasses.asdict(comparison)
     for difference in document["differences"]:
         for name in ("max_absolute", "max_relative"):
             if not math.isfinite(difference[name]):
                 difference[name] = "infinity"  # JSON has none
-    return {"is_same": found.is_same, **document}
+    return {"is_same": comparison.is_same, **document}

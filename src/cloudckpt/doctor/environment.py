@@ -201,15 +201,15 @@ def check_gcs_credentials(store: GCSStore) -> str:
 def check_gcs_location_type(store: GCSStore) -> str | None:
     """Return the type of the bucket's location. A zonal bucket takes no save."""
     try:
-        found = store.session.call("examine", "buckets.getStorageLayout", "", store.session.location_type)
+        location_type = store.session.call("examine", "buckets.getStorageLayout", "", store.session.location_type)
     except StoreError:  # servers that are not Google's lack the request
         return None
-    if found == "zone":
+    if location_type == "zone":
         raise CheckFailed(
             "the bucket is zonal (Rapid storage)",
             "It takes only appendable objects, and no compose or rewrite: every save fails. Use a bucket in a region.",
         )
-    return found or None
+    return location_type or None
 
 
 def read_gcs_bucket(store: GCSStore) -> Any:

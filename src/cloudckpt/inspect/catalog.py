@@ -101,7 +101,7 @@ class CheckpointInfo:
     """Number of ranks that saved; of an uncommitted save, the number of ranks that have written data."""
     num_tensors: int | None = None
     """Number of tensors. None if unknown."""
-    num_overwrites: int = 0
+    manifest_number: int = 0
     """Number of its manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """``Options.metadata`` of the save."""
@@ -204,7 +204,7 @@ def list_checkpoints(
         alive_since=datetime.now(timezone.utc) - alive_within,
         summaries=SummaryReader(check=check),
     )
-    found = look_at_folders(
+    results = look_at_folders(
         listing.list_places if all else listing.list_names,
         listing.read_states if all else listing.find_commit,
         options=options,
@@ -215,7 +215,7 @@ def list_checkpoints(
             uri=location.uri,
         ),
     )
-    infos = [info for of_one in found.values() for info in of_one]
+    infos = [info for infos_of_folder in results.values() for info in infos_of_folder]
     if listing.denials and len(listing.denials) == len(infos):
         raise listing.denials[0]
     return Listing(sorted(infos, key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt)))
@@ -278,33 +278,33 @@ def look_at_folders(
     The second listing is made while the folders are looked at. It counts only if nothing is missing in them: a folder
     that is deleted meanwhile may be the last of the old ones, and its successor newer than that listing.
     """
-    found: dict[str, tuple[_T, Hashable]] = {}
+    results: dict[str, tuple[_T, Hashable]] = {}
     listed_ahead: list[list[str]] = []
 
     def look_at(name: str | None) -> None:
         if name is None:
             listed_ahead.append(sorted(list_names()))
         else:
-            found[name] = look(name)
+            results[name] = look(name)
 
     def look_at_all() -> tuple[Sequence[str], Hashable]:
         names = listed_ahead.pop() if listed_ahead else sorted(list_names())
-        is_first = not found
-        for name in [name for name, (_, missing) in found.items() if missing]:
-            del found[name]
+        is_first = not results
+        for name in [name for name, (_, missing) in results.items() if missing]:
+            del results[name]
         num_threads = options.connections or DEFAULT_CONNECTIONS
-        new: list[str | None] = [name for name in names if name not in found]
+        new: list[str | None] = [name for name in names if name not in results]
         if new and is_first and "" not in new:  # the folder itself is seldom a checkpoint: it would be missing
             new.insert(0, None)
         for _ in each_done(new, look_at, num_threads=num_threads, name="cloudckpt-list", on_failure=client.stop):
             pass
-        missed = tuple((name, missing) for name, (_, missing) in sorted(found.items()) if missing)
+        missed = tuple((name, missing) for name, (_, missing) in sorted(results.items()) if missing)
         if missed:
             listed_ahead.clear()
         return names, missed
 
     client.confirm(look_at_all, evidence=lambda seen: (*seen[0], seen[1]), changing=changing)
-    return {name: one for name, (one, _) in sorted(found.items())}
+    return {name: result for name, (result, _) in sorted(results.items())}
 
 
 def _is_openable(location: Location, name: str) -> bool:
@@ -383,7 +383,7 @@ class _Listing:
         return infos, vanished or {info.state for info in infos}.issubset(_UNCOMMITTED_STATES)
 
     def _read_checkpoint(
-        self, location: Location, client: StoreClient, found: Sequence[FoundItem]
+        self, location: Location, client: StoreClient, items: Sequence[FoundItem]
     ) -> tuple[CheckpointInfo | None, Sequence[FoundItem], Hashable, datetime | None]:
         """Return the checkpoint, if any, the data beside it, and the log if the manifest has vanished since.
 
@@ -420,22 +420,22 @@ class _Listing:
                 attempt=summary.attempt,
                 world_size=summary.world_size,
                 num_tensors=len(summary.tensors),
-                num_overwrites=entry.number,
+                manifest_number=entry.number,
                 metadata=summary.metadata,
             )
-            return checkpoint, [item for item in found if item.key not in named], None, None
+            return checkpoint, [item for item in items if item.key not in named], None, None
         if not problem:
-            return None, found, None, max((entry.modified_at for entry in log.entries), default=None) if log else None
+            return None, items, None, max((entry.modified_at for entry in log.entries), default=None) if log else None
         entries = log.entries if log is not None else list_entries(client)
-        times = [entry.modified_at for entry in entries] or [item.moment for item in found]
+        times = [entry.modified_at for entry in entries] or [item.moment for item in items]
         unreadable = CheckpointInfo(
             uri=location.uri,
             name=location.name,
             committed_at=max(times, default=datetime.now(timezone.utc)),
             state=state,
-            num_bytes=sum(item.size_bytes for item in found),
-            num_objects=sum(item.kind == "data" for item in found),
-            num_uploads=sum(item.kind == "upload" for item in found),
+            num_bytes=sum(item.size_bytes for item in items),
+            num_objects=sum(item.kind == "data" for item in items),
+            num_uploads=sum(item.kind == "upload" for item in items),
             problem=problem,
         )
         return unreadable, (), vanished, None
@@ -443,21 +443,21 @@ class _Listing:
     def _describe_attempts(
         self,
         location: Location,
-        found: Iterable[FoundItem],
+        items: Iterable[FoundItem],
         checkpoint: CheckpointInfo | None,
         *,
         alive_since: datetime | None,
     ) -> Iterable[CheckpointInfo]:
-        """Describe each save that has data in `found`. Without `alive_since`, other checkpoints refer to it."""
+        """Describe each save that has data in `items`. Without `alive_since`, other checkpoints refer to it."""
         by_attempt: defaultdict[str, list[FoundItem]] = defaultdict(list)
-        for item in found:
+        for item in items:
             if item.kind != "claim":
                 by_attempt[item.attempt].append(item)
-        for attempt, items in by_attempt.items():
-            last_write = max(item.moment for item in items)
+        for attempt, own_items in by_attempt.items():
+            last_write = max(item.moment for item in own_items)
             if attempt:  # a server can date unfinished uploads wrongly
                 last_write = max(last_write, attempt_time(attempt))
-            objects = [item for item in items if item.kind == "data"]
+            objects = [item for item in own_items if item.kind == "data"]
             is_alive = (alive_since is not None and last_write >= alive_since) and (
                 checkpoint is None
                 or (
@@ -470,12 +470,12 @@ class _Listing:
                 name=location.name,
                 committed_at=last_write,
                 state="referenced" if alive_since is None else "in progress" if is_alive else "garbage",
-                num_bytes=sum(item.size_bytes for item in items),
+                num_bytes=sum(item.size_bytes for item in own_items),
                 num_objects=len(objects),
-                num_uploads=sum(item.kind == "upload" for item in items),
+                num_uploads=sum(item.kind == "upload" for item in own_items),
                 attempt=attempt,
                 world_size=len(
-                    {item.key.rpartition("/")[2].partition("-")[0] for item in items if item.kind != "probe"}
+                    {item.key.rpartition("/")[2].partition("-")[0] for item in own_items if item.kind != "probe"}
                 ),
             )
 

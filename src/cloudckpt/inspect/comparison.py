@@ -406,20 +406,20 @@ def _cut(text: str, begin: int) -> str:
     return before + text[begin : begin + _MAX_TEXT_CHARS] + after
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def _is_equal(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, (np.ndarray, np.generic)):
-        one, other = ((each.dtype, each.shape, each.tobytes()) for each in (one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float) and math.isnan(one):
-        return math.isnan(other)
-    return bool(one == other)
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and first.shape == second.shape and torch.equal(_bits(first), _bits(second))
+    if isinstance(first, (np.ndarray, np.generic)):
+        first, second = ((array.dtype, array.shape, array.tobytes()) for array in (first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_is_equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple, deque)):
+        return len(first) == len(second) and all(_is_equal(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, float) and math.isnan(first):
+        return math.isnan(second)
+    return bool(first == second)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ class CheckpointDescription:
     """Time at which the manifest was made, by the writer's clock (RFC 3339, UTC)."""
     world_size: int
     """Number of ranks that saved."""
-    num_overwrites: int
+    manifest_number: int
     """Number of its manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
     software: Mapping[str, str]
     """Versions of the libraries of the save, by name."""
@@ -157,10 +157,10 @@ def group_by_module(
     return tuple(
         ModuleDescription(
             name=f"{name} (rest)" if any(other.startswith(f"{name}.") for other in groups) else name,
-            num_tensors=sum(isinstance(one, TensorDescription) for one in group),
-            num_elements=sum(math.prod(one.shape) for one in group if isinstance(one, TensorDescription)),
-            num_values=sum(isinstance(one, ValueDescription) for one in group),
-            num_bytes=sum(one.num_bytes for one in group),
+            num_tensors=sum(isinstance(entry, TensorDescription) for entry in group),
+            num_elements=sum(math.prod(entry.shape) for entry in group if isinstance(entry, TensorDescription)),
+            num_values=sum(isinstance(entry, ValueDescription) for entry in group),
+            num_bytes=sum(entry.num_bytes for entry in group),
         )
         for name, group in groups.items()
     )
@@ -210,7 +210,7 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
         attempt=manifest.attempt,
         created_at=manifest.created_at,
         world_size=manifest.world_size,
-        num_overwrites=resolved.number,
+        manifest_number=resolved.number,
         software=manifest.software,
         metadata=manifest.metadata,
         tile_bytes=manifest.tile_bytes,

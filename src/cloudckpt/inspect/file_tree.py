@@ -147,10 +147,10 @@ class FileReader(io.RawIOBase):
             return self._fill(buffer)
         except CloudckptError as error:
             failure = error
-        one: BaseException | None = failure
-        while one is not None:  # the frames of a traceback keep the buffer in use
-            one.__traceback__ = None
-            one = one.__cause__ or one.__context__
+        linked: BaseException | None = failure
+        while linked is not None:  # the frames of a traceback keep the buffer in use
+            linked.__traceback__ = None
+            linked = linked.__cause__ or linked.__context__
         gc.collect()
         raise failure
 

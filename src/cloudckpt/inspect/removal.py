@@ -383,7 +383,7 @@ class GarbageReport:
 
     def __str__(self) -> str:
         how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
-        failed = (f"{one.uri}: failed: {one.reason}" for one in self.failed)
+        failed = (f"{item.uri}: failed: {item.reason}" for item in self.failed)
         return "\n".join(map(_as_one_line, (*failed, *lines_of(self, how=how))))
 
 
@@ -392,8 +392,8 @@ def lines_of(report: GarbageReport, *, how: str = "") -> Iterator[str]:
     for garbage in report.locations:
         of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
         yield f"{garbage.uri}: {', '.join(garbage.reasons)}{of_size}"
-    for one in report.skipped:
-        yield f"{one.uri}: left alone: {one.reason}"
+    for item in report.skipped:
+        yield f"{item.uri}: left alone: {item.reason}"
     yield (
         f"{report.root}: {count(report.num_objects, 'object')} and {count(report.num_uploads, 'unfinished upload')} of "
         f"{size(report.num_bytes)} {'would be removed' if report.dry_run else 'removed'}{how}"

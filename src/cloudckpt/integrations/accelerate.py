@@ -171,12 +171,12 @@ class AcceleratorState(LiveEntry):
 
     def _models(self) -> dict[str, nn.Module]:
         """Return the prepared models by position, each once: preparing one again, for an evaluation, appends it."""
-        models, seen = {}, set[int]()
+        models, visited = {}, set[int]()
         for index, model in enumerate(self._accelerator._models):
             params = {id(param) for param in model.parameters()}
-            if not params or not params <= seen:
+            if not params or not params <= visited:
                 models[str(index)] = model
-            seen |= params
+            visited |= params
         return models
 
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> LiveEntry:

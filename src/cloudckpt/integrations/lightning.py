@@ -101,13 +101,13 @@ class _Removals:
         named = [state.get("dirpath") for state in states if isinstance(state, Mapping)]
         self._saved.add(uri)
         self._folders.add(uri.rpartition("/")[0])
-        for one in filter(None, named):
+        for folder in filter(None, named):
             with contextlib.suppress(Exception):  # Fabric saves values of any form under this name
-                self._folders.add(parse_location(one).uri)
+                self._folders.add(parse_location(folder).uri)
         early, self._early = self._early, []
         me = threading.current_thread()
-        for each, thread in early:
-            self._remove(each, None if thread is me else me)
+        for early_uri, thread in early:
+            self._remove(early_uri, None if thread is me else me)
 
     def remove(self, path: _Path) -> None:
         uri, me = parse_location(path).uri, threading.current_thread()
@@ -190,7 +190,7 @@ class CloudCheckpointIO(CheckpointIO):
         location = parse_location(path)
         flat = load_whole(location, self._options, Selection(uri=location.uri), allow_pickle=False)
         if isinstance(map_location, (str, torch.device)):
-            flat = {name: each.to(map_location) if torch.is_tensor(each) else each for name, each in flat.items()}
+            flat = {name: value.to(map_location) if torch.is_tensor(value) else value for name, value in flat.items()}
         checkpoint: dict[str, Any] = from_state_dict(flat, allow_pickle=allow_pickle, uri=location.uri)
         self._removals.note_load(path)
         return checkpoint
@@ -240,7 +240,7 @@ class LoaderStates(Callback):
         if trainer is None or trainer.train_dataloader is None:
             return {}
         entries = self._entries(trainer)
-        states: list[Any] = [{"loaders": [one.state_dict() for one in entries], "is_ended": trainer.is_last_batch}]
+        states: list[Any] = [{"loaders": [entry.state_dict() for entry in entries], "is_ended": trainer.is_last_batch}]
         if trainer.world_size > 1:
             states *= trainer.world_size
             dist.all_gather_object(states, states[0])
@@ -351,11 +351,11 @@ def load_from_checkpoint(
     """
     location, options = parse_location(uri), options or Options()
     selection = Selection(uri=location.uri, leaves_out=_is_training_state)
-    found = load_whole(location, options, selection, allow_pickle=False)
+    state_dict = load_whole(location, options, selection, allow_pickle=False)
     checkpoint = from_state_dict(
-        found, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri
+        state_dict, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri
     )
-    checkpoint.setdefault("state_dict", found.get("state_dict", {}))  # shards are not in the skeleton
+    checkpoint.setdefault("state_dict", state_dict.get("state_dict", {}))  # shards are not in the skeleton
     file = io.BytesIO()
     torch.save(checkpoint, file)
     file.seek(0)

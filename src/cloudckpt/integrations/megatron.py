@@ -143,10 +143,12 @@ class _ShardStager(PinnedStager):
     """Copies the shards of `_shards_of`, and returns torch's form of them."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        shards = [each for held in state_dict.values() for each in held if isinstance(each, ShardedTensor)]
-        copies: Any = super().stage({str(number): each.data for number, each in enumerate(shards)})
-        copied = {id(each): dataclasses.replace(each, data=copies[str(number)]) for number, each in enumerate(shards)}
-        form = {key: [copied.get(id(each), each) for each in held] for key, held in state_dict.items()}
+        shards = [shard for held in state_dict.values() for shard in held if isinstance(shard, ShardedTensor)]
+        copies: Any = super().stage({str(number): shard.data for number, shard in enumerate(shards)})
+        copied = {
+            id(shard): dataclasses.replace(shard, data=copies[str(number)]) for number, shard in enumerate(shards)
+        }
+        form = {key: [copied.get(id(shard), shard) for shard in held] for key, held in state_dict.items()}
         return dict(torch_dist.mcore_to_pyt_state_dict(form))
 
 
@@ -223,8 +225,8 @@ class _Client:
 
     def _newest_under(self, root: str) -> str | None:
         names = [info.name for info in list_checkpoints(root, options=self._options)]
-        found = [int(match[1]) for name in names if (match := re.fullmatch(r"iter_(\d+)", name))]
-        return str(max(found)) if found else None
+        iterations = [int(match[1]) for name in names if (match := re.fullmatch(r"iter_(\d+)", name))]
+        return str(max(iterations)) if iterations else None
 
 
 class _Folder:
@@ -243,4 +245,4 @@ class _Folder:
         return _Folder(self._client, f"{self._uri}/{name}")
 
     def iterdir(self) -> Iterator[_Folder]:
-        return iter([found] if (found := self.joinpath(CONFIG_FNAME)).exists() else [])
+        return iter([config] if (config := self.joinpath(CONFIG_FNAME)).exists() else [])

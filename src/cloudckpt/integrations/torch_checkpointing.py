@@ -138,11 +138,11 @@ class _CloudStorage(Storage):
             job.commit_files(self._planned)
 
     def ls(self, path: Path) -> list[str]:
-        found = self._look(path)
-        if not isinstance(found, list):
-            kind = FileNotFoundError if found is None else NotADirectoryError
+        content = self._look(path)
+        if not isinstance(content, list):
+            kind = FileNotFoundError if content is None else NotADirectoryError
             raise kind(f"no committed checkpoint is at or under {self.remap_path(path)}")
-        return found
+        return content
 
     def exists(self, path: Path) -> bool:
         folder = self._split_staged(path / "file")[0]
@@ -163,9 +163,10 @@ class _CloudStorage(Storage):
 
     def glob(self, pattern: str) -> list[str]:
         directory, name = os.path.split(pattern)
-        found = self._look(Path(directory))
+        content = self._look(Path(directory))
         return [
-            str(PurePath(directory, each)) for each in fnmatch.filter(found if isinstance(found, list) else [], name)
+            str(PurePath(directory, file))
+            for file in fnmatch.filter(content if isinstance(content, list) else [], name)
         ]
 
     def delete(self, path: Path) -> None:
@@ -220,10 +221,10 @@ class _CloudStorage(Storage):
 
 def _find_planned(metadata: bytes) -> frozenset[str]:
     """Return the files that the package's metadata, which this process has written, names."""
-    found = DistributedMetadata.from_dict(pickle.loads(metadata))  # noqa: S301  # not from the store
+    distributed = DistributedMetadata.from_dict(pickle.loads(metadata))  # noqa: S301  # not from the store
     return frozenset(
         item.get_layout_info(rank, key).file_path
-        for key, item in found.metadata.items()
+        for key, item in distributed.metadata.items()
         for rank in item.get_all_ranks()
     )
 

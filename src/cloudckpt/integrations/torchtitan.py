@@ -123,13 +123,13 @@ class CloudCheckpointManager(CheckpointManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        found = self._find_load_step() if step == -1 else step
-        if found == -1:
+        step_found = self._find_load_step() if step == -1 else step
+        if step_found == -1:
             return self._load_initial()
-        states = self._states_to_load(model_only=found == 0)
+        states = self._states_to_load(model_only=step_found == 0)
         if self._manager.restore(states, None if step == -1 else step) is None:
             raise CheckpointNotFoundError(
-                f"step {found} under {self._manager.root} was deleted during the load. Start the job again",
+                f"step {step_found} under {self._manager.root} was deleted during the load. Start the job again",
                 uri=self._manager.root,
             )
         self.states[MODEL].load_state_dict(states)

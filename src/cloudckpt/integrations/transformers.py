@@ -132,7 +132,7 @@ class CloudCheckpoints(_Trainer):
             restored = self._cloud.restore(state, None if wanted is True else wanted)
             if restored is not None:
                 self._cloud_step = restored.step
-                damaged = {parse_step_uri(each.uri) for each in restored.skipped}  # saving them again is allowed
+                damaged = {parse_step_uri(step.uri) for step in restored.skipped}  # saving them again is allowed
         steps = find_steps_on_all_ranks(self._cloud.root, self._cloud_options)
         if not self._cloud_overwrite and self.args.save_strategy != "no":
             refuse_existing_steps(self._cloud.root, set(steps) - damaged, after=self._cloud_step, hint=_HINT)
@@ -192,10 +192,12 @@ class CloudCheckpoints(_Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         states: dict[str, Any] = {}
-        for each in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(each, ExportableState):
-                states.setdefault(type(each).__name__, []).append(each.state())
-        self.state.stateful_callbacks = {name: one[0] if len(one) == 1 else one for name, one in states.items()}
+        for exportable in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(exportable, ExportableState):
+                states.setdefault(type(exportable).__name__, []).append(exportable.state())
+        self.state.stateful_callbacks = {
+            name: values[0] if len(values) == 1 else values for name, values in states.items()
+        }
         step = self.state.global_step
         metrics = self._metrics_at(step)
         if self.state.best_global_step == step:

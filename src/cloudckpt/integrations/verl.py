@@ -82,10 +82,10 @@ class CloudCheckpointManager(BaseCheckpointManager):
                 delete(uri, options=self.options)
 
     def _contents(self, names: Any) -> dict[str, Any]:
-        found = {"model": self.model} if "model" in names else {}
+        contents = {"model": self.model} if "model" in names else {}
         if "optimizer" in names:
-            found["optimizer"] = self.optimizer
-            found.setdefault("model", self.model)
+            contents["optimizer"] = self.optimizer
+            contents.setdefault("model", self.model)
         if "extra" in names and self.lr_scheduler is not None:
-            found["scheduler"] = self.lr_scheduler
-        return found
+            contents["scheduler"] = self.lr_scheduler
+        return contents

@@ -141,11 +141,11 @@ class Instrumentation:
             if len(self._running) > _MAX_RUNNING:
                 forgotten.append(self._running.popitem(last=False)[1])
         self._metrics["operation.active"].add(1, running.kind)
-        for one in forgotten:
-            if one is not None:  # its end was never reported
-                self._end_plan(one)
-                one.span.end()
-                self._metrics["operation.active"].add(-1, one.kind)
+        for operation in forgotten:
+            if operation is not None:  # its end was never reported
+                self._end_plan(operation)
+                operation.span.end()
+                self._metrics["operation.active"].add(-1, operation.kind)
 
     def _count(self, event: Event, verb: str) -> None:
         of_store = _store_of(event.uri)

@@ -137,7 +137,7 @@ def borrower(folder: str, name: str, *, source: str, own: Sequence[int] = ()) ->
             base = Base(context, source, attempt=attempt)
         except (CheckpointNotFoundError, CheckpointChangedError):
             return f"{name} found no source"
-        known = base.known_blocks([("t0", (0,)), ("t1", (0,))])
+        known = base.known_chunks([("t0", (0,)), ("t1", (0,))])
         usable = sorted(stored.key for stored in known.objects.values() if stored.folder == "a")
         if not usable:
             base.drop_claims()

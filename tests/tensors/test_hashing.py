@@ -13,7 +13,7 @@ import xxhash
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.options import MIB
 from cloudckpt.tensors.body import SaveItems, StagedItem
-from cloudckpt.tensors.hashing import hash_blocks
+from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import new_arena
 
 TENSORS = [torch.arange(3 * MIB, dtype=torch.float32), torch.ones(5).expand(4, 5).t(), torch.empty(0)]
@@ -41,7 +41,7 @@ def test_blocks_are_staged_by_the_caller(num_threads: int) -> None:
         stage=lambda positions: stage(positions, threads),
     )
     with contextlib.closing(new_arena(budget_bytes=64 * MIB)) as arena:
-        blocks = hash_blocks(planned, arena, None, num_threads=num_threads, check=lambda: None)
+        blocks = hash_chunks(planned, arena, None, num_threads=num_threads, check=lambda: None)
     assert threads == {threading.current_thread()}
     for position, tensor in enumerate(TENSORS):
         assert blocks[position].xxh3_128 == xxhash.xxh3_128(tensor.contiguous().numpy().tobytes()).digest()

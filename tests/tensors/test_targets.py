@@ -25,7 +25,7 @@ from cloudckpt.tensors.load_targets import (
     Target,
     find_runs_of,
     find_whole_address,
-    new_block_target,
+    new_box_target,
     open_request,
 )
 from cloudckpt.tensors.tensor_bytes import bytes_view
@@ -114,7 +114,7 @@ def test_every_block_gets_exactly_its_bytes(
     stored = b"\xaa" * before_bytes + content + b"\xbb" * 40
     tensors = [blank(box.lengths, dtype, kind) for box, kind in blocks]
     targets = [
-        new_block_target(location(before_bytes, shape, dtype), box, tensor)
+        new_box_target(location(before_bytes, shape, dtype), box, tensor)
         for (box, _), tensor in zip(blocks, tensors, strict=True)
     ]
     fill(stored, targets, arena=Arena(budget_bytes=1 << 20), request_bytes=request_bytes, max_gap_bytes=max_gap_bytes)
@@ -137,7 +137,7 @@ def test_types_are_converted_as_torch_does(saved: torch.dtype, wanted: torch.dty
     chunk = torch.arange(60, dtype=torch.float32).div(7).view(5, 12).to(saved)
     stored = bytes(16) + bytes(bytes_view(chunk))
     tensor = blank((3, 5), wanted, kind)
-    target = new_block_target(location(16, (5, 12), saved), Box((1, 4), (3, 5)), tensor)
+    target = new_box_target(location(16, (5, 12), saved), Box((1, 4), (3, 5)), tensor)
     fill(stored + bytes(64), [target], arena=Arena(budget_bytes=1 << 20), request_bytes=64)
     assert torch.equal(tensor, chunk[1:4, 4:9].to(wanted))
 
@@ -147,7 +147,7 @@ def test_shared_range_is_read_once_and_copied() -> None:
     stored = bytes_for(192, torch.float32)
     before, one, other, after = torch.zeros(8), torch.zeros(16), torch.zeros(16), torch.zeros(24)
     targets = [
-        new_block_target(location(begin, tuple(tensor.shape), torch.float32), Box((0,), tuple(tensor.shape)), tensor)
+        new_box_target(location(begin, tuple(tensor.shape), torch.float32), Box((0,), tuple(tensor.shape)), tensor)
         for begin, tensor in ((0, before), (32, one), (32, other), (96, after))
     ]
     assert fill(stored, targets, arena=NoArena()) == 192
@@ -278,7 +278,7 @@ def test_a_tensor_that_is_stored_otherwise_is_left() -> None:
 def test_failed_read_leaves_the_targets_alone() -> None:
     """If this fails, bytes that were never verified are copied into tensors."""
     tensor = torch.zeros(16, dtype=torch.float64)
-    target = new_block_target(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)
+    target = new_box_target(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)
     (want,) = target.ranges(0, max_gap_bytes=0)
     (request,) = plan_reads(
         [want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0, max_over_read=0.0

@@ -25,15 +25,15 @@ _LOOP_WAKES_S = 0.25
 
 
 class SnapshotProgress(Protocol):
-    """A copy of a state dict that is made, or being made."""
+    """A snapshot of a state dict, complete or being made."""
 
     @property
     def completed(self) -> Future[None]:
-        """Done when all is copied."""
+        """Done when all bytes are copied."""
 
     @property
     def copied_bytes(self) -> int:
-        """The bytes that are copied so far."""
+        """The number of bytes that are copied so far."""
 
 
 class _HandleFuture(OfThisProcess, Future[_T]):
@@ -49,13 +49,13 @@ def _call_and_log(callback: Callable[[Future[_T]], object], future: Future[_T]) 
 
 
 class Outcome(_HandleFuture[SavedMetadata]):
-    """A future that remembers if a caller has got its result or its exception."""
+    """A future that remembers whether a caller has got its result or its exception."""
 
     def __init__(self) -> None:
         super().__init__()
         self._is_known = False
         self._asking: set[int] = set()
-        """The threads that wait for it, and may not have woken since it is done."""
+        """The threads that wait for the outcome. Some may not have woken since it is known."""
 
     @property
     def is_known(self) -> bool:
@@ -77,20 +77,20 @@ class Outcome(_HandleFuture[SavedMetadata]):
             self._asking.discard(thread)
 
     def failure(self) -> BaseException | None:
-        """Return the exception of a future that is done, without taking note."""
+        """Return the exception of a future that is done. This does not count as a caller's question."""
         return super().exception(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is done, without taking note. Returns False after `timeout` seconds."""
+        """Wait for the end, at most `timeout` seconds: then False. This does not count as a caller's question."""
         return bool(concurrent.futures.wait([self], timeout).done)
 
 
 class AsyncSave(OfThisProcess):
     """A save that runs in the background, as one rank sees it. `async_save` returns it.
 
-    If no caller gets a failure from `result`, `exception` or `committed`, it is raised by this process's next `save` or
-    `async_save` or by `cloudckpt.close`; else the interpreter writes it to stderr at its exit, and the exit code is
-    120. Cancelling is no failure.
+    If no caller gets a failure from `result`, `exception` or `committed`, this process's next `save`, `async_save` or
+    `cloudckpt.close` raises it. If there is no such call, the interpreter writes the failure to stderr at its exit, and
+    the exit code is 120. Cancelling is no failure.
 
     Example::
 
@@ -189,13 +189,13 @@ class AsyncSave(OfThisProcess):
         """End the save without a checkpoint on all ranks. Any rank can ask.
 
         This rank begins no part and no retry any more; the others follow within seconds. Each rank waits for its
-        requests in flight, aborts its uploads and removes its objects. Then its handle holds
-        a `SaveCancelledError` that names the ranks which cancelled, or an error that had ended the save before. A rank
-        that has sent its part, and is not the coordinator, waits here for the end of the save.
+        requests in flight, aborts its uploads and removes its objects. Then its handle holds a `SaveCancelledError`
+        that names the ranks which cancelled, or an error that ended the save before. A rank that has sent all of its
+        data, and is not the coordinator, waits here for the end of the save.
 
         Returns:
-            True if the save ends so. False if its commit has begun: the save continues. Always False for writers that
-            are not cloudckpt's, and for saves by torch's process.
+            True if the save is cancelled. False if its commit has begun: the save continues. Always False for writers
+            that are not cloudckpt's, and for saves by torch's process.
 
         """
         refuse_in_fork()
@@ -236,7 +236,7 @@ class AsyncSave(OfThisProcess):
             self.staged.set_exception(error)
 
     def end(self, outcome: SavedMetadata | BaseException) -> None:
-        """Set the outcome. Called once, by the thread that runs the save."""
+        """Set the outcome. The thread that runs the save calls this once."""
         snapshot, self._snapshot = self._snapshot, None  # the handle must not keep the copy alive
         self._staged_bytes = 0 if snapshot is None else snapshot.copied_bytes
         self._tell_others = None

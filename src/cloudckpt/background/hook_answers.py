@@ -1,4 +1,4 @@
-"""Copies of tensors that answer planners as the originals do. See ``docs/design/030-answers-of-a-snapshot.md``.
+"""Copies of tensors that give planners the answers of the originals. See ``docs/design/030-answers-of-a-snapshot.md``.
 
 The hooks of a tensor (`PLANNER_HOOKS`) mostly read the memory that training changes. A copy of a hook would send a save
 back there, so the copy of the tensor gets the hooks' answers instead.
@@ -26,7 +26,7 @@ class HookAnswers:
     """The answers of a tensor's hooks: write items, chunks, and the shard of each item."""
 
     def __init__(self, fqn: str, tensor: torch.Tensor) -> None:
-        """Ask `tensor`, which is called `fqn`, as torch does."""
+        """Ask the hooks of `tensor`, whose name is `fqn`, as torch does."""
         self._fqn = fqn
         self.items: list[WriteItem] = copy.deepcopy(
             create_default_local_save_plan({fqn: tensor}, is_coordinator=True).items
@@ -59,14 +59,14 @@ class HookAnswers:
 
 
 def has_hooks(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if one of `tensors` has hooks of its own. Those of a class answer for each instance."""
+    """Return True if one of `tensors` has hooks as its own attributes. Hooks of a class need no answers."""
     return any(not PLANNER_HOOKS.isdisjoint(tensor.__dict__) for tensor in tensors)
 
 
 def refuse_attributes(state_dict: Mapping[str, Any]) -> None:
     """Raise `UnsupportedValueError` for an entry that would lose the attributes that planners ask for.
 
-    This is so if a plain tensor with them is sent to another process.
+    A plain tensor loses them when it is sent to another process.
     """
     for name, value in flatten(state_dict, uri="", takes_apart=False).entries.items():
         tensor = local_tensor_of(value) if isinstance(value, DTensor) else value

@@ -27,7 +27,7 @@ from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.uri import redact
 
 EXIT_CODE = 120
-"""Exit code of a program whose last save failed unnoticed. It is the one that Python uses for errors at its end."""
+"""Exit code of a program whose last save failed unnoticed. Python uses the same code for errors at its end."""
 
 
 class _Slot:
@@ -35,7 +35,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self.beginning = threading.Lock()
-        """Held while a save is begun: from finding none in flight until the new one is kept."""
+        """Held while a save is begun: from the look for a save in flight until the new save is in `handle`."""
         self.beginner: int | None = None
         """The thread that holds `beginning`."""
         self.handle: AsyncSave | None = None
@@ -101,8 +101,8 @@ def take_turn(
 ) -> Iterator[None]:
     """Let no other thread begin a save in this context, in which `await_turn` waits for the save in flight.
 
-    With ``"raise"``, raises `SaveInFlightError` instead of waiting, if `find_rank_in_flight` names a rank. It is called
-    with the URI of this rank's save in flight, or None. Either all ranks raise, or none does.
+    With ``"raise"``, raises `SaveInFlightError` instead of waiting, if `find_rank_in_flight` names a rank. That
+    function is called with the URI of this rank's save in flight, or None. Either all ranks raise, or none does.
     """
     refuse_in_fork()
     refusal = SaveInFlightError(
@@ -133,10 +133,10 @@ def _refuse_beside_another(find_rank_in_flight: Callable[[str | None], tuple[int
 def in_flight_on(
     own_uri: str | None, process_group: dist.ProcessGroup | None, *, uri: str, timeout_s: float
 ) -> tuple[int, str] | None:
-    """Return the first rank with a save in flight, and its URI, or None. `own_uri` is that of this rank.
+    """Return the first rank with a save in flight, and the save's URI; None if no rank has one.
 
-    Collective, on a group of its own, because the save may be using the others: ranks that came to different answers
-    would wait for each other. Raises `RankLostError` if not all ranks come.
+    `own_uri` is the URI of this rank's save in flight, or None. Collective, so that all ranks get one answer. Uses a
+    group of its own, because the save in flight may use the others. Raises `RankLostError` if not all ranks come.
     """
     uri = redact(uri)
     try:
@@ -165,7 +165,7 @@ def await_turn() -> None:
 def earlier_failure() -> Iterator[BaseException | None]:
     """Yield the unnoticed failure of a background save, which all ranks must raise before anything else.
 
-    It is known once an exception that leaves this context holds it.
+    The failure counts as noticed once an exception that leaves this context holds it.
     """
     previous = _slot.handle
     error = _unseen_failure(previous)
@@ -222,8 +222,9 @@ def own_stager(*, is_shared: bool) -> PinnedStager:
 def close(timeout: float | None = None) -> None:
     """Wait for the background save in flight, free the memory that saves keep, and end torch's background process.
 
-    It also waits while another thread begins a save. It can be called again, and later saves allocate memory anew. A
-    script that ends without it loses nothing: the interpreter completes the save in flight, and frees everything.
+    Also waits while another thread begins a save. You can call `close` again, and later saves allocate memory anew. A
+    script that ends without this call loses nothing: the interpreter completes the save in flight, and frees
+    everything.
 
     Args:
         timeout: Seconds to wait. None waits for ever.
@@ -231,7 +232,7 @@ def close(timeout: float | None = None) -> None:
     Raises:
         CheckpointException: The last save failed, and no caller has asked its handle for the failure.
         TimeoutError: The save has not ended within `timeout`. Nothing is freed.
-        SaveInFlightError: This very thread begins a save, or makes one.
+        SaveInFlightError: The calling thread itself is beginning or running a save.
 
     Example::
 
@@ -264,9 +265,9 @@ def _end(timeout: float | None, *, within_s: float | None) -> None:
 
 
 class _FailingAtTheEnd:
-    """Takes the place of a standard stream while the interpreter ends, and makes it end with `EXIT_CODE`.
+    """Replaces a standard stream at the end of the interpreter, so that the process ends with `EXIT_CODE`.
 
-    The interpreter flushes the standard streams after all exit handlers, and has that exit code if this fails
+    The interpreter flushes the standard streams after all exit handlers, and ends with this code if a flush fails
     (documentation of ``sys.exit``). ``os._exit`` would skip the other handlers, and lose the buffers of open files.
     """
 
@@ -283,7 +284,7 @@ class _FailingAtTheEnd:
 
 
 def _end_process_of_multiprocessing() -> None:
-    """Make a process of multiprocessing end with `EXIT_CODE`: it has an exit of its own."""
+    """Make a process of multiprocessing end with `EXIT_CODE`. Such a process ends without the handlers of atexit."""
     if sys.exc_info()[1] is None:  # or it fails already
         raise SystemExit(EXIT_CODE)
 

@@ -67,7 +67,7 @@ def require_process_support(writer: ObjectStoreWriter, *, no_dist: bool) -> None
 
 
 class StagedState(Protocol):
-    """A copy of a state dict that another stager makes."""
+    """A copy of a state dict that a stager other than `PinnedStager` makes."""
 
     completed: Future[None]
     state_dict: dict[str, Any]
@@ -165,7 +165,7 @@ class ProcessSave:
         return writer
 
     def _stop(self, _ranks: object) -> None:
-        """End this rank's process, which may wait for one that is gone."""
+        """End this rank's process, which may wait for a process that is gone."""
         process = _process()
         if process is not None and not _has_ended(process):
             self._is_stopped = True
@@ -215,12 +215,12 @@ def _is_running() -> bool:
 
 
 def _has_ended(process: multiprocessing.process.BaseProcess) -> bool:
-    """Return True if the process has ended. Other than `is_alive`, it can be called from several threads at once."""
+    """Return True if the process has ended. Unlike `is_alive`, this can be called by several threads at once."""
     return bool(multiprocessing.connection.wait([process.sentinel], 0))
 
 
 class _Staged(AsyncStager):
-    """Gives torch a state dict that is staged already, or being staged."""
+    """A stager that returns a state dict which is staged already, or being staged."""
 
     _should_synchronize_after_execute = False
 

@@ -1,4 +1,4 @@
-"""Runs a save beside training, in a thread that the interpreter waits for at its exit.
+"""Run a save beside training, in a thread that the interpreter waits for at its exit.
 
 See ``docs/design/017-background-saves.md``.
 """
@@ -42,7 +42,7 @@ from cloudckpt.tensors.copying import Snapshot
 
 
 class GlooGroupCache:
-    """Makes one gloo group of the ranks of each group, and returns the same one later."""
+    """Makes a gloo group of the ranks of each process group, once, and returns the same one later."""
 
     def __init__(self) -> None:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -89,7 +89,7 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
 def background_ranks(
     writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None, *, no_dist: bool
 ) -> DistWrapper:
-    """Return the collectives of a save beside training: guarded ones, if the ranks can be. Collective at first."""
+    """Return the collectives of a save beside training, guarded if possible. The first call is collective."""
     if no_dist:
         return unguarded_collectives(process_group, no_dist=True)
     require_cpu_backend(process_group)
@@ -105,7 +105,7 @@ def background_ranks(
 
 
 class ExternalSnapshot:
-    """A copy that a stager of torch's protocol makes. The number of copied bytes is unknown."""
+    """A snapshot that a stager of torch's protocol makes. The number of copied bytes is unknown."""
 
     num_bytes = copied_bytes = 0
 
@@ -113,11 +113,11 @@ class ExternalSnapshot:
         self._is_sent = is_sent
         """True if the copy is sent to another process."""
         self.completed: Future[None] = Future()
-        """Done when all is copied; holds the exception if that failed."""
+        """Done when all bytes are copied, or with the exception that ended the copying."""
         self.is_overlapped = False
-        """True if the stager returned before all was copied."""
+        """True if the stager returned before all bytes were copied."""
         self.state_dict: dict[str, Any] = {}
-        """The copy, once it is completed."""
+        """The copy, once `completed` is done."""
 
     @classmethod
     def from_error(cls, error: BaseException) -> ExternalSnapshot:
@@ -199,13 +199,13 @@ class BackgroundSave:
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The call of all ranks, if they can find out a lost one."""
+        """The call of all ranks, if it can find a lost rank; otherwise None."""
         return self.ranks if isinstance(self.ranks, CollectiveCall) else None
 
     def begin(self, *, is_overlapped: bool) -> AsyncSave:
-        """Start the save in a thread of its own. Returns when all is copied.
+        """Start the save in a thread of its own. Returns when all bytes are copied.
 
-        If `is_overlapped`, it returns when all urgent tensors are copied.
+        If `is_overlapped`, returns when all urgent tensors are copied.
 
         Raises the failure of the save if the copy failed. After any exception, the caller calls `abandon`.
         """

@@ -1,4 +1,4 @@
-"""Snapshots of state dicts in host memory, which each snapshot leaves to the next."""
+"""Snapshots of state dicts, in host memory that one snapshot takes over from the one before."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ class CopyPlanCache:
         self._forms_of_copies = self._find_forms(plan.copies)
 
     def can_begin(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
-        """Return True if the copying may begin: each tensor is where it was, and tensors copied as memory are alike.
+        """Return True if each tensor is at its old address, and tensors that are copied as memory have their old form.
 
-        The others are copied as tensors, which does no harm even if they have changed.
+        All other tensors are copied as tensors, which is correct even if their form has changed.
         """
         with contextlib.suppress(RuntimeError):  # a tensor has no shape or no strides
             return self._addresses == addresses and self._forms == self._find_forms(tensors)
         return False
 
     def is_valid(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if the copies will equal the tensors. It can be called while they are made. The user had the
+        """Return True if the copies will equal the tensors. Can be called while the copies are made. The user had the
         copies, and may have changed them, too.
         """
         copies = self.plan.copies
@@ -91,7 +91,7 @@ class CopyPlanCache:
         return False
 
     def _find_forms(self, tensors: Sequence[torch.Tensor]) -> list[Hashable]:
-        """Describe the tensors that are copied as memory, but for their addresses."""
+        """Return the form of each tensor that is copied as memory: all about it but its address."""
         return [layout_of(tensors[number]) for number in self._copied_as_memory]
 
 
@@ -126,7 +126,7 @@ class PinnedStager(OfThisProcess, AsyncStager):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that it holds."""
+        """Bytes of host memory that the stager holds."""
         return self._pool.num_bytes
 
     def begin(self, state_dict: dict[str, Any], *, parameters: Iterable[torch.Tensor] | None = None) -> Snapshot:
@@ -253,7 +253,7 @@ class ParameterMemory:
 def _ranges_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield the addresses ``[begin, end)`` of the elements of a parameter on this rank.
 
-    A wrapper has other parts too, such as scales, which a forward pass may change.
+    Other parts of a wrapper are left out, such as scales, which a forward pass may change.
     """
     if isinstance(tensor, DTensor):
         tensor = local_tensor_of(tensor)
@@ -352,7 +352,7 @@ class StateDictTree:
         return ".".join(map(str, self._path[1:]))
 
     def _is_bare(self, tensor: torch.Tensor) -> bool:
-        """Return True if the copy of a plain tensor needs nothing but its values."""
+        """Return True if a plain tensor has no attributes that its copy needs."""
         return not tensor.__dict__ and not (self._num_tuples and type(tensor) is torch.nn.Parameter)
 
     def _add_tensor(self, value: torch.Tensor, container: Any, key: Any) -> None:
@@ -375,7 +375,7 @@ class StateDictTree:
         self._finish_later(container, key, make)
 
     def _copy_attributes(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Return the attributes of the copy: those that planners may ask for; all of them if it is serialised."""
+        """Return the attributes of the copy: those that planners may ask for, or all if the tensor is serialised."""
         is_dtensor = isinstance(tensor, DTensor)
         attributes: dict[str, Any] = {}
         if type(tensor) in PLAIN_TENSORS or is_dtensor:  # other classes have their state there, and copy it
@@ -513,7 +513,7 @@ class StateDictTree:
 
 
 class _ValueStager(StateDictStager):
-    """torch's stager copies a tensor's memory, and forgets its class and that it holds conjugates or negatives."""
+    """torch's stager, mended: torch's own forgets the class of a tensor, and marks of conjugates or negatives."""
 
     def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
         if x.is_conj() or x.is_neg():

@@ -17,7 +17,7 @@ from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.io.addresses import find_overlapping
 from cloudckpt.io.boxes import Box
-from cloudckpt.pipeline.wants import Want, Wants, want_block, want_value
+from cloudckpt.pipeline.wants import Want, Wants, want_box, want_value
 from cloudckpt.tensors.casts import log_casts, new_cast
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address
 from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short, refuse_target
@@ -226,4 +226,4 @@ def _find_want(
         cast = new_cast(index.fqn, dtype_of(location.dtype), tensor, uri=uri)
     receive = functools.partial(planner.commit_tensor, item)
     box = Box(offsets, lengths)
-    return want_block(index.fqn, location, box, tensor, cast=cast, receive=receive, needs_alignment=True)
+    return want_box(index.fqn, location, box, tensor, cast=cast, receive=receive, needs_alignment=True)

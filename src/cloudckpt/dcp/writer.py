@@ -35,13 +35,13 @@ from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.draft import Draft, bodies_of, require_no_resume
-from cloudckpt.pipeline.unchanged import KnownBlocks, find_unchanged, receipts_of
+from cloudckpt.pipeline.unchanged import KnownChunks, find_unchanged, receipts_of
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.body import SaveItems
 from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.extensions import WriteTransforms
-from cloudckpt.tensors.hashing import hash_blocks
+from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import Arena, new_arena
 from cloudckpt.uri import is_valid_location, parse_location
 
@@ -63,7 +63,7 @@ class AttemptMessage:
     nonce: str
     """Drawn by the rank for this save. A cached plan brings the message of an older save, and so another nonce."""
     attempt: str | None = None
-    known: KnownBlocks | None = None
+    known: KnownChunks | None = None
     """Blocks of the base of the save that this rank need not send if they are unchanged."""
 
 
@@ -264,7 +264,7 @@ class ObjectStoreWriter(StorageWriter):
                     contextlib.closing(new_arena(budget_bytes=self._options.staging_bytes)) as arena,
                 ):
                     message, uri = plan.storage_data, self.checkpoint_id
-                    known: KnownBlocks | None = None
+                    known: KnownChunks | None = None
                     # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then
                     # takes its place: the manifest names every object by its whole key.
                     if isinstance(message, AttemptMessage) and message.nonce == draft.attempt and message.attempt:
@@ -301,20 +301,20 @@ class ObjectStoreWriter(StorageWriter):
         return future
 
     def _leave_out_unchanged(
-        self, items: SaveItems, known: KnownBlocks | None, arena: Arena, snapshot: Snapshot | None, connections: int
+        self, items: SaveItems, known: KnownChunks | None, arena: Arena, snapshot: Snapshot | None, connections: int
     ) -> tuple[list[SaveItems], list[ItemReceipts]]:
         """Return the items to send, those together that may share objects, and the receipts of all others."""
         num_threads = min(connections, _MAX_HASH_THREADS)
-        blocks = hash_blocks(items, arena, snapshot, num_threads=num_threads, check=self._cancellation.check)
-        unsent, unchanged = find_unchanged(blocks, known, items.aliases)
-        hashes = {position: block.xxh3_128 for position, block in blocks.items()}
+        chunks = hash_chunks(items, arena, snapshot, num_threads=num_threads, check=self._cancellation.check)
+        unsent, unchanged = find_unchanged(chunks, known, items.aliases)
+        hashes = {position: chunk.xxh3_128 for position, chunk in chunks.items()}
         changed = [
             position
             for position in range(len(items.sizes_bytes))
             if position not in unsent and position not in unchanged
         ]
         parts = [items.select(chosen, hashes) for chosen in (sorted(unchanged), changed) if chosen]
-        return parts, receipts_of(unsent, blocks, known) if known is not None else []
+        return parts, receipts_of(unsent, chunks, known) if known is not None else []
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.
@@ -385,7 +385,7 @@ def _answer(plan: SavePlan, message: AttemptMessage, draft: Draft) -> AttemptMes
     known = None
     if draft.base is not None:
         indices = (item.index for item in plan.items if item.tensor_data is not None)
-        known = draft.base.known_blocks((index.fqn, tuple(index.offset or ())) for index in indices)
+        known = draft.base.known_chunks((index.fqn, tuple(index.offset or ())) for index in indices)
     return dataclasses.replace(message, attempt=draft.attempt, known=known)
 
 

@@ -40,7 +40,7 @@ from cloudckpt.io.download import download_range, find_size, find_wrong_tiles
 from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.wants import TensorBytes, Want, Wants, want_block, want_value
+from cloudckpt.pipeline.wants import TensorBytes, Want, Wants, want_box, want_value
 from cloudckpt.report import LoadReport
 from cloudckpt.stores.base import Views
 from cloudckpt.telemetry.timeline import now_ns
@@ -526,7 +526,7 @@ class Reader:
                 if tensor.transforms and common.lengths != chunk.lengths:
                     target.copy_(self._unpack_kept(wanted.name, tensor, chunk)[within.slices])
                     continue
-                yield want_block(wanted.name, locate_chunk(tensor, chunk), within, target)
+                yield want_box(wanted.name, locate_chunk(tensor, chunk), within, target)
 
     def _unpack_kept(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
         """Return a chunk that can only be unpacked whole, and keep it."""
@@ -539,7 +539,7 @@ class Reader:
                 raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
                 whole = raw.view(dtype_of(tensor.dtype)).view(chunk.lengths)
                 within = Box((0,) * len(chunk.lengths), chunk.lengths)
-                self.read(Wants([want_block(name, locate_chunk(tensor, chunk), within, whole)]))
+                self.read(Wants([want_box(name, locate_chunk(tensor, chunk), within, whole)]))
             self._unpacked[key] = whole
             return whole
 

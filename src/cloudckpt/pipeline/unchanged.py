@@ -1,4 +1,4 @@
-"""Blocks of an earlier checkpoint that a save names instead of sending the same bytes again.
+"""Chunks of an earlier checkpoint that a save names instead of sending the same bytes again.
 
 `docs/design/037-references.md` has the protocol.
 """
@@ -20,17 +20,17 @@ from cloudckpt.format.codec import unpack_tiles
 from cloudckpt.format.model import ItemReceipts, Manifest, ObjectRef
 from cloudckpt.io.client import StoreClient
 from cloudckpt.pipeline.context import Context
-from cloudckpt.tensors.hashing import Block
+from cloudckpt.tensors.hashing import HashedChunk
 
 _MIN_USED_SHARE = 0.5
-"""A save refers to an object only if at least this share is unchanged: the object stays while one block is used."""
+"""A save refers to an object only if at least this share is unchanged: the object stays while one chunk is used."""
 
-BlockKey: TypeAlias = tuple[str, tuple[int, ...] | None]
-"""The FQN of a tensor, and the offsets of a block in it."""
+ChunkKey: TypeAlias = tuple[str, tuple[int, ...] | None]
+"""The FQN of a tensor, and the offsets of a chunk in it."""
 
 
-class KnownBlock(NamedTuple):
-    """A block of an earlier checkpoint."""
+class KnownChunk(NamedTuple):
+    """A chunk of an earlier checkpoint."""
 
     xxh3_128: str
     dtype: str
@@ -41,29 +41,29 @@ class KnownBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownBlocks:
-    """The blocks that a rank may find unchanged. Rank 0 sends them to it."""
+class KnownChunks:
+    """The chunks that a rank may find unchanged. Rank 0 sends them to it."""
 
-    blocks: Mapping[BlockKey, KnownBlock]
+    chunks: Mapping[ChunkKey, KnownChunk]
     objects: Mapping[int, ObjectRef]
     content_bytes: Mapping[int, int]
     """The size of each object without its header."""
 
 
 def find_unchanged(
-    blocks: Mapping[int, Block], known: KnownBlocks | None, aliases: Mapping[int, int]
-) -> tuple[dict[int, KnownBlock], set[int]]:
-    """Return the known blocks that a save need not send, and the positions of unchanged blocks that it sends.
+    chunks: Mapping[int, HashedChunk], known: KnownChunks | None, aliases: Mapping[int, int]
+) -> tuple[dict[int, KnownChunk], set[int]]:
+    """Return the known chunks that a save need not send, and the positions of unchanged chunks that it sends.
 
-    It sends an unchanged block again if most bytes of its object have changed. Aliases stay together.
+    It sends an unchanged chunk again if most bytes of its object have changed. Aliases stay together.
     """
     if known is None:
         return {}, set()
     unchanged = {
-        position: known_block
-        for position, block in blocks.items()
-        if (known_block := known.blocks.get((block.fqn, block.offsets))) is not None
-        and known_block[:3] == (block.xxh3_128.hex(), block.dtype, block.lengths)
+        position: known_chunk
+        for position, chunk in chunks.items()
+        if (known_chunk := known.chunks.get((chunk.fqn, chunk.offsets))) is not None
+        and known_chunk[:3] == (chunk.xxh3_128.hex(), chunk.dtype, chunk.lengths)
     }
     families: defaultdict[int, set[int]] = defaultdict(set)
     for follower, first in aliases.items():
@@ -71,41 +71,41 @@ def find_unchanged(
     _drop_incomplete(unchanged, families.values())
     used_bytes: defaultdict[int, int] = defaultdict(int)
     for object_index, begin, end in {
-        (known_block.object_index, known_block.begin, known_block.end) for known_block in unchanged.values()
+        (known_chunk.object_index, known_chunk.begin, known_chunk.end) for known_chunk in unchanged.values()
     }:
         used_bytes[object_index] += end - begin
     named = {index for index, used in used_bytes.items() if used >= _MIN_USED_SHARE * known.content_bytes[index]}
-    unsent = {position: known_block for position, known_block in unchanged.items() if known_block.object_index in named}
+    unsent = {position: known_chunk for position, known_chunk in unchanged.items() if known_chunk.object_index in named}
     _drop_incomplete(unsent, families.values())
     return unsent, unchanged.keys() - unsent.keys()
 
 
-def _drop_incomplete(blocks: dict[int, KnownBlock], families: Iterable[set[int]]) -> None:
-    """Remove from `blocks` all aliases of a tensor if it lacks one of them."""
+def _drop_incomplete(chunks: dict[int, KnownChunk], families: Iterable[set[int]]) -> None:
+    """Remove from `chunks` all aliases of a tensor if it lacks one of them."""
     for family in families:
-        if not family <= blocks.keys():
-            for position in family & blocks.keys():
-                del blocks[position]
+        if not family <= chunks.keys():
+            for position in family & chunks.keys():
+                del chunks[position]
 
 
 def receipts_of(
-    unsent: Mapping[int, KnownBlock], blocks: Mapping[int, Block], known: KnownBlocks
+    unsent: Mapping[int, KnownChunk], chunks: Mapping[int, HashedChunk], known: KnownChunks
 ) -> list[ItemReceipts]:
-    """Return the receipts of the blocks that a save does not send, one for each object."""
+    """Return the receipts of the chunks that a save does not send, one for each object."""
     by_object: defaultdict[int, list[int]] = defaultdict(list)
-    for position, known_block in unsent.items():
-        by_object[known_block.object_index].append(position)
+    for position, known_chunk in unsent.items():
+        by_object[known_chunk.object_index].append(position)
     return [
         ItemReceipts(
             stored_in=known.objects[object_index],
-            offsets=[blocks[position].offsets for position in positions],
+            offsets=[chunks[position].offsets for position in positions],
             begins=array("q", [unsent[position].begin for position in positions]),
             ends=array("q", [unsent[position].end for position in positions]),
-            dtypes=[blocks[position].dtype for position in positions],
-            lengths=[blocks[position].lengths for position in positions],
+            dtypes=[chunks[position].dtype for position in positions],
+            lengths=[chunks[position].lengths for position in positions],
             transforms=[()] * len(positions),
-            hashes=[blocks[position].xxh3_128 for position in positions],
-            fqns=[blocks[position].fqn for position in positions],
+            hashes=[chunks[position].xxh3_128 for position in positions],
+            fqns=[chunks[position].fqn for position in positions],
         )
         for object_index, positions in by_object.items()
     ]
@@ -139,8 +139,8 @@ class Base:
         self._objects = manifest.objects
         holders = [stored.folder or folder for stored in manifest.objects]
         self._holders: Sequence[str] = holders
-        self._blocks: dict[BlockKey, KnownBlock] = {
-            (fqn, chunk.offsets): KnownBlock(
+        self._chunks: dict[ChunkKey, KnownChunk] = {
+            (fqn, chunk.offsets): KnownChunk(
                 xxh3_128, tensor.dtype, chunk.lengths, chunk.object_index, chunk.begin, chunk.end
             )
             for fqn, tensor in manifest.tensors.items()
@@ -149,7 +149,7 @@ class Base:
             if holders[chunk.object_index] != own_folder  # the save may replace it, and then remove it
         }
         sizes_bytes: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        for index in {block.object_index for block in self._blocks.values()}:
+        for index in {chunk.object_index for chunk in self._chunks.values()}:
             sizes_bytes[holders[index]][self._objects[index].key] = self._objects[index].size
         self._claims = {holder: frozenset(sizes) for holder, sizes in sizes_bytes.items()}
         self._header_ends = _find_header_ends(manifest)
@@ -162,17 +162,17 @@ class Base:
             raise
         self._missing = frozenset[str]().union(*missing)
 
-    def known_blocks(self, keys: Iterable[BlockKey]) -> KnownBlocks:
-        """Return the blocks of the checkpoint with one of `keys`, if their objects exist."""
-        blocks = {
-            key: block
+    def known_chunks(self, keys: Iterable[ChunkKey]) -> KnownChunks:
+        """Return the chunks of the checkpoint with one of `keys`, if their objects exist."""
+        chunks = {
+            key: chunk
             for key in keys
-            if (block := self._blocks.get(key)) is not None
-            and self._objects[block.object_index].key not in self._missing
+            if (chunk := self._chunks.get(key)) is not None
+            and self._objects[chunk.object_index].key not in self._missing
         }
-        used = {block.object_index for block in blocks.values()}
-        return KnownBlocks(
-            blocks=blocks,
+        used = {chunk.object_index for chunk in chunks.values()}
+        return KnownChunks(
+            chunks=chunks,
             objects={index: self._ref(index) for index in used},
             content_bytes={index: self._objects[index].size - self._header_ends[index] for index in used},
         )

@@ -13,7 +13,7 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.tensors.casts import Cast
-from cloudckpt.tensors.load_targets import BytesTarget, Target, find_runs_of, new_block_target
+from cloudckpt.tensors.load_targets import BytesTarget, Target, find_runs_of, new_box_target
 
 _MAX_NAMES = 5
 
@@ -47,7 +47,7 @@ def want_value(name: str, location: ItemLocation, receive: Callable[[bytes | byt
     return Want(name, location, Box((), ()), BytesTarget(location), None, None, receive)
 
 
-def want_block(
+def want_box(
     name: str,
     location: ItemLocation,
     box: Box,
@@ -64,7 +64,7 @@ def want_block(
     """
     is_aligned = location.dtype is None or not location.begin % ITEMSIZE_BYTES[location.dtype]
     reads_whole = location.transforms or (needs_alignment and not is_aligned)
-    target: Target = BytesTarget(location) if reads_whole else new_block_target(location, box, tensor, cast=cast)
+    target: Target = BytesTarget(location) if reads_whole else new_box_target(location, box, tensor, cast=cast)
     return Want(name, location, box, target, tensor, cast, receive)
 
 

@@ -1,4 +1,4 @@
-"""The data objects of a save: its items packed and laid out, sent from where they are, or copied part by part."""
+"""The data objects of a save: its items packed and laid out, and sent in place or copied part by part."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_piece(content: torch.Tensor | memoryview, *, begin: int, address: int = 0) -> Piece:
-    """Return a piece that refers to `content` and copies nothing. `address`, if given, is that of its first element."""
+    """Return a piece that refers to `content`, without a copy. `address` is the address of its first element, or 0."""
     num_bytes = content.nbytes
     if isinstance(content, torch.Tensor) and is_viewable(content):
         content = bytes_view(content)
@@ -72,9 +72,9 @@ def new_side_streams(contents: Iterable[object]) -> dict[torch.device, CudaStrea
 class PieceBody:
     """Pieces back to back (see `cloudckpt.io.upload.Body`).
 
-    A tensor that cannot be sent from where it is (on a GPU, or strided) is copied into a buffer of `arena` when a
-    part is opened, and only that part of it. The copies of a device go to its stream in `streams`, if there is one:
-    behind those of other parts, and each part waits for its own.
+    When a part is opened, a tensor that cannot be sent in place (on a GPU, or strided) is copied into a buffer of
+    `arena`, as far as it is in the part. Copies from a device are queued on its stream in `streams`, if there is one.
+    Each part waits for its own copies.
 
     With a `snapshot`, opening a part waits until the bytes of that part are copied.
     """
@@ -93,11 +93,11 @@ class PieceBody:
         self._arena = arena
         self.size_bytes = sum(piece.num_bytes for piece in self._pieces)
         self.copied_bytes = sum(piece.num_bytes for piece in self._pieces if isinstance(piece.content, torch.Tensor))
-        """The number of bytes that go through a buffer."""
+        """The number of bytes that pass through a buffer."""
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
-        """Yield views of bytes ``[begin, end)``. Bounds are those of tiles, and so never within an element."""
+        """Yield views of bytes ``[begin, end)``. Both bounds are bounds of tiles, so no element is cut."""
         if self._snapshot is not None:
             self._wait(self._snapshot, begin, end)
         inside = list(self._pieces_between(begin, end))
@@ -151,7 +151,7 @@ class _PieceCopy(NamedTuple):
 
 
 def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, CudaStream]) -> None:
-    """Make all copies, and wait for them. After an error, none is still being made."""
+    """Make all copies, and wait for them, also after an error."""
     for device in dict.fromkeys(copy.source.device for copy in copies):
         of_device = [copy for copy in copies if copy.source.device == device]
         stream = streams.get(device)
@@ -176,7 +176,7 @@ def _copy_range(copy: _PieceCopy, *, non_blocking: bool) -> None:
 
 
 class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One item of a save, ready to be laid out. `content` refers to memory; nothing has been copied."""
+    """One item of a save, ready to be laid out. `content` refers to the item's own memory."""
 
     entry: HeaderEntry
     index_offsets: tuple[int, ...] | None
@@ -190,7 +190,7 @@ class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_same_content(item: StagedItem, first: StagedItem) -> bool:
-    """Return True if two items, which were planned as aliases, have the same bytes."""
+    """Return True if two items that were planned as aliases have the same bytes."""
     return (
         0 < item.address == first.address
         and type(item.content) is type(first.content)
@@ -284,7 +284,7 @@ def _lay_out_object(
 
 
 def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:
-    """Cut into groups, each of at most `max_tensors` and, but for a single larger one, within `object_bytes`."""
+    """Cut positions into groups of at most `max_tensors` and `object_bytes`. A larger tensor has its own group."""
     groups: list[range] = []
     begin, filled_bytes = 0, 0
     for index, size_bytes in enumerate(sizes_bytes):

@@ -1,4 +1,4 @@
-"""Casts of a load into a tensor of another dtype than the stored one: none may change a value in silence."""
+"""Check the casts of a load into a tensor of another dtype: none may change a value in silence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALLOW_LOSSY_CASTS_HINT = Hint(
 
 
 class Cast:
-    """Refuses values of one stored tensor that the dtype of its target cannot hold. Rounding of floats is allowed."""
+    """Refuses values of a stored tensor that the dtype of its target cannot hold. Floats may be rounded."""
 
     __slots__ = ("_fqn", "_stored", "_uri", "_wanted")
 
@@ -115,7 +115,7 @@ def _can_lose(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _find_lost(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
-    """Return a mask of the values that are lost; None if none is."""
+    """Return a mask of the values that are lost; None if no value is lost."""
     if values.is_complex():
         parts = torch.view_as_real(values.resolve_conj())
         if wanted.is_complex:
@@ -188,13 +188,13 @@ def _exact_integers(dtype: torch.dtype) -> int:
 
 
 def _least_of(dtype: torch.dtype) -> float:
-    """Return the least number of a float: above 0 for float8_e8m0fnu, which has powers of two alone; else below."""
+    """Return the least number of a float type: positive for float8_e8m0fnu, which has only powers of two."""
     return torch.finfo(dtype).min if dtype.is_floating_point else -1
 
 
 @functools.cache
 def _overflow_of(dtype: torch.dtype) -> float:
-    """Return the smallest number that is not rounded to a finite one of the type."""
+    """Return the smallest number that the type does not round to a finite number."""
     largest = torch.finfo(dtype).max
     return float(largest + math.ldexp(1.0, math.frexp(largest)[1] - 1) / _exact_integers(dtype))
 

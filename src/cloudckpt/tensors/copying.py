@@ -64,7 +64,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def copies_queued_on(stream: CudaStream) -> Iterator[None]:
-    """Queue the copies of the body on `stream`. After an error, wait for those that are queued: they use memory."""
+    """Queue the copies of the body on `stream`. After an error, wait for the queued copies, which use memory."""
     try:
         with torch.no_grad(), stream.use():
             yield
@@ -130,7 +130,7 @@ class Snapshot:
         self._num_left = len(self._jobs)
 
     def wait(self, address: int, num_bytes: int) -> None:
-        """Wait until the copy's bytes at these addresses are filled. Returns at once for other memory.
+        """Wait until the copy's bytes at these addresses are filled. Returns at once for memory outside the copy.
 
         Raises the error that ended the copying.
         """
@@ -257,6 +257,6 @@ class Snapshot:
 
 
 def num_copy_threads() -> int:
-    """Return how many threads copy: one for each core of this rank, but a quarter of four or more is for the upload."""
+    """Return how many threads copy: one for each core of this rank, but three quarters if it has four or more."""
     num_cores = num_cores_of_rank()
     return min(num_cores - num_cores // 4, _MAX_THREADS)

@@ -32,7 +32,7 @@ _MAX_THREADS = 256
 
 
 class WriteTransforms:
-    """The extensions of a save, in torch's order: the first is the one next to the store. False if there are none.
+    """The extensions of a save, in torch's order: the first is next to the store. Falsy if there are none.
 
     Raises `InvalidOptionError` for an extension without a descriptor, by which a reader would find it.
     """
@@ -51,7 +51,7 @@ class WriteTransforms:
         return bool(self._extensions)
 
     def apply(self, fqn: str, content: memoryview, *, uri: str) -> tuple[memoryview, tuple[str, ...]]:
-        """Return `content` as it is stored, and the descriptors that undo the transformation.
+        """Return the stored form of `content`, and the descriptors that undo the transformation.
 
         Raises `CheckpointError`, with the name of the entry, if an extension fails.
         """
@@ -78,7 +78,7 @@ class WriteTransforms:
 
 
 class ReadTransforms:
-    """The extensions that a load can undo: the given ones first, and then those of a registry, by default torch's."""
+    """The extensions that a load can undo: first the given ones, then those of a registry, by default torch's."""
 
     def __init__(self, registry: ExtensionRegistry | None, extensions: Iterable[StreamTransformExtension] = ()) -> None:
         self._classes: dict[str, type[Extension]] = dict((registry or ExtensionRegistry()).extensions)
@@ -158,7 +158,7 @@ def extend_registry(registry: ExtensionRegistry | None, extensions: Iterable[Str
 
 
 def decode_chunk(content: bytes | bytearray, dtype: str, lengths: Sequence[int]) -> torch.Tensor:
-    """Return a chunk that was transformed, by its original bytes. It uses the memory of a ``bytearray``."""
+    """Return a transformed chunk as a tensor of its original bytes. The tensor shares the memory of a ``bytearray``."""
     if not content:
         return torch.empty(tuple(lengths), dtype=dtype_of(dtype), device="cpu")
     writable = content if isinstance(content, bytearray) else bytearray(content)
@@ -167,7 +167,7 @@ def decode_chunk(content: bytes | bytearray, dtype: str, lengths: Sequence[int])
 
 
 class _OpenBytesIO(io.BytesIO):
-    """Keeps its content when the stream in front of it closes it."""
+    """A `BytesIO` that keeps its content when another stream closes it."""
 
     def close(self) -> None:
         pass

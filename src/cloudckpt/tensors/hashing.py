@@ -1,4 +1,4 @@
-"""Hashes of the blocks of a save, by which a later save finds what has not changed."""
+"""Hashes of the chunks of a save, by which a later save finds what has not changed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _READ_BYTES = 8 * MIB
 _GROUP_BYTES = 64 * MIB  # small tensors are hashed in groups, since each task of a thread costs time
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor, or the shard of one, that a save stores without transforms."""
+class HashedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """The hash of a chunk that a save stores without transforms."""
 
     fqn: str
     offsets: tuple[int, ...] | None
@@ -28,20 +28,20 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     """XXH3-128 of the bytes (https://github.com/Cyan4973/xxHash), big endian."""
 
 
-def hash_blocks(
+def hash_chunks(
     planned: SaveItems, arena: Arena, snapshot: Snapshot | None, *, num_threads: int, check: Callable[[], None]
-) -> Mapping[int, Block]:
-    """Return the blocks among `planned`, by position. Python objects are none, nor are tensors that a planner computes.
+) -> Mapping[int, HashedChunk]:
+    """Hash the chunks among `planned`, by position, but not Python objects and tensors that a planner computes.
 
     Args:
         planned: Items of a save.
-        arena: Where tensors are copied that cannot be read from where they are.
-        snapshot: Memory that is still being filled. A block waits for its own.
+        arena: Memory for tensors that cannot be read in place.
+        snapshot: Memory that is still being filled. Each chunk waits for its own bytes.
         num_threads: Number of threads that hash.
-        check: Called between groups of blocks. It raises what ends the save.
+        check: Called between groups of chunks. Raises an error to end the save.
 
     """
-    blocks: dict[int, Block] = {}
+    chunks: dict[int, HashedChunk] = {}
     positions = [position for position, is_fixed in enumerate(planned.are_fixed) if is_fixed]
     # In the caller's thread: the copies from a GPU must come after what is queued on the caller's current stream.
     items = dict(zip(positions, planned.stage(positions), strict=True))
@@ -51,12 +51,12 @@ def hash_blocks(
     def hash_group(group: range) -> None:
         for position in positions[group.start : group.stop]:
             if (dtype := items[position].dtype) is not None:
-                blocks[position] = _hash_item(items[position], dtype, arena, snapshot, streams)
+                chunks[position] = _hash_item(items[position], dtype, arena, snapshot, streams)
 
     groups = pack(sizes_bytes, object_bytes=_GROUP_BYTES)
     for _ in each_done(groups, hash_group, num_threads=num_threads, name="cloudckpt-hash", on_failure=lambda: None):
         check()
-    return blocks
+    return chunks
 
 
 def _hash_item(
@@ -65,7 +65,7 @@ def _hash_item(
     arena: Arena,
     snapshot: Snapshot | None,
     streams: Mapping[torch.device, CudaStream],
-) -> Block:
+) -> HashedChunk:
     import xxhash
 
     piece = new_piece(item.content, begin=0, address=item.address)
@@ -75,7 +75,7 @@ def _hash_item(
         with body.open(begin, min(begin + _READ_BYTES, body.size_bytes)) as views:
             for view in views:
                 hasher.update(view)
-    return Block(
+    return HashedChunk(
         fqn=item.entry.fqn,
         offsets=item.index_offsets,
         dtype=dtype,

@@ -1,6 +1,6 @@
 """Host memory that is mapped once and used again: `SnapshotPool` for snapshots, `Arena` for the buffers of parts.
 
-Both are pinned if this process uses CUDA. They do not use torch's own pinned memory, which rounds sizes up to powers of
+Both pin their memory if this process uses CUDA. torch's own pinned memory is not used: it rounds sizes up to powers of
 two, and is never freed.
 """
 
@@ -30,7 +30,7 @@ from cloudckpt.options import MIB
 _log = logging.getLogger("cloudckpt")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
-_MAX_IDLE_BYTES = 512 * MIB  # as much as one save stages
+_MAX_IDLE_BYTES = 512 * MIB  # the default of `Options.staging_bytes`
 
 
 def is_cuda_in_use() -> bool:
@@ -58,7 +58,7 @@ class Block:
         _request_huge_pages(self.address, num_bytes)
 
     def begin_lending(self) -> None:
-        """Make the view of the memory that the tensors of the next snapshot refer to."""
+        """Make the view of the memory to which the tensors of the next snapshot refer."""
         memory: Any = self._memory
         if self._shared is not None:
             memory = empty_tensor(torch.uint8).set_(self._shared).numpy()
@@ -108,7 +108,7 @@ class Block:
     def pin(self) -> bool:
         """Register the memory with CUDA, so that copies run at the link's rate beside other work.
 
-        Return False, and log it, if it cannot be: copies are slower then.
+        Return False, and log the reason, if CUDA refuses. Copies are slower then.
         """
         try:
             code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
@@ -123,7 +123,7 @@ class Block:
         return True
 
     def release_after_last_tensor(self) -> None:
-        """Unpin and release the memory once no tensor refers to it. It must be unpinned before it is unmapped."""
+        """Unpin and release the memory once no tensor refers to it. Memory must be unpinned before it is unmapped."""
         finalizer = weakref.finalize(self._view, self.release)  # tensors keep the view, and this keeps the memory
         finalizer.atexit = False
         self._view = None
@@ -163,8 +163,8 @@ def _unpin(address: int, num_bytes: int, process_id: int) -> None:
 class SnapshotPool:
     """The blocks of memory that hold one snapshot after the other.
 
-    If a snapshot does not fit, the pool adds one block for the rest. If a block would then be unused, because
-    tensors have grown, one new block takes the place of all. `close` frees the memory.
+    If a snapshot does not fit, the pool adds one block for the rest. If a block would then be unused, because tensors
+    have grown, one new block replaces all blocks. `close` frees the memory.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -190,10 +190,10 @@ class SnapshotPool:
         return self._blocks
 
     def place(self, segments: Sequence[tuple[int, int]], *, reuse_lent: bool) -> Placement:
-        """Find places for segments of ``(address, num_bytes)``, and map the memory that is missing.
+        """Place segments of ``(address, num_bytes)`` in blocks, and map the memory that is missing.
 
-        Blocks that still have tensors are used again only with `reuse_lent`. Raises `MemoryError` if there is no more
-        memory; the pool can be used after that.
+        Uses blocks that still have tensors only with `reuse_lent`. Raises `MemoryError` if there is no more memory; the
+        pool stays usable.
         """
         blocks = [*self._blocks, *self._held]
         self._blocks = [block for block in blocks if reuse_lent or not block.is_lent]
@@ -235,7 +235,7 @@ class SnapshotPool:
 class PinnedBuffers:
     """Pinned buffers that outlive a save or load, because pinning takes longer than copying.
 
-    At most `_MAX_IDLE_BYTES` of them are kept for the next one. Safe to use from many threads.
+    Keeps at most `_MAX_IDLE_BYTES` for the next save or load. Safe to use from many threads.
     """
 
     def __init__(self) -> None:
@@ -250,14 +250,14 @@ class PinnedBuffers:
             return sum(map(len, self._idle))
 
     def take(self, *, max_bytes: int) -> list[torch.Tensor]:
-        """Return as many of the kept buffers as have at most `max_bytes` in all."""
+        """Return kept buffers of at most `max_bytes` in all."""
         with self._lock:
             num_taken = _count_within(self._idle, max_bytes)
             taken, self._idle = self._idle[:num_taken], self._idle[num_taken:]
         return taken
 
     def new(self, num_bytes: int) -> torch.Tensor:
-        """Return a new ``uint8`` buffer; an ordinary one if memory cannot be pinned. The last reference frees it."""
+        """Return a new ``uint8`` buffer, pinned if possible. The last reference frees it."""
         if self._can_pin:
             block = Block(num_bytes)
             self._can_pin = block.pin()
@@ -268,7 +268,7 @@ class PinnedBuffers:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def keep(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Keep buffers that `new` or `take` returned for the next save or load, within the bound."""
+        """Keep buffers that `new` or `take` returned, within the bound, for the next save or load."""
         with self._lock:
             if self._can_pin:
                 both = [*self._idle, *buffers]
@@ -289,7 +289,7 @@ PINNED = PinnedBuffers()
 
 
 class _Buffer:
-    """A buffer of an arena, and the ranges of it that are free."""
+    """A buffer of an arena, and its free ranges."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -300,7 +300,7 @@ class _Buffer:
         return self.free == [(0, len(self.memory))]
 
     def take(self, free: tuple[int, int], num_bytes: int) -> tuple[int, int]:
-        """Take the beginning of a free range, up to where the next elements of any size can begin."""
+        """Take the beginning of a free range, rounded up so that the next loan is aligned."""
         begin, end = free
         cut = min(-(-(begin + num_bytes) // LINE_BYTES) * LINE_BYTES, end)
         self.free.remove(free)
@@ -333,15 +333,15 @@ class _Turn:
 
 
 class Arena:
-    """Lends CPU buffers to threads, at most `budget_bytes` in all. A larger one is lent while no other is.
+    """Lends CPU buffers to threads, at most `budget_bytes` in all. Lends a larger buffer only while it lends no other.
 
-    Threads that have to wait get memory in the order in which they came. A thread must not hold two loans: it could
-    wait for itself. The arena uses buffers again until it is closed. Safe to share between threads.
+    Waiting threads get memory in the order in which they came. A thread must not hold two loans, since it could wait
+    for itself. The arena uses buffers again until it is closed. Safe to share between threads.
 
     Args:
         budget_bytes: Most bytes that the buffers have in all.
-        pinned: Where the arena takes kept buffers from, makes new ones, and leaves its own at `close`. None stands for
-            ordinary memory.
+        pinned: Source of kept and new buffers, which get the arena's buffers at `close`. None stands for ordinary
+            memory.
 
     """
 
@@ -366,7 +366,7 @@ class Arena:
             self._end(turn)
 
     def close(self) -> None:
-        """Give the buffers back. Those that are still lent follow when they are returned."""
+        """Give the buffers back to `pinned`. Buffers that are still lent follow at the end of their loans."""
         with self._lock:
             self._is_closed = True
             unused = self._remove_unused()
@@ -430,7 +430,7 @@ class Arena:
         return True
 
     def _remove_unused(self, *, until_bytes: int = 0) -> list[_Buffer]:
-        """Remove buffers of which nothing is lent, until the arena holds at most `until_bytes`."""
+        """Remove buffers without loans, until the arena holds at most `until_bytes`."""
         removed = []
         for buffer in [buffer for buffer in self._buffers if buffer.is_unused]:
             if self._held_bytes > until_bytes:

@@ -191,9 +191,7 @@ Target: TypeAlias = BytesTarget | RunTarget | TensorTarget
 """Receives the bytes of one read item, or of a run of them. Ranges are those of the object's bytes."""
 
 
-def new_block_target(
-    location: ItemLocation, box: Box, tensor: torch.Tensor, *, cast: Cast | None = None
-) -> TensorTarget:
+def new_box_target(location: ItemLocation, box: Box, tensor: torch.Tensor, *, cast: Cast | None = None) -> TensorTarget:
     """Return the target of a tensor that gets the elements of a stored chunk in `box`."""
     assert location.dtype is not None  # noqa: S101  # a tensor's
     dtype = dtype_of(location.dtype)

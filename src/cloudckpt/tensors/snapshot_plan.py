@@ -33,9 +33,9 @@ _ORDINARY = frozenset(
 
 
 class AnsweringTensor(torch.Tensor):
-    """A plain tensor with attributes that another process gets, too; those of a plain tensor would be lost.
+    """A plain tensor whose attributes are pickled with it, which torch does not do for plain tensors.
 
-    There it is a plain tensor again.
+    In the other process it is a plain tensor again.
     """
 
     serialized_as: ClassVar[type[torch.Tensor]] = torch.Tensor
@@ -45,7 +45,7 @@ class AnsweringTensor(torch.Tensor):
 
 
 class AnsweringParameter(AnsweringTensor):
-    """The same for a parameter."""
+    """A parameter whose attributes are pickled with it. See `AnsweringTensor`."""
 
     serialized_as = torch.nn.Parameter
 
@@ -64,10 +64,10 @@ class CopyTask(msgspec.Struct):
     """
 
     copies: list[Callable[[Sequence[torch.Tensor]], object]]
-    """Each gets the tensors of the state dict."""
+    """Each is called with the tensors of the state dict."""
     small_targets: list[torch.Tensor]
     small_tensors: list[int]
-    """Many small tensors, which are copied in one call, during which other threads run."""
+    """Positions of many small tensors, which one call copies while other threads run."""
     num_bytes: int
 
     @torch.no_grad()
@@ -124,9 +124,9 @@ def plan_snapshot(
 ) -> SnapshotPlan:
     """Take memory of `pool` for copies of `tensors`, which have memory addresses, and plan the copies.
 
-    Those at the positions `urgent` are copied first, and then small ones. Tensors that share memory share it in their
-    copies, with the same strides. If `whole` is True for a tensor and the memory is shared, the
-    copy's storage is one that torch shares with other processes.
+    Tensors at the positions `urgent` are copied first, and then small ones. Tensors that share memory share it in their
+    copies, with the same strides. If `whole` is True for a tensor and the memory is shared, torch can share the
+    storage of the copy with other processes.
     """
     copies, segments = lay_out_copies(tensors, pool, reuse_lent=reuse_lent, urgent=urgent, whole=whole)
     # Small ones are often an optimizer's numbers, which the plan of the save waits for.
@@ -283,7 +283,7 @@ def _copy_memory(target: int, source: int, begin: int, end: int, _: Sequence[tor
 
 
 def _copy_elements(target: torch.Tensor, number: int, _: int, __: int, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy by numpy, which uses this thread alone: torch would start threads of its own for each of these."""
+    """Copy by numpy, which uses this thread alone: torch would use threads of its own for each tensor."""
     source = tensors[number].detach().resolve_conj().resolve_neg()
     as_carrier(target).numpy()[...] = as_carrier(source).numpy()
 

@@ -49,7 +49,7 @@ def refuse_target(tensor: torch.Tensor, fqn: str, *, uri: str) -> None:
 
 
 def find_obstacle(tensor: torch.Tensor) -> str | None:
-    """Return the kind of `tensor` and what to do, if it stands for no strided tensor of real memory."""
+    """Return the kind of `tensor` and advice, if it stands for no strided tensor of real memory; otherwise None."""
     obstacle = None
     if is_lazy(tensor):
         obstacle = "a parameter of a lazy module, which has no shape yet. Run the module once before the save"
@@ -94,7 +94,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 
 def view_memory(address: int, num_bytes: int, owner: object) -> memoryview:
-    """Return the memory at an address, writable, in a tenth of the time of `bytes_view`. The view keeps `owner`."""
+    """Return the memory at an address, writable, in a tenth of the time of `bytes_view`. The view holds `owner`."""
     memory = _bytes_type(num_bytes.bit_length()).from_address(address)
     memory.kept_alive = owner
     return memoryview(memory).cast("B")[:num_bytes]
@@ -102,12 +102,12 @@ def view_memory(address: int, num_bytes: int, owner: object) -> memoryview:
 
 @functools.cache
 def _bytes_type(num_bits: int) -> Any:
-    """Return a type of at least as many bytes as are used. A type for each number takes longer than filling it."""
+    """Return a type of at least `num_bytes`. Making a type for each number would take longer than filling memory."""
     return ctypes.c_ubyte * (1 << num_bits)
 
 
 def viewable_address(tensor: torch.Tensor) -> int:
-    """Return `memory_address` if the bytes of `tensor` can be used where they are; else 0."""
+    """Return `memory_address` if the bytes of `tensor` can be used in place; otherwise 0."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return 0
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # `is_viewable`, sooner
@@ -129,13 +129,13 @@ class Source(NamedTuple):
     address: int = 0
     """The address of the tensor's first element; 0 if it has none."""
     is_whole: bool = False
-    """True if the value is the tensor itself, and has nothing else for planners."""
+    """True if the value is the tensor itself, without hooks for planners."""
     is_in_place: bool = False
-    """True if the tensor's bytes can be used where they are."""
+    """True if the tensor's bytes can be used in place."""
 
 
 def classify(value: Any) -> Source:
-    """Find out once for a save how `value` is planned, compared and sent."""
+    """Find out, once for a save, how to plan, compare and send `value`."""
     tensor = local_tensor_of(value) if type(value) is DTensor else value
     if type(tensor) not in PLAIN_TENSORS:
         return Source(value)
@@ -151,7 +151,7 @@ def classify(value: Any) -> Source:
 def memory_address(tensor: torch.Tensor) -> int:
     """Return where the memory of `tensor` begins; 0 if it is empty, or not strided memory of a CPU or a CUDA device.
 
-    A tensor that is larger than its storage has address 0 too: torch returns one of memory that it does not have.
+    A tensor that is larger than its storage has address 0 too: torch would return the address of memory beyond it.
     """
     if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return 0
@@ -165,7 +165,7 @@ def memory_address(tensor: torch.Tensor) -> int:
 
 
 def writable(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which torch writes to `tensors`: one of inference mode can be written to only there."""
+    """Return a context in which torch can write to `tensors`, also to tensors of inference mode."""
     return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()
 
 
@@ -178,14 +178,14 @@ def training_mode() -> Iterator[None]:
 
 
 def layout_of(tensor: torch.Tensor) -> Hashable:
-    """Return a key. Tensors at the same address with the same key have the same values."""
+    """Return a key: tensors at the same address with the same key have the same values."""
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device
 
 
 def is_short(tensor: torch.Tensor) -> bool:
-    """Return True if the storage ends before `tensor` does, because it was resized or freed, as FSDP does.
+    """Return True if the storage ends before `tensor` does, because it was resized or freed, as by FSDP.
 
-    `tensor` is strided, and wraps no other.
+    `tensor` is strided, and wraps no other tensor.
     """
     if not (tensor.is_cpu or tensor.is_cuda) or tensor.numel() == 0:
         return False
@@ -222,19 +222,19 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def synchronize_streams(contents: Iterable[object]) -> None:
-    """Wait for the work that the caller's streams still have to do on the CUDA devices of these tensors.
+    """Wait for the work that is queued on the caller's streams on the CUDA devices of these tensors.
 
-    Other threads copy from and to the tensors on streams of their own. Other devices are left alone.
+    Afterwards, other threads can copy from and to the tensors on their own streams.
     """
     for device in {item.device for item in contents if isinstance(item, torch.Tensor) and item.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def is_viewable(tensor: torch.Tensor) -> bool:
-    """Return True if the bytes of `tensor` can be used where they are."""
+    """Return True if the bytes of `tensor` can be used in place."""
     return tensor.is_cpu and tensor.is_contiguous() and holds_its_values(tensor)
 
 
 def holds_its_values(tensor: torch.Tensor) -> bool:
-    """Return True if the memory holds the values, and not their conjugates or negatives."""
+    """Return True if the memory of `tensor` holds its values, and not their conjugates or negatives."""
     return not (tensor.is_conj() or tensor.is_neg())

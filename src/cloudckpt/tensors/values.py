@@ -40,10 +40,10 @@ _INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
 
 
 def check_value(value: object, name: str, *, uri: str) -> bytes | None:
-    """Return `value` as tagged JSON, or None if it is saved as a pickle, with a warning if a load would refuse that.
+    """Return `value` as tagged JSON, or None if it is saved as a pickle. Warn if a load would refuse the pickle.
 
-    Raises `UnsupportedValueError` if it cannot be saved, or holds a class or function that a load would refuse. Both
-    name the part that is the cause, by its path and class.
+    Raises `UnsupportedValueError` if the value cannot be saved, or holds a class or function that a load would refuse.
+    Warning and error name the part that is the cause, by its path and class.
     """
     encoded = encode_plain(value)
     if encoded is not None:
@@ -92,7 +92,7 @@ def describe_unsaved_part(value: object, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedValue:
-    """The stored bytes of one value, and the consent of the load that read them."""
+    """The stored bytes of one value, and the `allow_pickle` of the load that read them."""
 
     content: bytes | bytearray
     is_json: bool
@@ -107,7 +107,7 @@ class EncodedValue:
         """Return the object.
 
         Raises:
-            UnsafePickleError: It is a pickle that torch's ``weights_only`` unpickler refuses, and there is no consent.
+            UnsafePickleError: torch's ``weights_only`` unpickler refuses the pickle, and `allow_pickle` is False.
             UnsupportedValueError: The object cannot be made here.
 
         """
@@ -159,7 +159,7 @@ class EncodedValue:
 def load_stored(stored: bytes | bytearray, *, is_json: bool, map_location: str | None = None) -> Any:
     """Return the object in the bytes of a value. Runs no code that the bytes choose.
 
-    Raises ``pickle.UnpicklingError`` for a pickle that needs other code, any error if the object cannot be made here.
+    Raises ``pickle.UnpicklingError`` for a pickle that needs other code, and any error if the object cannot be made.
     """
     if is_json:
         return decode_plain(stored)
@@ -189,7 +189,7 @@ def _advise_globals(names: list[str]) -> str:
 
 
 def unsafe_names(file: str) -> str:
-    """Return the names of a pickle file that ``weights_only=True`` does not admit. Nothing of the file is called."""
+    """Return the names in a pickle file that ``weights_only=True`` does not admit, without calling any of them."""
     return ", ".join(_find_unsafe_globals(file)) or "something that torch's weights_only unpickler does not admit"
 
 
@@ -202,7 +202,7 @@ def _find_unsafe_globals(file: str | io.BytesIO) -> list[str]:
 
 
 class _Inspector(pickle.Pickler):
-    """Pickles as ``torch.save`` does, and keeps nothing."""
+    """Pickles a value as ``torch.save`` does, and drops the bytes."""
 
     def __init__(self) -> None:
         super().__init__(_NullFile(), protocol=2)
@@ -245,9 +245,9 @@ def _is_refused(value: object) -> bool:
 
 
 def _find_refusal(value: object) -> list[str] | None:
-    """Return the names that a load would refuse, in the pickle of a value that is not plain; None if it would not.
+    """Return the names in the pickle of a value that a load would refuse; None if it would load.
 
-    A load can also refuse a pickle for another reason than a name.
+    The names are empty if a load would refuse the pickle for another reason.
     """
     stored = io.BytesIO()
     torch.save(value, stored)

@@ -2,8 +2,8 @@
 
 For every store and every method:
 
-- A store has a root, which is one URI. Keys are relative to it, ``/``-separated, never absolute and never with ``..``.
-  Any other key could lead out of the root: it is refused with `StoreError` (`check_key`).
+- A store has a root, which is one URI. Keys are relative to the root, ``/``-separated, never absolute and never with
+  ``..``. Any other key could lead out of the root, so the store refuses it with `StoreError` (`check_key`).
 - All methods are safe to call from many threads. They raise `StoreError` or a subclass, and nothing else
   (`cloudckpt.errors`).
 - A call tries once. `cloudckpt.io.client` retries it. Only `Store.copy_from`, which can make many requests, gets a
@@ -47,7 +47,7 @@ def run_once(request: Callable[[], _T], /) -> _T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities of a store. A capability is declared only if a test shows it."""
+    """The abilities of a store. A store declares only what a test shows."""
 
     conditional_create: bool
     """``put(if_absent=True)`` is atomic: of two callers exactly one succeeds."""
@@ -66,9 +66,9 @@ class Capabilities:
     has_hidden_uploads: bool = False
     """Unfinished uploads are hidden files of cloudckpt beside their keys. One closed folder fails their listing."""
     copies_within: str = ""
-    """The service that copies between its stores (`Store.copy_from`); empty if none does."""
+    """The service that copies between its stores (`Store.copy_from`); empty if the store cannot be asked to copy."""
     observed: str = field(default="", compare=False)
-    """The behaviour, seen by a probe, that denies `conditional_create`; empty if nothing was tried."""
+    """The behaviour, seen by a probe, that denies `conditional_create`; empty if no probe was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class ObjectInfo:
     version: str = ""
     """A text that changes with every write (an ETag, a generation); empty if the store has none."""
     has_time: bool = True
-    """False if the store tells no time of the write: `modified_at` is then the time of the answer."""
+    """False if the store reports no time of the write: `modified_at` is then the time of the answer."""
 
     @property
     def write(self) -> str:
@@ -123,7 +123,7 @@ class UploadInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The place of one part in its object. Numbers start at 1; parts follow each other without gaps."""
+    """The byte range of one part in its object. Numbers start at 1; parts follow each other without gaps."""
 
     number: int
     offset_bytes: int
@@ -150,23 +150,23 @@ class FoundPart:
     """See `UploadedPart`."""
     crc32c: int | None
     md5: str | None
-    """In hexadecimal. The text may be something else, and then matches no part."""
+    """The MD5 in hexadecimal. A store may report another text, which matches no part."""
 
 
 class Store(abc.ABC):
-    """A place for objects. The module's docstring says what holds for every method."""
+    """A place for objects. The module's docstring has the rules for every method."""
 
     capabilities: Capabilities
-    """The declared abilities, known without a request. `probe` finds those of the server that really answers."""
+    """The declared abilities, known without a request. `probe` finds the abilities of the server that answers."""
     limits: Limits
 
     def probe(self) -> Capabilities:
         """Return the abilities of the server that answers.
 
-        They can differ from the declared ones at an S3 endpoint that is not Amazon's, or on a file system without hard
-        links. There, the call tries them out on small objects of its own, which it removes again. The result holds for
-        the life of the process. It needs the permission to write, so only a save calls it. Raises `StoreError` if the
-        store could not be asked.
+        These can differ from the declared ones at an S3 endpoint that is not Amazon's, or on a file system without hard
+        links. There, the call tries them out on small objects of its own, and removes these. The result holds for the
+        life of the process. The call needs the permission to write, so only a save makes it. Raises `StoreError` if the
+        store does not answer.
         """
         return self.capabilities
 
@@ -193,7 +193,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def create_multipart(self, key: str) -> str:
-        """Begin a multipart upload and return its id. No object appears at `key` until it is completed."""
+        """Begin a multipart upload and return its id. No object appears at `key` until the upload is completed."""
 
     @abc.abstractmethod
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
@@ -245,19 +245,19 @@ class Store(abc.ABC):
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
         """Yield every part of the unfinished upload; several of one number if all can be used.
 
-        `complete_multipart` accepts them: of this upload, or of any in this store, as `Capabilities.listed_parts` says.
-        An upload that was completed or aborted has none; a store may also raise `ObjectNotFoundError`.
+        `complete_multipart` accepts these parts, for the upload that `Capabilities.listed_parts` names. An upload that
+        was completed or aborted has no parts; a store may also raise `ObjectNotFoundError`.
         """
         problem = f"this store cannot list the parts of the unfinished upload {upload_id!r}. Upload the object anew."
         raise self.error(UnsupportedOperationError, "list_parts", key, problem)
 
     def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
-        """Have the service copy the object at `source_url`, an `url` of another store of its kind, to `target_key`.
+        """Have the service copy the object at `source_url`, a `url` of another store of its kind, to `target_key`.
 
         No byte passes through this process. Returns the CRC32C that the service has computed from the bytes of the
         copy; None if it reports none. One endpoint and one set of credentials must reach both. `run` makes each
-        request, so that only a failed one is made again. Raises `UnsupportedOperationError` if this store cannot copy
-        from there.
+        request, so that only a failed request is made again. Raises `UnsupportedOperationError` if this store cannot
+        copy from `source_url`.
         """
         problem = f"this store cannot have the service copy {source_url}. Read it and write it."
         raise self.error(UnsupportedOperationError, "copy_from", target_key, problem)
@@ -280,7 +280,7 @@ class Call:
 
 
 class ForwardingStore(Store):
-    """Passes each call to `inner`, and has its capabilities and limits.
+    """Passes each call to `inner`, and has the capabilities and limits of `inner`.
 
     A subclass overrides `around` to see every call, or single methods.
     """
@@ -390,7 +390,7 @@ def crc32c_of(views: Views, previous: int = 0) -> int:
 
 
 def compute_tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
-    """Return the CRC32C of each tile of the views' bytes, taken together; the last tile may be shorter."""
+    """Return the CRC32C of each tile of the joined bytes of `views`; the last tile may be shorter."""
     if len(views) == 1:  # nearly always; little Python runs between the checksums, so threads hardly wait for the GIL
         view = views[0]
         return [_crc32c(view[begin : begin + tile_bytes], 0) for begin in range(0, view.nbytes, tile_bytes)]
@@ -434,7 +434,7 @@ def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[me
 
 
 def join_views(views: Views) -> memoryview | bytes:
-    """Return the same bytes in one piece: a single view itself, several views as a copy."""
+    """Return the bytes of `views` as one view: a single view itself, several views as a copy."""
     return views[0] if len(views) == 1 else b"".join(views)
 
 
@@ -459,7 +459,7 @@ def check_key(store: Store, key: str, operation: str) -> None:
 
 
 def check_crc32c(store: Store, key: str, operation: str, *, expected: int, actual: int) -> None:
-    """Raise `ChecksumRefusedError` unless the two agree."""
+    """Raise `ChecksumRefusedError` unless the two checksums agree."""
     if expected != actual:
         raise store.error(
             ChecksumRefusedError,

@@ -1,4 +1,4 @@
-"""Compare this machine's clock with the times that stores and other machines write."""
+"""Compare this machine's clock with the times that stores and other machines report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MAX_APART_S = 3600.0
 
 
 class MachineClock:
-    """The clock of this machine, and what this process has seen of others. Tests replace `MACHINE`.
+    """The clock of this machine, and the times of other clocks that this process has seen. Tests replace `MACHINE`.
 
     Attributes:
         newest_ns: The latest time of a commit that this process has drawn or seen.
-        ahead_s: Seconds by which this clock is ahead of that of each host, by its last answer with a time.
+        ahead_s: Seconds by which this clock is ahead of the clock of each host, from the host's last answer.
 
     """
 
@@ -40,7 +40,7 @@ MACHINE = MachineClock()
 def compare_with_store(date: str | None, age: str | None, host: str) -> None:
     """Compare this machine's clock with the time of an answer of `host`, and warn if it is off.
 
-    `date` and `age` are the headers: a cache on the way keeps the date, and says how long ago that was.
+    `date` and `age` are headers. A cache on the way keeps the date, and gives the age of its answer.
     """
     try:
         ahead_s = MACHINE.time_ns() / 1e9 - parsedate_to_datetime(date or "").timestamp() - int(age or 0)
@@ -67,10 +67,10 @@ def warn_of_clock(ahead_s: float, other: str, *, kind: str) -> None:
 
 
 def now() -> datetime:
-    """Return the time by this machine's clock; by a store's, if this one is over an hour ahead of it.
+    """Return the time by this machine's clock, or by a store's clock if this machine is over an hour ahead of it.
 
-    It is for the ages of objects: by a clock that is ahead, running saves look dead. If stores differ, it is the
-    earliest time, by which gc removes the least.
+    Ages of objects are computed from this time: by a clock that is ahead, running saves would look dead. If stores
+    differ, the earliest time is returned, by which gc removes the least.
     """
     ahead_s = max(list(MACHINE.ahead_s.values()), default=0.0)
     return datetime.fromtimestamp(MACHINE.time_ns() / 1e9 - (ahead_s if ahead_s > _MAX_APART_S else 0.0), timezone.utc)

@@ -83,12 +83,12 @@ class ClientKey(Generic[Config]):
 
 
 class SDKClient(abc.ABC):
-    """A client of an SDK, which looked for its credentials when it was made."""
+    """A client of an SDK. The constructor looks for credentials."""
 
     is_refused = False
-    """True once the service has refused its credentials: its users ask the cache for another client."""
+    """True once the service has refused the client's credentials: users then ask the cache for another client."""
     successor: Any = None
-    """The client with other credentials that took its place, if there is one."""
+    """The client with new credentials that replaced this one, if there is one."""
 
     @property
     @abc.abstractmethod
@@ -121,15 +121,15 @@ class ClientCache(Generic[Config, Client]):
         self._make_for = make_for
 
     def client_for(self, key: ClientKey[Config]) -> Client:
-        """Return the client for `key` and the environment as it is now, made if there is none yet."""
+        """Return the client for `key` and the present environment. Make it if there is none."""
         environment = sorted(item for item in os.environ.items() if item[0].upper().startswith(_CONFIGURING))
         with self._lock:
             return self._make_for(key, tuple(environment))
 
     def replace(self, refused: Client, key: ClientKey[Config]) -> Client | None:
-        """Look for credentials once more. Return a client if they differ from those of the `refused` one, or None.
+        """Look for credentials again. Return a client if they differ from those of the `refused` one, or None.
 
-        An agent may have renewed a file since. However many threads meet the refusal, one of them looks.
+        An agent may have renewed a file. If several threads meet the refusal, one of them looks.
         """
         with self._replacing:
             if not refused.is_refused and refused.identity() is not None:
@@ -143,7 +143,7 @@ class ClientCache(Generic[Config, Client]):
             return successor
 
     def discard(self, refused: Client) -> None:
-        """Let the next call look for credentials anew, unless others are found already."""
+        """Let the next call look for credentials anew, unless new ones were found."""
         refused.is_refused = True
         if refused.successor is None:
             self.clear()
@@ -163,7 +163,7 @@ def is_clear_text(endpoint_url: str) -> bool:
 
 
 def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
-    """Refuse an endpoint with credentials in it; warn, once per process, if it is plain HTTP elsewhere.
+    """Refuse an endpoint with credentials in it. Warn, once per process, of plain HTTP to another machine.
 
     `variables` names the sources of an endpoint that is not in the storage options.
     """
@@ -204,11 +204,11 @@ class CallScope:
 
     @property
     def is_cancellable(self) -> bool:
-        """True if the call waits on a connection that is known."""
+        """True if the call waits on a known connection."""
         return bool(self._sockets)
 
     def cancel(self) -> None:
-        """Wake the call if it waits on its connection. A request that it is about to make is not made."""
+        """Wake the call if it waits on its connection. The call makes no further request."""
         with self._lock:
             self._is_cancelled = True
             for connection in self._sockets:
@@ -233,7 +233,7 @@ def follow(connection: socket.socket | None) -> None:
 
 
 def make_cancellable(pool_classes_by_scheme: Mapping[str, Any]) -> dict[str, Any]:
-    """Return pools of urllib3 whose connections say when they are used, and refuse an answer whose head is cut."""
+    """Return pools of urllib3 whose connections report their use, and refuse an answer with a cut head."""
     followed: dict[str, Any] = {}
     for scheme, pool in pool_classes_by_scheme.items():
         connection = type(pool.ConnectionCls.__name__, (_FollowedConnection, pool.ConnectionCls), {})

@@ -91,7 +91,7 @@ _NETWORK_RULES = (CLOSED, CONNECT_LATE, PROXY, READ_LATE, TLS, UNREACHED)
 _BROKEN_CONNECTIONS = (http.client.HTTPException, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 SAID_BY_ANYONE = frozenset({407, 408, 413, 429})
-"""Statuses below 500 that mean the same from a proxy. None of them says anything about an object."""
+"""Statuses below 500 that mean the same from a proxy as from the store. They say nothing about an object."""
 
 CLIENT_ERROR, SERVER_ERROR = 400, 500
 
@@ -146,13 +146,13 @@ class ErrorTable:
     """By the service's own name of an error."""
     statuses: Mapping[int, ErrorRule]
     exceptions: Mapping[str, ErrorRule]
-    """By the name of a class of the SDK. Any other class has the rule of its nearest base."""
+    """By the name of a class of the SDK. A class without a rule has the rule of its nearest base."""
     packages: frozenset[str]
     """The packages of the SDK."""
     parsers: tuple[str, ...]
     """The beginnings of the names of the modules in which the SDK parses answers."""
     quoted: str
-    """The package whose exceptions have texts without headers of requests, and so without tokens."""
+    """The package whose exceptions have texts without headers of requests, and thus without tokens."""
     certificate: ErrorRule
     """For a certificate that is not accepted."""
     configuration: ErrorRule
@@ -171,7 +171,7 @@ class ErrorTable:
 
 
 class ForeignAnswerError(Exception):
-    """An answer that the store itself never gives, but a proxy, a load balancer or another server does."""
+    """An answer that does not come from the store, but from a proxy, a load balancer or another server."""
 
 
 class CredentialSourceError(Exception):
@@ -225,7 +225,7 @@ def translate_exception(
 
 
 def _is_of_parsing(error: Exception, table: ErrorTable) -> bool:
-    """Return True if the SDK failed to parse an answer: it takes any XML or JSON for the service's."""
+    """Return True if the SDK failed to parse an answer, which it does for any foreign XML or JSON."""
     if not isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError):
         return False
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -294,7 +294,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _network_reason(error: Exception) -> str | None:
-    """Return why the network failed, without any header or token; None if it was something else."""
+    """Return why the network failed, without any header or token; None if the network is not the cause."""
     name = type(error).__name__
     for cause in _causes(error):
         if isinstance(cause, socket.gaierror):
@@ -308,7 +308,7 @@ def _network_reason(error: Exception) -> str | None:
 
 
 def describe_foreign(whose: str, status: int, content_type: str | None, body: object) -> str:
-    """Describe an answer that is not of `whose` kind. Quotes the beginning of `body` if it is bytes."""
+    """Describe an answer that is not of the kind `whose`. Quotes the beginning of `body` if it is bytes."""
     beginning = f", {body[:_MAX_QUOTED_BYTES]!r}" if isinstance(body, bytes) and body else ""
     return f"the answer is not {whose}: status {status}, {content_type or 'no Content-Type'}{beginning}"
 

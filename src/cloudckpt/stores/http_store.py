@@ -65,9 +65,9 @@ class HTTPSession(abc.ABC):
         return client
 
     def client_after(self, error: Exception, client: Any) -> Any:
-        """Return a client with other credentials than `client`, if the service refused those and others are found.
+        """Return a client with new credentials, if the service refused those of `client` and new ones are found.
 
-        Raises `error` if not.
+        Raises `error` otherwise.
         """
         translated = self.translate(error, "", self.get_api, "")
         successor = self.cache.replace(client, self.client_key) if isinstance(translated, CredentialsError) else None
@@ -86,12 +86,12 @@ class HTTPSession(abc.ABC):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Texts that must never be printed."""
+        """Texts that no message may show."""
         known = self.client_key.config if self._client is None else self._client
         return (*known.secrets, *self._former_secrets)
 
     def failed_request(self, operation: str, api: str, key: str, *, secrets: tuple[str, ...] = ()) -> FailedRequest:
-        """Describe the request `api` about `key`, for an error. `secrets` are those that the session does not know."""
+        """Describe the request `api` about `key`, for an error. `secrets` are further secrets of this request."""
         if operation in _LISTINGS:  # the user gave the folder, and knows no prefix of names in it
             key = key.rpartition("/")[0]
         endpoint = self.client_key.config.endpoint_url or self.service
@@ -112,7 +112,7 @@ class HTTPSession(abc.ABC):
 
     @abc.abstractmethod
     def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
-        """Return the error to raise for `error`; None if it is not the store's."""
+        """Return the error to raise for `error`; None if `error` does not come from the store."""
 
     @abc.abstractmethod
     def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:
@@ -126,7 +126,7 @@ class HTTPSession(abc.ABC):
     def translation(self, operation: str, api: str, key: str) -> Iterator[None]:
         """Translate the exceptions of the block, which makes the request `api` about `key`.
 
-        A context and not a function that makes the request: every frame between a save and the SDK has to be read.
+        A context adds no frame between a save and the SDK, as a function that makes the request would.
         """
         try:
             yield
@@ -147,7 +147,7 @@ class HTTPSession(abc.ABC):
 
     @contextlib.contextmanager
     def receiving(self, body: ResponseBody, operation: str, key: str) -> Iterator[None]:
-        """Translate the exceptions of the block, which receives `body`, and give back the connection at its end.
+        """Translate the exceptions of the block, which receives `body`, and release the connection at its end.
 
         Raises `InterruptedReadError` if the body breaks off after its first byte.
         """
@@ -176,14 +176,14 @@ class HTTPSession(abc.ABC):
             )
 
     def error(self, cls: type[StoreError], operation: str, key: str, problem: str, **attributes: Any) -> StoreError:
-        """Return an error about `key` that no exception of the SDK stands for."""
+        """Return an error about `key` that has no exception of the SDK."""
         url = self.url(key)
         return cls(f"{url.rstrip('/')}: {mask(problem, self.secrets)}", key=url, operation=operation, **attributes)
 
     def check_names(self, operation: str, *, prefix: str, names: Iterable[object]) -> None:
         """Raise `UnsupportedOperationError` for a listed name that does not begin with `prefix`.
 
-        A caller that lists in order to remove would remove the objects of others.
+        A caller that removes what it lists would remove objects of others.
         """
         for name in names:
             if not isinstance(name, str) or not name.startswith(prefix):
@@ -196,7 +196,7 @@ class HTTPSession(abc.ABC):
                 )
 
     def check_goes_on(self, operation: str, *, prefix: str, token: object, last_token: object) -> None:
-        """Raise `UnsupportedOperationError` if the next page is the one that was just read: there would be no end."""
+        """Raise `UnsupportedOperationError` if the next page is the page just read: the listing would never end."""
         if token == last_token:
             problem = "the listing goes round in circles: the store, or a proxy before it, ignores page tokens."
             raise self.error(UnsupportedOperationError, operation, prefix, problem)
@@ -239,7 +239,7 @@ class HTTPStore(Store):
         return self.session.url(self._root).rstrip("/")
 
     def probe(self) -> Capabilities:
-        """Return the declared capabilities for the service's own endpoint. Any other is tried out, once per process."""
+        """Return the declared capabilities for the service's own endpoint. Try out any other, once per process."""
         endpoint = self.session.endpoint_url("probe")
         if self.is_genuine(endpoint):
             return self.capabilities
@@ -277,10 +277,10 @@ class HTTPStore(Store):
         return bytes(content)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove the objects. Each request is made after the one before it has succeeded.
+        """Remove the objects. Each request is made after the request before it has succeeded.
 
-        Only long rows of siblings are removed together, in any order: the objects of one attempt's data. A manifest,
-        with few objects beside it, is removed by a request of its own.
+        One request removes a long row of siblings in any order: the objects of one attempt's data. A manifest, with few
+        objects beside it, has a request of its own.
         """
         names = (self.name_of(key, "delete") for key in keys)
         for _, siblings in itertools.groupby(names, key=lambda name: name.rpartition("/")[0]):
@@ -319,9 +319,9 @@ def check_range(
     offset_bytes: int,
     end_bytes: int,
 ) -> None:
-    """Check that a body is bytes ``[offset_bytes, end_bytes)`` of the object, and nothing else.
+    """Check that a body is bytes ``[offset_bytes, end_bytes)`` of the object.
 
-    Raises `ShortObjectError` if the answer says that the object ends before, and `TransientStoreError` if it
+    Raises `ShortObjectError` if the answer says that the object ends earlier, and `TransientStoreError` if the answer
     contradicts the request or itself.
     """
     wanted = f"bytes {offset_bytes:,} to {end_bytes:,} were asked for"

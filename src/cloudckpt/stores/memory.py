@@ -79,8 +79,8 @@ BUCKETS: dict[str, _Bucket] = {}
 class MemoryStore(Store):
     """``memory://name/prefix``: all stores of one name in one process see the same objects.
 
-    Nothing leaves the process, so each call of a store that was pickled to another process, or is used after a fork,
-    raises `UnsupportedOperationError` instead of saving where no other process can look.
+    The objects stay in the process. So each call of a store that was pickled to another process, or is used after a
+    fork, raises `UnsupportedOperationError`: no other process could see what it saves.
     """
 
     def __init__(self, name: str, prefix: str = "", *, limits: Limits = DEFAULT_LIMITS, pid: int | None = None) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Store:
-    """Return the store rooted at `uri`. Nothing is contacted before its first call.
+    """Return the store rooted at `uri`. Makes no request.
 
     Raises `InvalidURIError`, `InvalidOptionError` for an unknown storage option or for `options` or a `wrap_store` of
     another class, and `MissingDependencyError` if the store's package is not installed.

@@ -1,4 +1,4 @@
-"""Checks of a store's behaviour, each on small objects of its own.
+"""Checks of a store's behaviour, on small objects that each check writes itself.
 
 `probe_bucket` runs two of them, for endpoints that only speak the protocol of S3 or GCS: create-if-absent, on which a
 save depends, and checksums. Some servers accept the condition of a put, and overwrite all the same. `cloudckpt doctor`
@@ -50,9 +50,9 @@ _lock = threading.Lock()
 def probe_bucket(store: Store, *, endpoint: str, bucket: str, condition: str) -> Capabilities:
     """Try out the bucket at `endpoint`, once per process, with an object under the root of `store`.
 
-    Makes five or six requests and removes the object again. Raises `StoreError` if the store could not be asked, and
-    remembers nothing then: after a `TransientStoreError`, a second try takes a new key.
-    `condition` is the condition that the store sends for create-if-absent, for the log.
+    Makes five or six requests and removes the object. Raises `StoreError` if the store does not answer, and keeps no
+    result then: after a `TransientStoreError`, a second try takes a new key. `condition` is the condition that the
+    store sends for create-if-absent, for the log.
     """
     with _lock:
         lock = _locks.setdefault((endpoint, bucket), threading.Lock())
@@ -85,7 +85,7 @@ def _try_out(store: Store, *, place: str, condition: str) -> Capabilities:
             verifies_crc32c = True
         except CheckFailed:
             pass
-        except StoreError as error:  # no save depends on it
+        except StoreError as error:  # no save depends on the check of checksums
             _log.info("%s: could not tell if wrong checksums are refused: %s", store.url(scratch.key), error)
     finally:
         for failure_to_remove in scratch.clean_up():
@@ -175,7 +175,7 @@ class Scratch:
         self._keys.pop(key, None)
 
     def clean_up(self) -> list[str]:
-        """Remove everything that is left. Returns the text of each failure, which names the object."""
+        """Remove all objects and uploads that are left. Returns the text of each failure, which names the object."""
         failures = {
             (key, upload_id): error_of(self.store.abort_multipart, key, upload_id) for key, upload_id in self._uploads
         }

@@ -18,9 +18,9 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 PARSER = "parser"
 """The key of a field's metadata that has the parser of its option."""
 Parser: TypeAlias = Callable[[Any], Any]
-"""Turns an option's value into that of a field of the configuration; into None if the option asks for nothing.
+"""Turns an option's value into the value of a field of the configuration, or into None for no setting.
 
-`TypeError` or `ValueError` says what is wrong with it.
+Raises `TypeError` or `ValueError`, which says what is wrong with the value.
 """
 
 
@@ -65,9 +65,9 @@ def parse(
     find_contradictions: Callable[[Mapping[str, Any]], list[str]],
     store: str,
 ) -> dict[str, Any]:
-    """Return the fields that `storage_options` ask for. ``None`` counts as left out.
+    """Return the fields that `storage_options` set. ``None`` counts as left out.
 
-    `aliases` are other names of options; and options that are another form of a field, if `parsers` has them too.
+    `aliases` are other names of options. An alias that `parsers` has, too, is another form of the field.
     Raises `InvalidOptionError` with every problem at once.
     """
     problems: list[str] = []

@@ -1,7 +1,7 @@
 """Entries of a state dict that are saved from live objects and loaded into them.
 
-A load plans these entries from what the checkpoint holds, not from what the objects hold already. A fresh optimizer has
-no state, so its own state dict would ask for none, and the moments in the checkpoint would be left behind.
+A load plans these entries from the content of the checkpoint, not from the state of the objects. A fresh optimizer has
+no state, so its own state dict would ask for none, and the load would leave the saved moments behind.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ NO_PLACE: Any = object()
 
 @dataclasses.dataclass
 class _PartsOfRanks(TensorStorageMetadata):
-    """torch's metadata of a tensor whose parts several ranks hold. A tensor in its place shows which part is whose."""
+    """torch's metadata of a tensor whose parts several ranks hold. Only a tensor of a live object says which."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSource:
-    """The checkpoint that live entries are loaded from."""
+    """The checkpoint from which live entries are loaded."""
 
     uri: str
     entries: Mapping[str, Any]
@@ -62,7 +62,7 @@ class LoadSource:
     has_optimizer: bool = False
     """True if an optimizer is loaded, too."""
     is_logged: bool = False
-    """True on the one rank that logs what is the same on all ranks."""
+    """True on the one rank that logs messages of all ranks."""
 
     def advise_rename(
         self, wanted: Mapping[str, Any], *others: str, found_names: Collection[str] = (), where: str
@@ -117,7 +117,7 @@ class LiveEntry:
     """
 
     takes_flat_names = False
-    """True if a checkpoint may hold the entry as ``"model.weight"``, as imports do, in the place of a dict."""
+    """True if a checkpoint may hold names such as ``"model.weight"`` in place of a dict, as after an import."""
 
     is_synchronized = False
     """True if training keeps the tensors equal on all ranks that hold them."""

@@ -26,10 +26,9 @@ _log = logging.getLogger("cloudckpt")
 
 
 class LoadItems(Sequence[ReadItem]):
-    """The items of whole tensors that are stored as one chunk, and then `rest`, in place of torch's list.
+    """The items of whole tensors that are stored as one chunk, and then `rest`. Replaces torch's list of items.
 
-    The item of a whole tensor is made on access. Pickled, this is smaller than a list of the same items, which it
-    equals.
+    The item of a whole tensor is made on access. The pickle is smaller than that of an equal list.
     """
 
     __slots__ = ("_sizes", "fqns", "rest")
@@ -93,10 +92,10 @@ def find_wants(
     uri: str,
     is_logged: bool,
 ) -> Wants:
-    """Return the wants of the items. The planner gives the tensors; `tensors_of`, if given, gives the whole ones.
+    """Return the wants of the items. The planner returns the tensors; `tensors_of`, if given, returns whole ones.
 
     `on_value` receives the values. The planner receives each filled tensor, except for those of `tensors_of`. With
-    `is_logged`, which one rank sets, values that get another dtype are logged.
+    `is_logged`, which one rank sets, tensors of another dtype than the stored one are logged.
     """
     fqns: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -138,8 +137,8 @@ def find_wants(
 def _keep_apart(wants: Sequence[Want]) -> None:
     """Let tensors that share memory, such as tied weights, be filled by copies.
 
-    If several fill the same memory, the last one is copied there, and the others are only checked: `log_dropped`
-    compares those that were saved apart from the last one.
+    If several wants fill the same memory, the last one is copied there, and the others are only verified. `log_dropped`
+    compares those that were saved apart with the last one.
     """
     last: dict[tuple[int, int], ItemLocation] = {}
     for want in reversed(wants):
@@ -166,9 +165,9 @@ def _log_casts(wants: Iterable[Want], *, uri: str) -> None:
 
 
 def log_dropped(wants: Wants, *, uri: str) -> None:
-    """Warn of tensors whose values differ from those that a read has filled their memory with.
+    """Warn of tensors whose saved values differ from the values that now fill their memory.
 
-    Each rank warns of its own shards: only those are compared.
+    Each rank compares, and warns of, its own shards alone.
     """
     targets = ((want.name, want.target) for want in wants.single)
     dropped = [name for name, target in targets if isinstance(target, TensorTarget) and target.has_dropped_others()]

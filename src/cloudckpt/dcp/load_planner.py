@@ -63,8 +63,8 @@ def is_default_planner(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
 class ExplainingLoadPlanner(DefaultLoadPlanner):
     """Raises `StateDictMismatchError` with every entry that does not fit, not only the first.
 
-    The time of a plan depends on what the rank asks for, not on the number of ranks that saved. Tensors that are wanted
-    as they were saved, whole and in one chunk, are planned without torch's search for overlapping chunks.
+    The time of a plan depends on the tensors that the rank asks for, not on the number of ranks that saved. Whole
+    tensors that were saved in one chunk are planned without torch's search for overlapping chunks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self._via = via
         self.num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self.renaming: Renaming | None = None
-        """The new names of the checkpoint, also those of files that hold one model, where the caller gives none."""
+        """The new names of the checkpoint; those of files of one model, if the caller gives no `rename`."""
         self._saved: Mapping[str, Any] = {}
         self._empty: list[str] = []
         self._wrappers: dict[str, StoredWrapper] = {}
@@ -118,7 +118,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 assign(state_dict, flat.paths[fqn], materialized[fqn])
 
     def _open_tuples(self, state_dict: dict[str, Any], flat: FlatStateDict, metadata: Metadata) -> bool:
-        """Let None or another value take the tuple that was saved in its place, as it takes other values."""
+        """Let a state dict with None or another value in the place of a saved tuple take the tuple."""
         if (nesting := stored_nesting(metadata)) is None:
             return False
         paths = {name_path(path): path for path in nesting.tuples}
@@ -193,7 +193,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self.take_value(read_item, torch.load(value, weights_only=False))  # the reader made these bytes
 
     def take_value(self, read_item: ReadItem, loaded: object) -> None:
-        """Put a value into the state dict, without the detour over the bytes of ``torch.save``."""
+        """Put a value into the state dict, without torch's conversion to bytes of ``torch.save`` and back."""
         # torch's method would add the value under the text of a key that is no str.
         fqn = read_item.dest_index.fqn
         try:
@@ -258,13 +258,13 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return create_default_local_load_plan(rest, metadata, not self.allow_partial_load).items
 
     def _check_kinds(self, wanted: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where a tensor is to take a Python value: torch would replace the tensor."""
+        """Raise ``ValueError`` if a tensor is to take a Python value: torch would replace the tensor."""
         for fqn, value in wanted.items():
             if isinstance(value, torch.Tensor) and self._holds_value(fqn):
                 raise ValueError(f"{fqn!r} is not a tensor")
 
     def _find_mismatches(self) -> tuple[list[str], dict[str, str], list[str]]:
-        """Return the FQNs that the checkpoint lacks, and sentences for those of other shapes and of other kinds."""
+        """Return the FQNs that the checkpoint lacks, and a sentence for each entry of another shape or kind."""
         missing: list[str] = []
         reshaped: dict[str, str] = {}
         unlike = list(self._find_wrapper_problems())
@@ -311,7 +311,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return isinstance(self._saved.get(fqn), BytesStorageMetadata)
 
     def _find_unasked(self, missing: Collection[str]) -> list[str]:
-        """Return the saved names that are not asked for: those beside `missing` names, or all if there are none."""
+        """Return saved names that are not asked for: the names beside `missing` ones, or all if nothing is missing."""
         unasked = [name for name in self._saved if name not in self.state_dict] if missing else []
         tops = {str(self.mappings[name][0]) for name in missing}
         return [name for name in unasked if any(is_below(name, top) for top in tops)] or unasked
@@ -348,7 +348,7 @@ def narrow_metadata(metadata: Metadata, state_dict: Mapping[str, Any]) -> Metada
 def _wanted_chunks(
     chunks: StoredChunks, entry: TensorStorageMetadata, wanted: Any
 ) -> list[ChunkStorageMetadata] | None:
-    """Return None where torch has to look at all chunks, or would not look at any."""
+    """Return the chunks to look at; None if torch has to look at all chunks, or looks at none."""
     size = getattr(wanted, "size", None)
     if size is None or size() != entry.size:
         return None
@@ -372,7 +372,7 @@ class WholePlanner(DefaultLoadPlanner):
     def __init__(
         self, choose_names: Callable[[Iterable[str]], Iterable[str]], takes: Callable[[str], bool], *, uri: str
     ) -> None:
-        """`choose_names` returns the names to load among all, and `takes` says if one name is loaded."""
+        """`choose_names` returns the names to load among all names; `takes` returns True for such a name."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._choose_names = choose_names
         self._takes = takes

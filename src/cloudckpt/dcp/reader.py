@@ -1,4 +1,4 @@
-"""The DCP storage reader: it finds the manifest, shows it to torch as metadata, and fills what a plan asks for."""
+"""The DCP storage reader: it finds the manifest, shows it to torch as metadata, and fills the items of a plan."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ from cloudckpt.uri import is_valid_location, parse_location
 
 _log = logging.getLogger("cloudckpt")
 _MODEL = "model"
-"""The key of what `load` and `save` take as the model."""
+"""The key of the argument `model` of `load` and `save`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestLookup:
-    """The result of looking for a manifest at `uri`: the manifest as it is stored, or else an error."""
+    """The result of looking for a manifest at `uri`: the stored manifest, or an error."""
 
     uri: str
     document: bytes | None = None
     error: Exception | None = None
-    """Why there is no manifest: none is committed, or the look for it failed."""
+    """The reason why there is no manifest: none is committed, or the lookup failed."""
     is_of_copy: bool = False
-    """The manifest is that of the copy in another place."""
+    """True if the manifest is that of the copy in another place."""
     is_torchs: bool = False
-    """No manifest is committed, but a checkpoint of torch's own writer exists."""
+    """True if no manifest is committed, but a checkpoint of torch's own writer exists."""
     files: FilesManifest | None = None
-    """The safetensors files there, if there is no checkpoint."""
+    """The safetensors files at `uri`, if there is no checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +74,14 @@ class _Call:
     """One load of `cloudckpt.load`."""
 
     lookup: ManifestLookup
-    """The coordinator's."""
+    """The coordinator's lookup."""
     is_lazy: bool
     whole_keys: Collection[str] | None
     keys: Collection[str]
 
     @property
     def has_live_model(self) -> bool:
-        """True if the load is of an object that was passed as the model."""
+        """True if the caller of `load` has passed a live object as the model."""
         return _MODEL in (self.keys if self.whole_keys is None else self.whole_keys)
 
 
@@ -90,17 +90,17 @@ class RankPlanData:
     """The message of a rank to the coordinator, which travels with its plan (``storage_data``)."""
 
     attempt: str
-    """The commit that the rank found."""
+    """The attempt of the checkpoint that the rank found."""
     names: int = 0
-    """`Renaming.checksum` of the names that it gave to the checkpoint; 0 if none."""
+    """`Renaming.checksum` of the new names on this rank; 0 without `rename`."""
     unused: Sequence[str] = ()
-    """Paths in the checkpoint that this rank's objects have no use for."""
+    """Paths in the checkpoint that this rank's objects do not use."""
     objects: Sequence[str] = ()
     """Top-level keys of this rank's ``Stateful`` objects, which can take more than they ask for."""
     lacking: Sequence[str] = ()
     """`Renaming.lacking` of this rank."""
     left: Sequence[str] = ()
-    """Saved entries of such objects that no rank has asked for. If there are any, all ranks plan a second time."""
+    """Saved entries of ``Stateful`` objects that no rank has asked for. If there are any, all ranks plan again."""
 
 
 class ObjectStoreReader(StorageReader):
@@ -139,7 +139,7 @@ class ObjectStoreReader(StorageReader):
     _torch_reader: TorchCheckpointReader | None
     _copy_elsewhere: CopyElsewhere | None
     _failure: Exception | None
-    """The error of `read_metadata`, for torch's second call of it, and for `set_up_storage_reader`."""
+    """The error of `read_metadata`, which torch calls twice. `set_up_storage_reader` raises it."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class ObjectStoreReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """URI that is read."""
+        """URI of the checkpoint to read."""
         return self._location.uri
 
     @property
@@ -232,7 +232,7 @@ class ObjectStoreReader(StorageReader):
 
         Args:
             ranks: The collectives of the load.
-            is_lazy: Make the metadata of a tensor when it is asked for. Only if no code of the user sees the metadata.
+            is_lazy: Make the metadata of a tensor on access. Only if no code of the user sees the metadata.
             whole_keys: Top-level keys below which the load must ask for all saved entries. None means all keys.
             keys: Keys of the entries that this rank loads.
 
@@ -251,7 +251,7 @@ class ObjectStoreReader(StorageReader):
         )
 
     def end_call(self) -> Exception | None:
-        """End what `begin_call` began, on this rank and all others. Returns the error of the lookup, if it failed."""
+        """End the load that `begin_call` began, on all ranks. Returns the error of the lookup, if it failed."""
         call, self._call = self._call, None
         if call is None:
             return None
@@ -297,9 +297,9 @@ class ObjectStoreReader(StorageReader):
     def prepare_local_plan(
         self, plan: LoadPlan, *, unused: Sequence[str] = (), objects: Sequence[str] = ()
     ) -> LoadPlan:
-        """Attach the commit that this rank found, and the paths that its objects have no use for.
+        """Attach this rank's `RankPlanData` to its plan.
 
-        `objects` are the top-level keys of those that can take more than they ask for.
+        `objects` are the top-level keys of objects that can take more than they ask for.
         """
         data = RankPlanData(
             attempt="" if self._manifest is None else self._manifest.attempt,
@@ -313,8 +313,8 @@ class ObjectStoreReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check the plans of all ranks, on the coordinator.
 
-        If an object asks for less than was saved of it, the returned plans name the rest (`RankPlanData.left`), and all
-        ranks plan again.
+        If an object asks for a part of its saved entries, the returned plans name the rest (`RankPlanData.left`), and
+        all ranks plan again.
 
         Raises:
             CheckpointChangedError: The ranks found different saves, and would mix them.
@@ -353,7 +353,7 @@ class ObjectStoreReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for. After an error, the tensors may hold anything."""
+        """Fill the items of the plan. After an error, the content of the tensors is undefined."""
         future: Future[None] = Future()
         with self.lifecycle.ending_on_error():
             try:
@@ -371,7 +371,7 @@ class ObjectStoreReader(StorageReader):
         return {**self.__dict__, **dict.fromkeys(begun)}
 
     def nested_metadata(self) -> Metadata:
-        """Return the metadata of the load that has begun, with the paths that a lazy one leaves out."""
+        """Return the metadata of the load that has begun, with the paths, which lazy metadata leaves out."""
         assert self._metadata is not None  # noqa: S101  # read_metadata has made it
         return self._metadata if self._manifest is None else self._make_metadata(self._manifest, is_lazy=False)
 
@@ -420,8 +420,8 @@ class ObjectStoreReader(StorageReader):
     def _look_up(self, *, is_sent: bool) -> ManifestLookup:
         """Look for the manifest. If the result `is_sent` to other ranks, it holds the document.
 
-        Returns an error instead of raising it, since the other ranks wait for the result. It looks for a checkpoint of
-        torch's own only after the absence of a manifest is confirmed.
+        Returns an error instead of raising it, since the other ranks wait for the result. Looks for a checkpoint of
+        torch's own writer only after the absence of a manifest is confirmed.
         """
         uri, failure = self.checkpoint_id, None
         for is_of_copy in (False,) if self._copy is None else (False, True):
@@ -485,7 +485,7 @@ class ObjectStoreReader(StorageReader):
         return self._make_metadata(manifest, is_lazy=self._call is not None and self._call.is_lazy)
 
     def _new_renaming(self, names: Collection[str], *, uri: str, is_of_model: bool = False) -> Renaming | None:
-        """Return the new names. Without `rename`, those of files that hold one model's tensors lead to the model."""
+        """Return the new names. Without `rename`, names in files of one model's tensors are put below ``model``."""
         rename = self._rename
         if rename is None and is_of_model and names and self._call is not None and self._call.has_live_model:
             rename = {"": _MODEL}

@@ -1,4 +1,4 @@
-"""Find entries of which several ranks hold copies that differ, by fingerprints that travel with the ranks' plans.
+"""Find entries whose copies on several ranks differ, by fingerprints that the ranks send with their plans.
 
 See ``docs/design/031-replicas.md``.
 """
@@ -59,21 +59,21 @@ class DifferenceRule(enum.IntEnum):
     """The consequence of copies that differ."""
 
     BUFFER = 0
-    """The lowest rank saves it: training makes the buffers of a model differ."""
+    """The lowest rank saves its copy: training makes the buffers of a model differ."""
     MAY_DIFFER = 1
-    """The lowest rank saves it, with a warning."""
+    """The lowest rank saves its copy, and a warning names the entry."""
     MUST_AGREE = 2
     """An error."""
     COMMON_TO_SLICES = 3
-    """An error that says how the common part of the slices has to be made."""
+    """An error that says how to make the common part of the slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynchronizedNames:
     """The names of the entries that training keeps equal on all ranks: those of live models and optimizers.
 
-    Buffers are exceptions. A model under DDP gets those of rank 0 before its forward pass, which then changes them by
-    the batch of each rank.
+    Buffers are exceptions. A model under DDP gets the buffers of rank 0 before its forward pass, which then changes
+    them on each rank by the rank's batch.
     """
 
     keys: frozenset[str] = frozenset()
@@ -132,8 +132,8 @@ def take_fingerprints(
 ) -> Fingerprints:
     """Return the fingerprints of the items of a plan. A tensor that this rank alone holds has none.
 
-    `common` are names of tensors that are always compared whole. If the copies are in a `snapshot`, this waits for
-    the bytes that it compares. Values are compared as `synchronized` says.
+    `common` are names of tensors that are always compared whole. If the copies are in a `snapshot`, the call waits for
+    the bytes to compare. `synchronized` says which values are compared.
     """
     fingerprints = Fingerprints(
         of_items=array("Q", bytes(8 * len(items))), synchronized=synchronized, common=frozenset(common)
@@ -173,7 +173,7 @@ def _fingerprint_value(value: Any) -> int:
 
 
 def _text_of(value: Any) -> str:
-    """Return a text that is equal for equal values. Objects of classes that are not known are compared by the class."""
+    """Return a text that is equal for equal values. Objects of unknown classes are compared by their class."""
     if isinstance(value, np.generic):  # such as the learning rate of many schedulers
         value = value.item()
     kind = type(value)
@@ -191,7 +191,7 @@ def _text_of(value: Any) -> str:
 
 
 def _find_readable(item: WriteItem, held: Any, uri: str) -> tuple[torch.Tensor | None, int]:
-    """Return the tensor that `item` stores, if other ranks may hold it too, and its address if it can be read there."""
+    """Return the tensor of `item`, if other ranks may hold it too, and its address; 0 if it cannot be read in place."""
     held = _find_copied(item, held)
     if held is None:
         return None, 0
@@ -204,7 +204,7 @@ def _find_readable(item: WriteItem, held: Any, uri: str) -> tuple[torch.Tensor |
 
 
 def _find_copied(item: WriteItem, held: Any) -> torch.Tensor | None:
-    """Return the tensor that `item` stores, if other ranks may hold it too."""
+    """Return the tensor of `item`, if other ranks may hold it too; otherwise None."""
     data = item.tensor_data
     if data is None or not isinstance(held, torch.Tensor):
         return None
@@ -235,7 +235,7 @@ def _find_copied_shard(held: ShardedTensor, index: MetadataIndex) -> torch.Tenso
 
 @functools.lru_cache(maxsize=1024)
 def windows_of(num_bytes: int, *, is_whole: bool = False) -> tuple[tuple[int, int], ...]:
-    """Return the ranges ``[begin, end)`` that are compared of a tensor of `num_bytes`, in row-major order."""
+    """Return the byte ranges ``[begin, end)`` of a tensor of `num_bytes` that are compared, in row-major order."""
     if is_whole or num_bytes <= _WHOLE_BYTES:
         return tuple((begin, min(begin + _PART_BYTES, num_bytes)) for begin in range(0, num_bytes, _PART_BYTES))
     number = min(max(num_bytes // _BYTES_PER_WINDOW, _MIN_WINDOWS), _MAX_WINDOWS)
@@ -285,7 +285,7 @@ def _hash_rows(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _fingerprint_of(views: Iterable[memoryview], num_bytes: int, *, is_whole: bool) -> int:
-    """Return the fingerprint of a tensor of `num_bytes` by the bytes that are compared of it."""
+    """Return the fingerprint of a tensor of `num_bytes` from its compared bytes."""
     if is_gathered(num_bytes) and not is_whole:
         joined = b"".join(map(bytes, views))  # each view is valid until the next one
         return int(_hash_rows(np.frombuffer(joined, dtype=np.uint64)[None])[0])
@@ -297,7 +297,7 @@ def _fingerprint_of(views: Iterable[memoryview], num_bytes: int, *, is_whole: bo
 
 @contextlib.contextmanager
 def _body_of(contents: Sequence[torch.Tensor], snapshot: Snapshot | None) -> Iterator[PieceBody]:
-    """Give the bytes of tensors that cannot be read in place, back to back. No memory of a GPU is used for it."""
+    """Yield a body of tensors that cannot be read in place, back to back. Takes no memory of a GPU."""
     ends = list(itertools.accumulate(content.nbytes for content in contents))
     pieces = [new_piece(content, begin=end - content.nbytes) for content, end in zip(contents, ends, strict=True)]
     with contextlib.closing(new_arena(budget_bytes=_PART_BYTES)) as arena:
@@ -327,7 +327,7 @@ def _sample_devices(
 ) -> Iterator[tuple[int, int]]:
     """Yield each position with the fingerprint of its tensor.
 
-    The copies from a device are queued together and waited for once, which takes a tenth of the time.
+    Queues the copies from a device together, and waits once, which takes a tenth of the time.
     """
     group: list[tuple[int, int, list[torch.Tensor]]] = []
     num_bytes = 0
@@ -360,7 +360,7 @@ def fingerprints_of(plan: SavePlan) -> Fingerprints | None:
 
 
 def key_of(index: MetadataIndex) -> ItemKey:
-    """Return a key that all items of one tensor or shard share. It is hashed much faster than `index`."""
+    """Return a key that all items of one tensor or shard share. Python hashes it much faster than `index`."""
     return index.fqn, index.offset
 
 
@@ -418,7 +418,7 @@ def check_replicas(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Seque
 
 
 def _differ(copies: Sequence[ItemCopy]) -> bool:
-    """Return True if two copies that were compared differ."""
+    """Return True if two compared copies differ."""
     return not are_equal(copies) and len({copy.fingerprint for copy in copies if copy.fingerprint}) > 1
 
 

@@ -1,7 +1,7 @@
 """The save planner of `cloudckpt.save`: torch's default, faster, and balanced over the ranks by bytes.
 
-Most tensors are plain, whole and on one rank: they are planned in bulk. All others go through torch's own functions.
-The plans and the metadata equal torch's, except for the ranks that save what several ranks hold.
+Most tensors are plain, whole and on one rank: they are planned in bulk. torch's own functions plan all others. The
+plans and the metadata equal torch's, except for the ranks that save replicated items.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_stateful(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TiedItem(WriteItem):
-    """An item in the same memory, on this rank, as `first`: stored once if one rank saves both."""
+    """An item that shares its memory on this rank with the item `first`. Stored once if one rank saves both."""
 
     first: MetadataIndex | None = None
 
@@ -68,10 +68,9 @@ class TiedItem(WriteItem):
 class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
     """Spreads replicated tensors by bytes, the largest first; torch's planner takes them in their order.
 
-    A tensor, or a shard of it, is never cut. Replicas can differ, so only those that are known to be equal are spread:
-    what is saved is the state of the lowest rank that holds it (`cloudckpt.dcp.replicas`). The bytes of
-    each rank's own shards are part of the balance. Names of one tensor, such as tied weights, are saved by one rank,
-    and so once.
+    A tensor, or a shard of it, is never cut. Only replicas that are known to be equal are spread, since others can
+    differ: of these, the lowest rank that holds one saves its own (`cloudckpt.dcp.replicas`). The bytes of each rank's
+    own shards are part of the balance. One rank saves all names of one tensor, such as tied weights, once.
 
     Args:
         compare: `Options.compare_replicas`.
@@ -145,8 +144,8 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
 def plan_items(sources: Mapping[str, Source], *, is_coordinator: bool, uri: str) -> list[WriteItem]:
     """Return one rank's write items for a flat state dict, in its order (``create_default_local_save_plan``).
 
-    Tensors that are alike share their description, which also makes the plan small when it is sent. Raises
-    `UnsupportedValueError` for a tensor without sizes or strides to plan with, such as a nested one.
+    Tensors of one form share their description, which also makes the plan small when it is sent. Raises
+    `UnsupportedValueError` for a tensor without sizes or strides, such as a nested one.
     """
     items: list[WriteItem] = []
     alike: dict[tuple[object, ...], TensorWriteData] = {}
@@ -200,9 +199,9 @@ def _properties_of(tensor: torch.Tensor) -> TensorProperties:
 
 
 def check_agreement(copies_of: Mapping[ItemKey, Sequence[ItemCopy]], plans: Sequence[SavePlan], *, uri: str) -> None:
-    """Raise `StateDictMismatchError` if ranks have different things under one name.
+    """Raise `StateDictMismatchError` if ranks have entries of different kinds, shapes or dtypes under one name.
 
-    torch saves one of them. The others are then lost, and their ranks cannot load what was saved.
+    torch would save one of them. The others would be lost, and their ranks could not load the checkpoint.
     """
     if len(plans) == 1:
         return
@@ -245,8 +244,8 @@ def _different_things_error(described: str, uri: str) -> StateDictMismatchError:
 def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if ranks have different containers, or a container and an entry, under one name.
 
-    The entries of both would be saved, and no state dict holds both. None and an empty container may
-    stand for a container of another rank.
+    A save would store the entries of both, and no state dict holds both. None and an empty container may stand for a
+    container of another rank.
     """
     if len(nestings) == 1:
         return
@@ -328,7 +327,7 @@ def _describe_item(item: WriteItem) -> str:
 def merge_plans(plans: Sequence[SavePlan], *, uri: str = "the checkpoint") -> tuple[list[SavePlan], Metadata]:
     """Return the plans with the position of each item among its tensor's chunks, and the metadata of all plans.
 
-    No item may be in two plans. Raises `StateDictMismatchError` where the chunks of a tensor overlap, or do not fill it
+    No item may be in two plans. Raises `StateDictMismatchError` if the chunks of a tensor overlap, or do not fill it
     (``create_default_global_save_plan`` and the check that follows it in ``DefaultSavePlanner``).
     """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -348,7 +347,7 @@ def merge_plans(plans: Sequence[SavePlan], *, uri: str = "the checkpoint") -> tu
 
 
 def _add_item(item: WriteItem, entries: dict[str, TensorStorageMetadata | BytesStorageMetadata]) -> WriteItem:
-    """Add to `entries` what `item` stores. Returns the item with its position in the hint of its index."""
+    """Add the chunk or value of `item` to `entries`. Returns the item with its position in the hint of its index."""
     fqn, data = item.index.fqn, item.tensor_data
     entry = entries.get(fqn)
     if entry is not None and item.type is not WriteItemType.SHARD:
@@ -387,8 +386,8 @@ class ReplicatedItem:
 def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[ItemKey, Sequence[ItemCopy]]) -> list[SavePlan]:
     """Return the ranks' plans with each item, whole, in only one of them.
 
-    Any rank may save an item whose copies are known to be equal. The lowest rank saves any other: the lowest one that
-    has memory for it, as stages of a pipeline hold the others' layers on the meta device.
+    Any rank may save an item whose copies are known to be equal. The lowest rank that has memory for it saves any other
+    item: stages of a pipeline hold the others' layers on the meta device.
     """
     if len(plans) == 1:
         return list(plans)
@@ -415,11 +414,11 @@ def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[ItemKey, Sequenc
 
 
 def assign_ranks(items: Sequence[ReplicatedItem], *, own_bytes: Sequence[int]) -> list[int]:
-    """Return for each item the rank that saves it; `own_bytes` is what each rank saves besides.
+    """Return for each item the rank that saves it; `own_bytes` is the size of each rank's own items.
 
-    The largest come first, each to the rank with the fewest bytes so far (Graham, Bounds on Multiprocessing Timing
-    Anomalies, 1969). If every rank holds every item and none has bytes of its own, no rank gets more than 4/3 of its
-    share in the best assignment of whole items.
+    Items are assigned largest first, each to the rank with the fewest bytes so far (Graham, Bounds on Multiprocessing
+    Timing Anomalies, 1969). If every rank holds every item and no rank has bytes of its own, no rank gets more than 4/3
+    of its share in the best assignment of whole items.
     """
     loads_bytes = list(own_bytes)
     ranks = [0] * len(items)

@@ -1,4 +1,4 @@
-"""The DCP storage writer; and `content_of`, which compares what torch planned with what the ranks wrote."""
+"""The DCP storage writer; and `content_of`, which compares torch's plan with the items that the ranks wrote."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class AttemptMessage:
     """A message between a rank and the coordinator, in a plan's ``storage_data``."""
 
     nonce: str
-    """Drawn by the rank for this save. A cached plan brings the message of an older save, and so another nonce."""
+    """A random text of the rank for this save. A cached plan brings the message of an older save, with its nonce."""
     attempt: str | None = None
     known: KnownChunks | None = None
-    """Blocks of the base of the save that this rank need not send if they are unchanged."""
+    """Chunks of the save's base that this rank need not send if they are unchanged."""
 
 
 def require_collectives(*, use_collectives: bool) -> None:
@@ -86,8 +86,8 @@ class ObjectStoreWriter(StorageWriter):
     Args:
         uri: Place of the checkpoint.
         options: Options of its saves.
-        overwrite: Replace a checkpoint at `uri` at the instant of the commit. Without it, a save to a place
-            that has one fails before any byte is sent, or at the commit if another save was faster.
+        overwrite: Replace a checkpoint at `uri` at the instant of the commit. Without it, a save to a place with a
+            checkpoint fails before any byte is sent, or at the commit if another save was faster.
         base: See `cloudckpt.save`.
 
     Raises:
@@ -118,7 +118,7 @@ class ObjectStoreWriter(StorageWriter):
         self._overwrite = overwrite
         self._base = None if base is None else parse_location(base)
         self._find_base = _find_base
-        """Finds the base when the save begins, once the one before it has ended, if `base` does not name it."""
+        """Called when the save begins, if `base` is not given: by then, the save before has ended."""
         if base is not None and (self._options.extensions or self._options.commit == "unconditional"):
             raise InvalidOptionError("base cannot be used with extensions, or with commit='unconditional'")
         if base is not None and self._options.unchanged == "send":
@@ -134,7 +134,7 @@ class ObjectStoreWriter(StorageWriter):
         self.is_alone = False
         """True if this process saves without others. `run_save` sets it."""
         self.lifecycle = Lifecycle("save", self._options, via=_via)
-        """Tells that the current save begins and how it ends."""
+        """Emits the events of the beginning and the end of the current save."""
         self._draft: Draft | None = None
         self._begun_ns = 0
         self._cancellation = Cancellation()
@@ -143,7 +143,7 @@ class ObjectStoreWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """URI that is written to."""
+        """URI of the checkpoint to write."""
         return self._location.uri
 
     @property
@@ -153,7 +153,7 @@ class ObjectStoreWriter(StorageWriter):
 
     @property
     def has_transforms(self) -> bool:
-        """True if the stored bytes are computed from the tensors' values."""
+        """True if extensions compute the stored bytes."""
         return bool(self._transforms)
 
     @property
@@ -167,7 +167,7 @@ class ObjectStoreWriter(StorageWriter):
         return self._snapshot
 
     def follow(self, cancellation: Cancellation | None, snapshot: Snapshot | None = None) -> None:
-        """Give the next save the `cancellation` that watches and cancels it, and the `snapshot` that it reads from.
+        """Give the next save the `cancellation` that watches and cancels it, and the `snapshot` that it reads.
 
         The snapshot may still be in progress. None means that there is none.
         """
@@ -192,7 +192,7 @@ class ObjectStoreWriter(StorageWriter):
         return is_valid_location(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        """Return what torch keeps with the metadata. torch calls it first, so the last save is over."""
+        """Return the record that torch keeps with the metadata. torch calls this first, so the last save is over."""
         self._draft = None
         return self._storage_meta()
 
@@ -235,7 +235,7 @@ class ObjectStoreWriter(StorageWriter):
         return dataclasses.replace(plan, storage_data=AttemptMessage(nonce=self._require_draft().attempt))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give all ranks the coordinator's attempt, under which they write."""
+        """Send the coordinator's attempt, under which they write, to all ranks."""
         with self.lifecycle.ending_on_error():
             draft = self._require_draft()
             self._cancellation.check()
@@ -247,7 +247,7 @@ class ObjectStoreWriter(StorageWriter):
             ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Upload this rank's items, all of them or none."""
+        """Upload this rank's items, all or none."""
         future: Future[list[WriteResult]] = Future()
         with self.lifecycle.ending_on_error():
             try:
@@ -303,7 +303,7 @@ class ObjectStoreWriter(StorageWriter):
     def _leave_out_unchanged(
         self, items: SaveItems, known: KnownChunks | None, arena: Arena, snapshot: Snapshot | None, connections: int
     ) -> tuple[list[SaveItems], list[ItemReceipts]]:
-        """Return the items to send, those together that may share objects, and the receipts of all others."""
+        """Return the items to send, in groups that do not share objects, and the receipts of the unchanged items."""
         num_threads = min(connections, _MAX_HASH_THREADS)
         chunks = hash_chunks(items, arena, snapshot, num_threads=num_threads, check=self._cancellation.check)
         unsent, unchanged = find_unchanged(chunks, known, items.aliases)
@@ -319,10 +319,10 @@ class ObjectStoreWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.
 
-        Raises `CheckpointExistsError` if another save committed first, `IncompleteSaveError` if the ranks did not
-        write what was planned, or something removed it; in both cases what all ranks wrote is removed. Raises
-        `CommitUnknownError`, and removes nothing, if the outcome cannot be found out. `OvertakenError` is an instance
-        of `CheckpointExistsError`, too, but it removes nothing either.
+        Raises `CheckpointExistsError` if another save committed first, and `IncompleteSaveError` if a planned item was
+        not written, or an object is gone. In both cases all ranks' objects are removed. Raises `CommitUnknownError`,
+        and removes nothing, if the outcome is unknown. `OvertakenError` is a `CheckpointExistsError`, too, but removes
+        nothing either.
         """
         with self.lifecycle.ending_on_error():
             # Before the commit, because a failure after it would report a committed save as failed.
@@ -342,12 +342,12 @@ class ObjectStoreWriter(StorageWriter):
             self.lifecycle.end(draft.report)
 
     def flush_trace(self) -> None:
-        """Write the part of `Options.trace` that follows the last step; each step writes its own at its end."""
+        """Write the rest of `Options.trace`. Each step has written its own part at its end."""
         if self._draft is not None:
             self._draft.context.recorder.end()
 
     def discard(self) -> None:
-        """Remove what this rank wrote in its last save.
+        """Remove the objects that this rank wrote in its last save.
 
         Only for a save that all ranks know to have failed: never after `CommitUnknownError`, or a lost rank.
         """
@@ -381,7 +381,7 @@ class ObjectStoreWriter(StorageWriter):
 
 
 def _answer(plan: SavePlan, message: AttemptMessage, draft: Draft) -> AttemptMessage:
-    """Return the coordinator's answer to a rank: the attempt, and what it may find unchanged."""
+    """Return the coordinator's answer to a rank: the attempt, and the chunks that the rank may find unchanged."""
     known = None
     if draft.base is not None:
         indices = (item.index for item in plan.items if item.tensor_data is not None)
@@ -390,7 +390,7 @@ def _answer(plan: SavePlan, message: AttemptMessage, draft: Draft) -> AttemptMes
 
 
 def _result_of(receipts: ItemReceipts) -> WriteResult:
-    """Return one result for an object, with all of its items: torch looks at none of them, and they can be many."""
+    """Return one result for an object, with all of its items, which can be many. torch does not look at them."""
     stored_in = receipts.stored_in
     return WriteResult(MetadataIndex(stored_in.key), size_in_bytes=stored_in.size_bytes, storage_data=receipts)
 
@@ -398,8 +398,8 @@ def _result_of(receipts: ItemReceipts) -> WriteResult:
 def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, uri: str) -> Content:
     """Return the content of a save that planned `metadata` and wrote `results`, one sequence per rank.
 
-    Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3), and
-    `UnsupportedValueError` for what no manifest can hold.
+    Raises `IncompleteSaveError`, naming every item, unless the ranks wrote exactly the planned items (G3), and
+    `UnsupportedValueError` for an entry that no manifest can hold.
     """
     _check_paths(metadata.planner_data, uri)
     receipts: list[ItemReceipts] = [result.storage_data for of_rank in results for result in of_rank]

@@ -110,6 +110,10 @@ def test_rm_keeps_steps_that_a_bucket_is_owed(tmp_path: Path, run: Run) -> None:
     ended = run("rm", fast, "--keep-last", "1", "--yes")
     assert (ended.code, ended.out, ended.err.count(f"step-1: left alone: {remedy}")) == (0, "", 1)
     assert f"step-1: {remedy}" in run("rm", f"{fast}/step-1", "--dry-run").err
+    for words in (["--yes"], ["--yes", "--json"]):
+        ended = run("rm", f"{fast}/step-1", f"{fast}/step-2", *words)
+        assert (ended.code, f"step-1: {remedy}" in ended.err, "pass --force" in ended.err) == (1, True, True)
+    assert [one.name for one in cloudckpt.list_checkpoints(fast)] == ["step-1", "step-2"]
     assert run("drain", fast, root).code == 0
     ended = run("rm", fast, "--keep-last", "1", "--yes")
     assert (ended.code, ended.err, ended.out.count("Deleted")) == (0, "", 1)
@@ -122,6 +126,8 @@ def test_rm_asks_the_root_of_a_fast_place(tmp_path: Path, run: Run) -> None:
     Path(root).write_text("no folder")
     ended = run("rm", fast, "--keep-last", "1", "--yes")
     assert (ended.code, ended.out, "owed it, and cannot be asked for its copy: " in ended.err) == (0, "", True)
+    assert run("rm", f"{fast}/step-1", "--yes").code == 1
+    assert "Deleted" in run("rm", f"{fast}/step-1", "--yes", "--force").out
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

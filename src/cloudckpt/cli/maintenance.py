@@ -43,6 +43,9 @@ def rm(
         int | None,
         typer.Option(min=1, metavar="N", help="Delete all steps of the run at URI but the N that were committed last."),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also delete a step of a fast place whose root lacks the copy it is owed.")
+    ] = False,
     yes: Yes = False,
     dry_run: DryRun = False,
     common: CommonOptions,
@@ -67,6 +70,11 @@ def rm(
     if not common.as_json:
         intent = "would be deleted" if dry_run else "is to be deleted"
         _announce(itertools.chain.from_iterable(to_delete.values()), intent, common)
+    # Those that --keep-last finds are not owed.
+    is_owed = keep_last is None and _warn_of_debts(itertools.chain.from_iterable(to_delete.values()), common)
+    if is_owed and not (force or dry_run):
+        console.warn("Nothing was deleted: pass --force to delete what is owed, too.")
+        raise typer.Exit(NO)
     if to_delete and not (yes or dry_run or console.confirm(f"Delete {count(len(to_delete), 'checkpoint')} for good?")):
         console.say("Nothing was deleted.")
         raise typer.Exit(NO)
@@ -85,13 +93,21 @@ def rm(
 
 
 def _announce(to_delete: Iterable[CheckpointInfo], intent: str, common: CommonOptions) -> None:
-    from cloudckpt.manager.debts import explain_debt
-
     for info in to_delete:
         objects = f"{size(info.num_bytes or 0)} in {count(info.num_objects or 0, 'object')}"
         common.console.line(f"{info.uri}: {info.state}, {age(info.committed_at)} old, {objects}: {intent}")
+
+
+def _warn_of_debts(to_delete: Iterable[CheckpointInfo], common: CommonOptions) -> bool:
+    """Warn of the steps of a fast place whose root lacks the copy that it is owed. Returns True if there are some."""
+    from cloudckpt.manager.debts import explain_debt
+
+    is_owed = False
+    for info in to_delete:
         if reason := explain_debt(info.uri, info.metadata, info.committed_at, common.options()):
             common.console.warn(f"{info.uri}: {reason}")
+            is_owed = True
+    return is_owed
 
 
 def _delete_all(

@@ -172,6 +172,20 @@ def test_sources_that_differ_are_refused_by_name(tmp_path: Path, change: Any, na
     assert not (tmp_path / "mean").exists()
 
 
+def test_entries_of_the_first_source_alone(tmp_path: Path) -> None:
+    """If this fails, models with batch norms cannot be merged, or get the counts of another source."""
+    for name, step in (("a", 3), ("b", 5)):
+        norm = {"num_batches_tracked": torch.tensor(step), "running_mean": torch.full((2,), float(step))}
+        save({"model": norm, "step": step}, f"{tmp_path}/{name}")
+    sources, mean = [tmp_path / "a", tmp_path / "b"], tmp_path / "mean"
+    with pytest.raises(UnsupportedValueError, match="take such entries from the first one"):
+        cloudckpt.merge(sources, mean, from_first="step")
+    cloudckpt.merge(iter(sources), mean, from_first=["step", "model.num*"])
+    merged = cloudckpt.read(mean)
+    assert (merged["step"], merged["model"]["num_batches_tracked"].item()) == (3, 3)
+    assert merged["model"]["running_mean"].tolist() == [4.0, 4.0]
+
+
 def test_arguments_that_fit_no_merge_are_refused(tmp_path: Path) -> None:
     """If this fails, a wrong number of weights, or a target among the sources, gives some other mean."""
     for name in "ab":

@@ -315,6 +315,15 @@ def merge(
             show_default=False,
         ),
     ] = None,
+    from_first: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Take such entries from the first source alone, also if the others differ ('*.num_batches_tracked'); "
+            "may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     common: CopyOptions,
 ) -> None:
     """Save the weighted mean of checkpoints as a checkpoint: float tensors are averaged, all else must be the same.
@@ -331,6 +340,7 @@ def merge(
             target,
             weights=_parse_weights(weights),
             include=include or (),
+            from_first=from_first or (),
             overwrite=common.overwrite,
             options=options,
             target_options=target_options,

@@ -8,7 +8,7 @@ import math
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,11 +17,13 @@ import torch
 from cloudckpt._display import transferred
 from cloudckpt.convert.bodies import TensorFile, plan_files
 from cloudckpt.convert.conversion import Conversion, MergeReport, OnProgress, check_apart, choose_buffered_part_bytes
+from cloudckpt.convert.state_dicts import parse_patterns
 from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, quote_names
 from cloudckpt.format.build import Content, build_manifest
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, StoredValue
 from cloudckpt.inspect.comparison import compare_readers, open_reader
+from cloudckpt.inspect.description import matches
 from cloudckpt.options import Options
 from cloudckpt.pipeline.draft import Draft, require_no_resume
 from cloudckpt.pipeline.reader import Reader
@@ -41,6 +43,7 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     include: str | Sequence[str] = (),
+    from_first: str | Sequence[str] = (),
     overwrite: bool = False,
     options: Options | None = None,
     target_options: Options | None = None,
@@ -59,6 +62,8 @@ def merge(
         weights: A number for each source. They are divided by their sum. None for equal weights.
         include: Names of entries, or patterns as for files. ``"model"`` and ``"model.*"`` take all that is below
             ``model``. Empty for all entries.
+        from_first: Names of entries, or patterns, that the first source gives alone, also if the others differ. For
+            example, ``"*.num_batches_tracked"`` of batch norms.
         overwrite: Replace a checkpoint at `target`.
         options: Options for the sources.
         target_options: Options for the target.
@@ -82,7 +87,8 @@ def merge(
         cloudckpt.merge(sources, "s3://bucket/mean/step-0", weights=[0.3, 0.7], include="model")
 
     """
-    if isinstance(sources, (str, os.PathLike)) or len(sources) < _MIN_SOURCES:
+    sources = [sources] if isinstance(sources, (str, os.PathLike)) else [*sources]
+    if len(sources) < _MIN_SOURCES:
         raise InvalidOptionError(f"merge needs a list of two or more checkpoints, not {sources!r}")
     shares = _normalize(weights, len(sources))
     conversion = Conversion(
@@ -99,8 +105,14 @@ def merge(
         check_apart(reader.context, conversion.target)
     first = readers[0].manifest
     names = [*conversion.selection.choose_names([*first.tensors, *first.values])]
-    averaged = _choose_averaged(first, names)
-    _check_alike(readers, conversion, averaged)
+    exempt = parse_patterns(from_first)
+    shared = [name for name in names if not matches(name, exempt)]
+    averaged = _choose_averaged(first, shared)
+    _check_alike(
+        readers,
+        averaged,
+        takes=lambda name: conversion.selection.takes(name) and name not in averaged and not matches(name, exempt),
+    )
     values = _read_values(readers[0], [name for name in names if name in first.values])
     mean = _Mean(readers, shares, averaged, values)
     num_bytes = _save(mean, conversion, names)
@@ -140,16 +152,16 @@ def _choose_averaged(first: Manifest, names: Iterable[str]) -> frozenset[str]:
     )
 
 
-def _check_alike(readers: Sequence[Reader], conversion: Conversion, averaged: frozenset[str]) -> None:
-    """Raise `UnsupportedValueError`, which names all entries that the sources cannot be merged in."""
+def _check_alike(readers: Sequence[Reader], averaged: frozenset[str], *, takes: Callable[[str], bool]) -> None:
+    """Raise `UnsupportedValueError`, which names all entries that the sources cannot be merged in.
+
+    `takes` returns True for the names of the entries that must be the same.
+    """
     first = readers[0]
-    takes = conversion.selection.takes
     for reader in readers[1:]:
         problems = [
             f"{difference.name!r} ({difference.kind})"
-            for difference in compare_readers(
-                [first, reader], only=lambda name: takes(name) and name not in averaged
-            ).differences
+            for difference in compare_readers([first, reader], only=takes).differences
         ]
         for name in sorted(averaged):
             tensor, own = reader.manifest.tensors.get(name), first.manifest.tensors[name]
@@ -163,7 +175,8 @@ def _check_alike(readers: Sequence[Reader], conversion: Conversion, averaged: fr
             raise UnsupportedValueError(
                 f"{reader.context.uri} cannot be merged with {first.context.uri}, because they differ in "
                 f"{quote_names(problems)}. Only float tensors of one shape are averaged, and all else must be the "
-                "same. Choose what to merge with include, such as include='model'",
+                "same. Choose what to merge with include, such as include='model', or take such entries from the first "
+                "one with from_first",
                 uri=reader.context.uri,
             )
 

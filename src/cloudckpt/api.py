@@ -384,7 +384,7 @@ def prepare_async_save(
 def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writer: ObjectStoreWriter | None) -> str:
     """Return the URI of the save; invalid arguments as text, because they are refused once all ranks have answered."""
     if uri is None and checkpoint_id is None:
-        return str(getattr(writer, "checkpoint_id", ""))
+        return "" if writer is None else writer.agreed_id
     try:
         return parse_location(_location(uri, checkpoint_id)).uri
     except (InvalidURIError, TypeError):
@@ -436,8 +436,9 @@ def _guard(
     no_dist: bool,
 ) -> RanksContext:
     """Return the ranks of one call, which do not wait for a lost rank."""
+    uri = storage.agreed_id if isinstance(storage, ObjectStoreWriter) else storage.checkpoint_id
     return guarded_collectives(
-        process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.options.timeout_s, no_dist=no_dist
+        process_group, doing=doing, uri=uri, timeout_s=storage.options.timeout_s, no_dist=no_dist
     )
 
 

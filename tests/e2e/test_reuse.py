@@ -81,7 +81,7 @@ def load_by_fates(
         {"w": torch.zeros(1)},
         "memory://reused",
         "memory://reused",
-        lambda: [Candidate(uri=uri) for uri in looks.pop(0)],
+        lambda _: [Candidate(uri=uri) for uri in looks.pop(0)],
         reader_of=lambda _: cloudckpt.ObjectStoreReader("memory://reused"),
         planner=None,
         process_group=None,

@@ -750,9 +750,15 @@ def test_ranks_save_and_restore_through_one_fast_place(tmp_path: Path) -> None:
     assert (found.uri, state["step"], float(state[f"own-{dist.get_rank()}"].sum())) == (str(fast / "step-2"), 2, 600.0)
 
 
+def _hidden(call: Call) -> Exception | None:
+    """A directory in which a rank does not see what the others put there, though they see its own."""
+    is_look = call.operation in ("head", "list") and ".cloudckpt-probe" in call.key
+    return StoreError("Stale file handle", key=call.key, operation=call.operation) if is_look else None
+
+
 @on_ranks(3)
-def test_place_that_not_all_ranks_see_is_not_used(tmp_path: Path) -> None:
-    """If this fails, a directory of each host holds parts of steps that no restore can put together."""
+def test_place_that_ranks_see_differently_is_not_used(tmp_path: Path) -> None:
+    """If this fails, ranks take a directory for shared, or for their host's, that is neither."""
     records: list[str] = []
 
     class Handler(logging.Handler):
@@ -760,16 +766,19 @@ def test_place_that_not_all_ranks_see_is_not_used(tmp_path: Path) -> None:
             records.append(record.getMessage())
 
     logging.getLogger("cloudckpt").addHandler(Handler(logging.WARNING))
-    rank = dist.get_rank()
-    fast, root = tmp_path / f"host-{min(rank, 1)}/fast", tmp_path / "bucket"
-    with CheckpointManager(root, fast=fast, save_every=10, fast_every=1) as manager:
+    rank, places = dist.get_rank(), Places()
+    fast, root = tmp_path / "fast", tmp_path / "bucket"
+    if rank:
+        places.fail(fast, _hidden)
+    settings: dict[str, Any] = {"fast": fast, "options": make_options(wrap_store=places)}
+    with CheckpointManager(root, save_every=10, fast_every=1, **settings) as manager:
         for step in (9, 10):
             manager.save(step, _ranks_state(float(step)))
     dist.barrier()
     assert names(root) == ["step-10"]
     assert names(fast) == []
     state = _ranks_state(-1.0)
-    found = CheckpointManager(root, fast=fast).restore(state)
+    found = CheckpointManager(root, **settings).restore(state)
     assert found is not None
     assert found.step == 10
     assert sum("ranks 1-2 cannot see" in text for text in records) == (2 if rank == 0 else 0)
@@ -901,13 +910,15 @@ def test_a_manifest_that_cannot_be_read_leaves_the_step_to_the_root(root: Path, 
 
 @on_ranks(2)
 def test_ranks_that_do_not_see_the_only_steps_do_not_start_from_scratch(tmp_path: Path) -> None:
-    """If this fails, a rank on another host makes a run forget all that it has saved, with one warning."""
-    fast, root, rank = tmp_path / "fast", tmp_path / "bucket", dist.get_rank()
+    """If this fails, a rank that does not see the place makes a run forget all that it has saved, with one warning."""
+    fast, root, rank, places = tmp_path / "fast", tmp_path / "bucket", dist.get_rank(), Places()
     if rank == 0:
         with _manager(root, fast, save_every=1000, no_dist=True) as manager:
             save_all(manager, 10)
     dist.barrier()
-    manager = _manager(root, tmp_path / "elsewhere" if rank else fast, save_every=1000)
+    if rank:
+        places.fail(fast, _hidden)
+    manager = _manager(root, fast, save_every=1000, options=make_options(wrap_store=places))
     with pytest.raises(CheckpointNotFoundError, match="rank 1 cannot see"):
         manager.restore(state_of(-1.0))
 

@@ -93,7 +93,7 @@ def background_ranks(
     if no_dist:
         return unguarded_collectives(process_group, no_dist=True)
     require_cpu_backend(process_group)
-    uri, timeout_s = writer.checkpoint_id, writer.options.timeout_s
+    uri, timeout_s = writer.agreed_id, writer.options.timeout_s
     try:
         call = begin_call(process_group, "background", doing="saving", uri=uri, timeout_s=timeout_s)
     except CheckpointException as error:

@@ -42,6 +42,11 @@ def data_key(attempt: str, rank: int, number: int) -> str:
     return f"{data_prefix(attempt, rank)}{number}.safetensors"
 
 
+def rank_of_key(key: str) -> int:
+    """Return the rank that has written the data object at `key`."""
+    return int(key.rpartition("/")[2].partition("-")[0])
+
+
 def receipt_key(attempt: str, rank: int, number: int) -> str:
     """Return the key of a rank's receipt for its `number`-th file. No manifest names it."""
     return f"{data_prefix(attempt, rank)}{number}{RECEIPT_SUFFIX}"

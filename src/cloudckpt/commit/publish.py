@@ -45,7 +45,14 @@ class OvertakenError(CheckpointExistsError, CommitUnknownError):
     """
 
 
-def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional: bool) -> None:
+def publish(
+    client: StoreClient,
+    manifest: Manifest,
+    *,
+    number: int,
+    conditional: bool,
+    sizes_bytes: Sequence[int] | None = None,
+) -> None:
     """Make `manifest` the checkpoint, as the commit with `number`. Returns only if it is.
 
     After a `CommitUnknownError`, the manifest may exist, or may still appear, so its data must stay. After any other
@@ -55,6 +62,7 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
         client: Client of the checkpoint's location.
         number: The manifest's number in the log, which was free when the save began.
         conditional: Put it only if no entry has this number.
+        sizes_bytes: The sizes of its data objects at that location, if it is not that of all its own.
 
     Raises:
         CheckpointExistsError: Another save's commit is current.
@@ -65,10 +73,11 @@ def publish(client: StoreClient, manifest: Manifest, *, number: int, conditional
 
     """
     document = encode(manifest)
-    if len(document) > (max_bytes := max_manifest_bytes(manifest.own_sizes_bytes)):
+    sizes_bytes = manifest.own_sizes_bytes if sizes_bytes is None else sizes_bytes
+    if len(document) > (max_bytes := max_manifest_bytes(sizes_bytes)):
         raise UnsupportedValueError(
             f"the manifest of {client.uri} takes {len(document)} bytes, and readers take at most {max_bytes} beside "
-            f"its {len(manifest.objects)} data objects. Nothing was committed. Save fewer or shorter names, or less "
+            f"its {len(sizes_bytes)} data objects. Nothing was committed. Save fewer or shorter names, or less "
             "Options(metadata=…)",
             uri=client.uri,
         )

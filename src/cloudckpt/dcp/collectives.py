@@ -118,17 +118,18 @@ class CollectiveCall(DistWrapper):
         """Return the number of ranks."""
         return self._rendezvous.num_ranks
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the coordinator's value."""
-        data = pickle.dumps(value) if self.is_coordinator else b""
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Return the value of the rank `source`, by default the coordinator."""
+        is_source = self.rank == source
+        data = pickle.dumps(value) if is_source else b""
 
         def broadcast() -> torch.Tensor:
-            received = _to_tensor(data, self._broadcast_size(len(data)))
-            self._gloo.broadcast(received, 0).wait()
+            received = _to_tensor(data, self._broadcast_size(len(data), source))
+            self._gloo.broadcast(received, source).wait()
             return received
 
         received = self._run_collective(broadcast)
-        return value if self.is_coordinator else _unpickle(received)
+        return value if is_source else _unpickle(received)
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks on the coordinator, and None on the others."""
@@ -201,9 +202,9 @@ class CollectiveCall(DistWrapper):
 
         return [_unpickle(pickled) for pickled in self._run_collective(gather)]
 
-    def _broadcast_size(self, num_bytes: int) -> int:
+    def _broadcast_size(self, num_bytes: int, source: int = 0) -> int:
         size = torch.tensor([num_bytes], device="cpu")
-        self._gloo.broadcast(size, 0).wait()
+        self._gloo.broadcast(size, source).wait()
         return int(size)
 
     @records_waits
@@ -228,7 +229,7 @@ def begin_call(
     Returns None if there is no other rank, or if the backend of the group is none of `_GUARDED_BACKENDS`. Raises a
     `RankLostError` as torch's ``CheckpointException``.
     """
-    source = _find_guarded_group(process_group)
+    source = find_guarded_group(process_group)
     if source is None:
         return None
     try:
@@ -332,7 +333,8 @@ def _unpickle(tensor: torch.Tensor) -> Any:
     return pickle.loads(tensor.numpy().data)  # noqa: S301  # from the job's other ranks, as torch does; loads ignores padding
 
 
-def _find_guarded_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def find_guarded_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group of a `CollectiveCall`; None if there is no other rank, or none of `_GUARDED_BACKENDS`."""
     if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
         return None
     refuse_in_fork()

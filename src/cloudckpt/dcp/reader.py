@@ -19,8 +19,9 @@ from torch.futures import Future
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
-from cloudckpt.dcp.collectives import refuse_other_calls
+from cloudckpt.dcp.collectives import CollectiveCall, refuse_other_calls
 from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_left_of_objects
+from cloudckpt.dcp.hosts import HeldObjects, HostGroups, find_held, plan_transfers, run_transfers
 from cloudckpt.dcp.load_items import find_wants, log_dropped
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed_rename
@@ -154,6 +155,8 @@ class ObjectStoreReader(StorageReader):
         _via: str = "reader",  # `CloudckptError.via`
         _copy: tuple[str, Options] | None = None,  # of the same save, for objects that cannot be read at `uri`
         _may_be_renamed: bool = False,  # a run that starts again, whose own steps have the new names already
+        _hosts: HostGroups | None = None,  # `uri` is a directory of each host
+        _holder: int = 0,  # the rank whose directory has the manifest
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
@@ -165,6 +168,7 @@ class ObjectStoreReader(StorageReader):
         self._rename = rename
         self._is_part = _is_part
         self._may_be_renamed = _may_be_renamed
+        self.hosts, self._holder = _hosts, _holder
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
         self.lifecycle = Lifecycle("load", self._options, via=_via)
@@ -239,16 +243,42 @@ class ObjectStoreReader(StorageReader):
         """
         self._begin(ranks.rank)
         self._recorder.open(ranks.rank)
-        is_sent = ranks.get_world_size() > 1
-        lookup = ranks.broadcast_object(self._look_up(is_sent=is_sent) if ranks.is_coordinator else None)
-        if self._copy is None and lookup.uri != self.checkpoint_id:  # this rank reads another copy
-            lookup = self._look_up(is_sent=False)
+        if self.hosts is not None and isinstance(ranks, CollectiveCall):
+            found = self._look_up(is_sent=True) if ranks.rank == self._holder else None
+            lookup = ranks.broadcast_object(found, self._holder)
+        else:
+            is_sent = ranks.get_world_size() > 1
+            lookup = ranks.broadcast_object(self._look_up(is_sent=is_sent) if ranks.is_coordinator else None)
+            if self._copy is None and lookup.uri != self.checkpoint_id:  # this rank reads another copy
+                lookup = self._look_up(is_sent=False)
         self._call = _Call(
             lookup=lookup,
             is_lazy=is_lazy and type(self) is ObjectStoreReader,
             whole_keys=whole_keys,
             keys=keys,
         )
+
+    def fetch_from_hosts(self, plan: LoadPlan, ranks: DistWrapper) -> None:
+        """Bring what this rank's plan wants, and other hosts have, to the directory of its host. Collective.
+
+        Args:
+            plan: The plan of this rank.
+            ranks: The collectives of the load.
+
+        """
+        hosts, context, manifest = self.hosts, self._context, self._manifest
+        if hosts is None or context is None or manifest is None or context.location != self._location:
+            return  # on all ranks alike
+        assert isinstance(ranks, CollectiveCall)  # noqa: S101  # else there are no `HostGroups`
+
+        def find() -> HeldObjects:
+            assert self._metadata is not None  # noqa: S101  # read_metadata has made it
+            locations = map(self._metadata.storage_data.get, (item.storage_index for item in plan.items))
+            wanted = {location.object_index for location in locations if location is not None}
+            return find_held(context.client, manifest, wanted, hosts)
+
+        held = ranks.all_gather("read", find)
+        run_transfers(ranks, context.client, manifest, plan_transfers(held, hosts.leaders))
 
     def end_call(self) -> Exception | None:
         """End the load that `begin_call` began, on all ranks. Returns the error of the lookup, if it failed."""
@@ -525,7 +555,13 @@ class ObjectStoreReader(StorageReader):
         else:
             assert self._manifest is not None and wants is not None  # noqa: S101, PT018  # read_metadata has found it
             transforms = ReadTransforms(self._registry, self._options.extensions)
-            reader = Reader(context, self._manifest, copy=self._copy_elsewhere, transforms=transforms)
+            reader = Reader(
+                context,
+                self._manifest,
+                copy=self._copy_elsewhere,
+                transforms=transforms,
+                is_apart=self.hosts is not None,
+            )
             report = reader.read(wants)
             reader.check_unchanged()
             log_dropped(wants, uri=self.checkpoint_id)

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
@@ -26,11 +27,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt._display import pairs_to_html
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.collectives import guarded_collectives
+from cloudckpt.dcp.collectives import find_guarded_group, guarded_collectives
 from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
 from cloudckpt.dcp.live_entry import LiveEntry, LoadSource, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
+from cloudckpt.dcp.replicas import key_of
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import (
@@ -127,6 +129,10 @@ def run_save(
             save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, refusal)
             save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
             metadata = ranks.all_reduce("write", save.write, save.finish)
+            if writer.hosts is not None:
+                writer.keep()
+                document = ranks.broadcast("publish", lambda: writer.document)
+                ranks.all_gather("publish", lambda: writer.commit_copy(document))
     except CheckpointException as error:
         failure = end_failed_save(error, writer)
         try:
@@ -190,6 +196,8 @@ class _Save:
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
     def plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self.writer.hosts is not None:
+            self.writer.common = Counter(key_of(item.index) for plan in plans for item in plan.items)
         plans, self.metadata = self.planner.create_global_plan(plans)
         return self.writer.prepare_global_plan(plans)
 
@@ -367,6 +375,8 @@ def _load(
     if isinstance(plan.storage_data, RankPlanData) and plan.storage_data.left:
         plan = ranks.reduce_scatter("plan", plan_again, plan_globally)
 
+    reader.fetch_from_hosts(plan, ranks)
+
     def read() -> bool:
         reader.read_data(planner.finish_plan(plan), planner).wait()
         if has_default_planner:
@@ -395,6 +405,8 @@ class RankCalls:
         self._process_group, self._no_dist = process_group, no_dist
         self._doing, self._root, self._timeout_s = doing, root, timeout_s
         self._is_alone = num_ranks_of(process_group, no_dist=no_dist) == 1
+        self.is_guarded = not no_dist and find_guarded_group(process_group) is not None
+        """True if the ranks call one another as `CollectiveCall` does."""
 
     def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
         """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
@@ -18,6 +19,8 @@ from torch.futures import Future
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.times import newest_commit_time_ns, note_commit_time_ns
+from cloudckpt.dcp.hosts import HostGroups
+from cloudckpt.dcp.replicas import ItemKey, key_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.dcp.write_items import prepare_items
 from cloudckpt.errors import (
@@ -30,6 +33,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.build import Content
 from cloudckpt.format.chunks import dtype_name
+from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Chunk, ItemReceipts, ObjectRef, StoredTensor, StoredValue
 from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options, require_options
@@ -45,6 +49,7 @@ from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import Arena, new_arena
 from cloudckpt.uri import is_valid_location, parse_location
 
+_log = logging.getLogger("cloudckpt")
 _MAX_SHOWN_ITEMS = 10
 _MAX_HASH_THREADS = 4  # each reads as fast as memory gives
 _STEPS = frozenset({str, int})
@@ -65,6 +70,8 @@ class AttemptMessage:
     attempt: str | None = None
     known: KnownChunks | None = None
     """Chunks of the save's base that this rank need not send if they are unchanged."""
+    common: frozenset[ItemKey] = frozenset()
+    """Items that other ranks hold, too, if each host has a directory of its own: they get objects apart."""
 
 
 def require_collectives(*, use_collectives: bool) -> None:
@@ -111,6 +118,7 @@ class ObjectStoreWriter(StorageWriter):
         _find_base: Callable[[], str | None] | None = None,
         _extensions: Sequence[StreamTransformExtension] | None = None,
         _via: str = "writer",  # `CloudckptError.via`
+        _hosts: HostGroups | None = None,  # `uri` is a directory of each host
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
@@ -135,6 +143,10 @@ class ObjectStoreWriter(StorageWriter):
         """True if this process saves without others. `run_save` sets it."""
         self.lifecycle = Lifecycle("save", self._options, via=_via)
         """Emits the events of the beginning and the end of the current save."""
+        self.hosts = _hosts
+        """The ranks that share a directory, if not all do."""
+        self.common: Mapping[ItemKey, int] = {}
+        """On the coordinator, the number of ranks that hold each item of this save, if not all share a directory."""
         self._draft: Draft | None = None
         self._begun_ns = 0
         self._cancellation = Cancellation()
@@ -145,6 +157,11 @@ class ObjectStoreWriter(StorageWriter):
     def checkpoint_id(self) -> str:
         """URI of the checkpoint to write."""
         return self._location.uri
+
+    @property
+    def agreed_id(self) -> str:
+        """The place on which all ranks agree: hosts may have their directories under different paths."""
+        return self.checkpoint_id if self.hosts is None else f"{self._location.name} of each host"
 
     @property
     def options(self) -> Options:
@@ -216,8 +233,11 @@ class ObjectStoreWriter(StorageWriter):
             self._draft = Draft(context, save_id=self.save_id)
             self._begun_ns = now_ns()
             with recorder.step("set_up"), self._cancellation.stopping(context.stop):
-                if self._commits:
+                if self.hosts is not None:
+                    self._draft.is_here = self.hosts.is_here
+                if self._commits or (self.hosts is not None and self.hosts.leads):
                     self._draft.begin(overwrite=self._overwrite)
+                if self._commits:
                     self._refer_to_base(self._draft)
                 context.emit("save.set_up")
 
@@ -240,7 +260,7 @@ class ObjectStoreWriter(StorageWriter):
             draft = self._require_draft()
             self._cancellation.check()
             return [
-                dataclasses.replace(plan, storage_data=_answer(plan, plan.storage_data, draft))
+                dataclasses.replace(plan, storage_data=_answer(plan, plan.storage_data, draft, self.common))
                 if isinstance(plan.storage_data, AttemptMessage)
                 else plan
                 for plan in plans
@@ -271,7 +291,9 @@ class ObjectStoreWriter(StorageWriter):
                         draft.attempt, known = message.attempt, message.known
                     items = prepare_items(plan.items, planner, self._transforms, uri=uri, snapshot=snapshot)
                     parts, unsent = [items], list[ItemReceipts]()
-                    if self._options.unchanged == "reference":
+                    if self.hosts is not None and isinstance(message, AttemptMessage):
+                        parts = _split_off_common(items, plan, message.common)
+                    elif self._options.unchanged == "reference":
                         parts, unsent = self._leave_out_unchanged(items, known, arena, snapshot, context.connections)
                     total_bytes = sum(sum(part.sizes_bytes) for part in parts)
                     self._cancellation.enter("uploading", total_bytes=total_bytes)
@@ -341,6 +363,35 @@ class ObjectStoreWriter(StorageWriter):
         with draft.keeping_data_on_error():
             self.lifecycle.end(draft.report)
 
+    @property
+    def document(self) -> bytes:
+        """The manifest that was committed, on the coordinator, for the directories of other hosts."""
+        committed = self._require_draft().committed
+        assert committed is not None  # noqa: S101  # `finish` has returned
+        return encode(committed)
+
+    def keep(self) -> None:
+        """Let what this rank wrote belong to the checkpoint, once the coordinator has committed it."""
+        self._require_draft().keep()
+
+    def commit_copy(self, document: bytes) -> None:
+        """Commit the coordinator's manifest in the directory of this rank's host, if this rank leads that.
+
+        A failure is logged: the checkpoint exists, and other hosts have its manifest.
+
+        Args:
+            document: The coordinator's `document`.
+
+        """
+        if self.hosts is None or self._commits or not self.hosts.leads:
+            return
+        try:
+            self._require_draft().commit_manifest(decode(document, uri=self.checkpoint_id), ())
+        except Exception as error:  # the commit must not become a failure
+            _log.warning(
+                "%s is committed, but not in the directory of rank %d: %s", self.checkpoint_id, self.hosts.rank, error
+            )
+
     def flush_trace(self) -> None:
         """Write the rest of `Options.trace`. Each step has written its own part at its end."""
         if self._draft is not None:
@@ -380,13 +431,29 @@ class ObjectStoreWriter(StorageWriter):
         return self._draft
 
 
-def _answer(plan: SavePlan, message: AttemptMessage, draft: Draft) -> AttemptMessage:
-    """Return the coordinator's answer to a rank: the attempt, and the chunks that the rank may find unchanged."""
+def _answer(
+    plan: SavePlan, message: AttemptMessage, draft: Draft, num_holders: Mapping[ItemKey, int]
+) -> AttemptMessage:
+    """Return the coordinator's answer to a rank: the attempt, the chunks that the rank may find unchanged, and the
+    items that others hold, too.
+    """
     known = None
     if draft.base is not None:
         indices = (item.index for item in plan.items if item.tensor_data is not None)
         known = draft.base.known_chunks((index.fqn, tuple(index.offset or ())) for index in indices)
-    return dataclasses.replace(message, attempt=draft.attempt, known=known)
+    common = frozenset(key for item in plan.items if num_holders.get(key := key_of(item.index), 1) > 1)
+    return dataclasses.replace(message, attempt=draft.attempt, known=known, common=common)
+
+
+def _split_off_common(items: SaveItems, plan: SavePlan, common: Collection[ItemKey]) -> list[SaveItems]:
+    """Return the items of this rank alone, and those that other hosts may want, such as values, to store them apart.
+
+    A load on another host then gets the objects of the latter, and not all data of this rank with them.
+    """
+    is_common = [item.tensor_data is None or key_of(item.index) in common for item in plan.items]
+    of_first = [is_common[items.aliases.get(at, at)] for at in range(len(is_common))]
+    halves = ([at for at, each in enumerate(of_first) if each is wanted] for wanted in (False, True))
+    return [items.select(half, {}) for half in halves if half]
 
 
 def _result_of(receipts: ItemReceipts) -> WriteResult:

@@ -162,12 +162,17 @@ class Verification:
 
         Raises `StoreError` if the store does not answer, or may not be read: that says nothing about the data.
         """
+        return [text for texts in self.run_each().values() for text in texts]
+
+    def run_each(self) -> dict[int, list[str]]:
+        """Return the problems of each object that has some, by its index. Raises as `run` does."""
         self._contents = list_contents(self._manifest)
         num_bytes = sum(stored.size for stored in self._manifest.objects)
         self._reader.context.emit("verify.planned", num_bytes=num_bytes)
         self._in_threads(range(len(self._manifest.objects)), self._measure)
         self._in_threads(list(self._plan()), self._check)
-        return [text for index in range(len(self._manifest.objects)) for text in self._problems_of(index)]
+        indices = range(len(self._manifest.objects))
+        return {index: problems for index in indices if (problems := list(self._problems_of(index)))}
 
     def _in_threads(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
         context = self._reader.context

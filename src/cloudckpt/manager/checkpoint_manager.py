@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -48,7 +48,7 @@ from cloudckpt.errors import (
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import METRICS_KEY, Mode
 from cloudckpt.manager.debts import FAST_KEY, Debts, DrainReport, make_record
-from cloudckpt.manager.places import FastPlace
+from cloudckpt.manager.places import FastPlace, Found
 from cloudckpt.manager.policies import (
     Failures,
     OnFailure,
@@ -140,8 +140,9 @@ class CheckpointManager(OfThisProcess):
         keep_one_per: Also keep the first checkpoint of each such ``datetime.timedelta``, as in ``timedelta(days=1)``,
             which begins at midnight UTC.
         fast: A place in front of `root` that answers sooner, such as a directory on an NVMe drive or in ``/dev/shm``.
-            All ranks must see it. Saves are committed there, and those that are due at `root` are then copied to it in
-            a background thread of rank 0. `restore` takes the newest step of both. See places.md.
+            Saves are committed there, and those that are due at `root` are then copied to it in a background thread of
+            rank 0. If each host has a directory of its own there, those are saved to `root` directly. `restore` takes
+            the newest step of both. See places.md.
         fast_every: `save` also saves multiples of this number of steps, or after each such ``datetime.timedelta``, to
             `fast` alone.
         fast_keep: Number of newest checkpoints that stay in `fast`. One that `root` does not have yet stays, too.
@@ -511,9 +512,8 @@ class CheckpointManager(OfThisProcess):
             step=step, is_owed=is_owed, may_overwrite=overwrite, is_again=is_saved, numbers=numbers, rank=rank
         )
         if fast is not None:
-            decide = functools.partial(fast.takes, folder, is_owed=is_owed, may_overwrite=overwrite)
             ranks = self._make_rank_calls("choosing the place of a step under")
-            saved.is_fast, saved.is_owed = ranks.broadcast("find", decide)
+            saved.is_fast, saved.is_owed = fast.choose(ranks, folder, is_owed=is_owed, may_overwrite=overwrite)
         return self._save_to(saved, folder, state_dict, settings)
 
     def _look_before_save(self, step: int, *, overwrite: bool) -> None:
@@ -579,6 +579,7 @@ class CheckpointManager(OfThisProcess):
                 overwrite=overwrite,
                 _find_base=functools.partial(self._find_base, saved.uri),
                 _via="manager",
+                _hosts=self._fast.hosts if self._fast is not None and saved.is_fast else None,
             )
             saved.result = call(state_dict, storage_writer=writer, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
@@ -870,8 +871,7 @@ class CheckpointManager(OfThisProcess):
                 self._last_committed = saved.step, saved.uri
                 self._base = saved.uri
                 self._damaged -= {saved.uri}
-                if saved.rank == 0:  # before a waiter checks if a copy or a removal runs
-                    self._start_after(saved)
+                self._start_after(saved)  # before a waiter checks if a copy or a removal runs
             elif isinstance(saved.result, AsyncSave):
                 failure = self._take_failure(saved, error)
                 if failure is not None:
@@ -882,8 +882,9 @@ class CheckpointManager(OfThisProcess):
 
     def _start_after(self, saved: _StepState) -> None:
         if self._fast is not None and saved.is_fast:
-            self._fast.note_commit(saved.uri, is_owed=saved.is_owed)
-        else:
+            if self._fast.leads(saved.rank):
+                self._fast.note_commit(saved.uri, is_owed=saved.is_owed)
+        elif saved.rank == 0:
             self._steps.known_uris.add(saved.uri)
             self._retention.start(saved.uri)
 
@@ -923,22 +924,45 @@ class CheckpointManager(OfThisProcess):
         """Return the committed steps of all places, or the checkpoints of one step, newest first."""
         return [info for info, _ in self._find_placed(step, with_metadata=with_metadata)]
 
-    def _find_placed(self, step: int | None, *, with_metadata: bool) -> list[tuple[StepInfo, bool]]:
+    def _find_placed(
+        self, step: int | None, *, with_metadata: bool, gathered: Sequence[Found] | None = None
+    ) -> list[tuple[StepInfo, bool]]:
         """Return the committed steps of all places, newest first, each with True if the root has it or is owed it."""
         if self._fast is not None:
-            return self._fast.find_committed(step, with_metadata=with_metadata)
+            return self._fast.find_committed(step, with_metadata=with_metadata, gathered=gathered)
         return [(info, True) for info in self._steps.find_committed(step, with_metadata=with_metadata)]
 
-    def _find_candidates(self, step: int | None = None) -> list[Candidate]:
-        found = self._find_placed(step, with_metadata=False)
-        if not found and step is None:
-            check_fresh_start(self._steps, self._options)
+    def _find_candidates(self, ranks: RankCalls, step: int | None = None) -> list[Candidate]:
+        """Return the committed steps of all places, newest first, by their URIs on this rank. All ranks call it."""
+        fast = self._fast
+        gathered = None if fast is None else fast.gather(ranks)
+
+        def find() -> list[Candidate]:
+            found = self._find_placed(step, with_metadata=False, gathered=gathered)
+            if not found and step is None:
+                check_fresh_start(self._steps, self._options)
+            return [
+                Candidate(
+                    uri=info.uri,
+                    copy_uri=info.copy_uri,
+                    reaches_root=reaches_root,
+                    holder=None if fast is None or not fast.has(info.uri) else fast.holder_of(info.uri),
+                )
+                for info, reaches_root in found
+            ]
+
+        candidates = ranks.broadcast("find", find)
+        if fast is None:
+            return candidates
+        here = fast.steps.location  # hosts may have their directories under different paths
         return [
-            Candidate(uri=info.uri, copy_uri=info.copy_uri, reaches_root=reaches_root) for info, reaches_root in found
+            one if one.holder is None else dataclasses.replace(one, uri=here.child(one.uri.rpartition("/")[2]).uri)
+            for one in candidates
         ]
 
     def _open_reader(self, candidate: Candidate, *, strict: bool | None, rename: Rename | None) -> ObjectStoreReader:
-        steps = self._fast.steps if self._fast is not None and self._fast.has(candidate.uri) else self._steps
+        fast = self._fast if candidate.holder is not None else None
+        steps = self._steps if fast is None else fast.steps
         return ObjectStoreReader(
             candidate.uri,
             options=steps.options,
@@ -948,6 +972,8 @@ class CheckpointManager(OfThisProcess):
             _via="",
             _copy=None if candidate.copy_uri is None else (candidate.copy_uri, self._options),
             _may_be_renamed=True,
+            _hosts=None if fast is None else fast.hosts,
+            _holder=candidate.holder or 0,
         )
 
     def _restore_newest(
@@ -982,7 +1008,7 @@ class CheckpointManager(OfThisProcess):
         reader_of: Callable[[Candidate], ObjectStoreReader],
     ) -> Restored:
         ranks = self._make_rank_calls()
-        found = ranks.broadcast("find", lambda: self._find_candidates(step)[:1])
+        found = self._find_candidates(ranks, step)[:1]
         candidate = found[0] if found else Candidate(uri=self._steps.uri_of(step))
         try:
             report = load(
@@ -1031,7 +1057,7 @@ class CheckpointManager(OfThisProcess):
             )
 
     def _open_fast(self) -> FastPlace | None:
-        """Return the fast place if all ranks see it."""
+        """Return the fast place if all ranks can use it."""
         if self._fast is None:
             return None
         return self._fast if self._fast.open(self._make_rank_calls("looking at the fast place of")) else None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
+from typing import TypeAlias
 
 from cloudckpt._display import size
 from cloudckpt._workers import RepeatedTask
+from cloudckpt.commit.times import newest_commit_time_ns, note_commit_time_ns, ns_of
+from cloudckpt.dcp.hosts import HostGroups, choose_groups
 from cloudckpt.dcp.save_and_load import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError, name_ranks
 from cloudckpt.io.client import open_client
@@ -18,13 +22,15 @@ from cloudckpt.manager.retention import Retention
 from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, parse_folder, sort_newest_first
 from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING
 from cloudckpt.stores.open import open_store
-from cloudckpt.stores.probe import Scratch
+from cloudckpt.stores.probe import KEY_PREFIX, Scratch
 
 _log = logging.getLogger("cloudckpt")
 
 _TOKEN = b"cloudckpt looks whether all ranks see this place. Nothing needs this object: delete it.\n"
 _FREE = 1.05
 """Free bytes that a save needs, relative to the largest step."""
+Found: TypeAlias = tuple[list[StepFolder], CloudckptError | None]
+"""The steps of one directory, or why they cannot be listed."""
 
 
 class FastPlace:
@@ -55,7 +61,11 @@ class FastPlace:
         )
         self._task = RepeatedTask(self._drain, name="cloudckpt-drain")
         self._blind_ranks: list[int] | None = None
-        """The ranks that do not see the place. None until `open` knows them."""
+        """The ranks that cannot use the place. None until `open` knows them."""
+        self.hosts: HostGroups | None = None
+        """The ranks that share a directory, if not all do."""
+        self._holders: dict[str, int] = {}
+        """The rank whose directory has the manifest of a step, by URI, on the coordinator."""
         self.has_failed = False
         """The last save here failed because of the place, and none was made at the root since: the next one is."""
         self._has_looked = False
@@ -64,32 +74,64 @@ class FastPlace:
         """Why the last save was not made here."""
 
     def open(self, ranks: RankCalls) -> bool:
-        """Return True if all ranks see an object that the coordinator puts into the place. All ranks call it together.
+        """Find out which ranks see the same directory. Returns False if the place is not used. All ranks call it.
 
-        The result is kept. If nothing can be put there, this returns True, and the next call looks again: the steps
-        there may still be readable, and `takes` refuses all saves.
+        All ranks look for an object that the coordinator puts. If some do not see it, each rank puts one, and looks
+        for all. The result is kept. If a rank can put nothing, this returns True, and the next call looks again: the
+        steps there may still be readable, and `choose` refuses all saves.
         """
         if self._blind_ranks is None:
             scratch = Scratch(open_store(self.steps.location, self.steps.options))
+            self.hosts = None
             try:
                 key = ranks.broadcast("find", lambda: _put_token(scratch))
-                if key is None:
-                    return True
-                sees = ranks.all_gather("find", lambda: self._sees(key))
+                sees = ranks.all_gather("find", lambda: key is not None and self._sees(key))
+                keys = [key]
+                if not all(sees):
+                    keys = ranks.all_gather("find", lambda: _put_token(scratch))
+                    views = ranks.all_gather("find", lambda: self._find_visible(keys, ranks.rank))
+                    self.hosts = choose_groups(ranks.rank, views) if any(keys) else None
             finally:
                 scratch.clean_up()
-            self._blind_ranks = [rank for rank, is_seen in enumerate(sees) if not is_seen]
+            if None in keys:
+                return True
+            is_used = all(sees) or (self.hosts is not None and ranks.is_guarded)
+            self._blind_ranks = [] if is_used else [rank for rank, is_seen in enumerate(sees) if not is_seen]
             if self._blind_ranks and ranks.rank == 0:
                 _log.warning(
-                    "not using the fast place %s, because %s cannot see what rank 0 writes there. It has to be one "
-                    "directory for all ranks. All saves are sent to %s",
+                    "not using the fast place %s, because %s cannot see what rank 0 writes there, and the ranks cannot "
+                    "exchange what each host has. All saves are sent to %s",
                     self.uri,
                     name_ranks(self._blind_ranks),
                     self._root.uri,
                 )
         return not self._blind_ranks
 
-    def takes(self, name: str, *, is_owed: bool, may_overwrite: bool) -> tuple[bool, bool]:
+    def choose(self, ranks: RankCalls, name: str, *, is_owed: bool, may_overwrite: bool) -> tuple[bool, bool]:
+        """Decide as `takes` does. All ranks call it together.
+
+        A directory of each host takes no step that the root is owed, since no host has all of it to copy.
+        """
+        hosts = self.hosts
+        find_problem: Callable[[str], str] = self._find_problem
+        if hosts is not None:
+            if is_owed:
+                return False, True
+            found = ranks.all_gather(
+                "find", lambda: (self._find_problem(name) if hosts.leads else "", newest_commit_time_ns())
+            )
+            for _, newest_ns in found:
+                note_commit_time_ns(newest_ns)
+            problem = next((f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem), "")
+            find_problem = lambda _name: problem  # noqa: E731
+        decide = functools.partial(
+            self.takes, name, is_owed=is_owed, may_overwrite=may_overwrite, find_problem=find_problem
+        )
+        return ranks.broadcast("find", decide)
+
+    def takes(
+        self, name: str, *, is_owed: bool, may_overwrite: bool, find_problem: Callable[[str], str]
+    ) -> tuple[bool, bool]:
         """Decide, on the coordinator, if the step `name` is saved here, not at the root; and if the root is owed it.
 
         A save that replaces a step of the root, or one that the root is owed, is owed, too.
@@ -101,17 +143,22 @@ class FastPlace:
             exists = may_overwrite
         if exists and not may_overwrite:
             return False, is_owed  # the save to the root raises that the step exists, unless it was removed since
-        problem = "the last save there failed" if self.has_failed else self._find_problem(name)
+        problem = "the last save there failed" if self.has_failed else find_problem(name)
         if problem and problem != self._problem:  # once, and not with each save
             words = f"saving {name}, and all others until this changes, to {self._root.uri}"
             _log.warning("%s and not to the fast place %s: %s", words, self.uri, problem)
         elif self._problem and not problem:
             _log.warning("saving %s to the fast place %s again", name, self.uri)
         self._problem = problem
-        return not problem, is_owed or exists or self.steps.location.child(name).uri in self.debts.promised
+        is_owed = is_owed or exists or self.steps.location.child(name).uri in self.debts.promised
+        return not problem and not (is_owed and self.hosts is not None), is_owed
+
+    def leads(self, rank: int) -> bool:
+        """Return True if `rank` looks after a directory of the place: rank 0, or the lowest rank of each host."""
+        return rank == 0 if self.hosts is None else self.hosts.leaders[rank] == rank
 
     def note_commit(self, uri: str, *, is_owed: bool) -> None:
-        """Record a commit here, on the coordinator. Starts retention, and the copies that the root is owed."""
+        """Record a commit here, on a rank that `leads`. Starts retention, and the copies that the root is owed."""
         if is_owed:
             self.debts.promised[uri] = None
         self.retention.start(uri)
@@ -121,20 +168,28 @@ class FastPlace:
         """Return True if `uri` is that of a step here, committed or not."""
         return uri.rpartition("/")[0] == self.uri
 
-    def find_committed(self, step: int | None, *, with_metadata: bool) -> list[tuple[StepInfo, bool]]:
+    def gather(self, ranks: RankCalls) -> list[Found] | None:
+        """Return the steps in the directory of each host; None if all ranks share one. All ranks call it together."""
+        hosts = self.hosts
+        if hosts is None:
+            return None
+        return ranks.all_gather("find", lambda: self._list_here() if hosts.leads else ([], None))
+
+    def holder_of(self, uri: str) -> int:
+        """Return, on the coordinator, the rank whose directory has the manifest of a step that was found here."""
+        return self._holders.get(uri, 0)
+
+    def find_committed(
+        self, step: int | None, *, with_metadata: bool, gathered: Sequence[Found] | None = None
+    ) -> list[tuple[StepInfo, bool]]:
         """Return the committed steps of both places, newest first, each with True if the root has it or is owed it.
 
-        `step` and `with_metadata` are those of `Steps.find_committed`.
+        `step` and `with_metadata` are those of `Steps.find_committed`, and `gathered` is what `gather` has returned.
 
-        A failure of this place is only logged if the root has steps: without any, the run would start from scratch.
+        A failure of this place, or of one host's directory, is only logged if the root has steps: without any, the run
+        would start from scratch.
         """
-        near: list[StepFolder] = []
-        failure: CloudckptError | None = None
-        if not self._blind_ranks:
-            try:
-                near = self.debts.list_own()
-            except CloudckptError as error:
-                failure = error
+        near, failure = ([], None) if self._blind_ranks else self._merge_hosts(gathered or [self._list_here()])
         far = self._root_steps.find_committed(step, with_metadata=with_metadata)
         if failure is not None:
             if not far:
@@ -159,7 +214,7 @@ class FastPlace:
         Does nothing if not all ranks see the place: its steps were not restored, so they must not replace those of this
         run.
         """
-        if self._blind_ranks:
+        if self._blind_ranks or (self.hosts is not None and self.hosts.rank):
             return
         try:
             self._task.request()
@@ -169,6 +224,45 @@ class FastPlace:
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until no copy is in progress. Returns False after `timeout_s`."""
         return self._task.wait(timeout_s)
+
+    def _list_here(self) -> Found:
+        try:
+            return self.debts.list_own(), None
+        except CloudckptError as error:
+            return [], error
+
+    def _merge_hosts(self, gathered: Sequence[Found]) -> Found:
+        """Merge the steps of all hosts as if all were in the directory of this one, of one name the newest save."""
+        found: dict[str, tuple[StepFolder, int]] = {}
+        for rank, (folders, _) in enumerate(gathered):
+            for folder in folders:
+                info = folder.info
+                if info is None:
+                    continue
+                note_commit_time_ns(ns_of(info.committed_at))
+                uri = self.steps.location.child(name_of(info)).uri
+                if rank and self.debts.is_unsettled(folder):
+                    _log.warning(
+                        "%s is owed %s, which the host of rank %d has. Run 'cloudckpt drain' there",
+                        self._root.uri, folder.uri, rank,
+                    )  # fmt: skip
+                known = found.get(uri)
+                if known is None or _age_of(known[0]) < _age_of(folder):
+                    found[uri] = dataclasses.replace(folder, uri=uri, info=dataclasses.replace(info, uri=uri)), rank
+        self._holders = {uri: rank for uri, (_, rank) in found.items()}
+        failures = [failure for _, failure in gathered if failure is not None]
+        if failures:  # the steps need the objects of all hosts
+            return [], failures[0]
+        return [folder for folder, _ in found.values()], None
+
+    def _find_visible(self, keys: Sequence[str | None], rank: int) -> frozenset[int]:
+        """Return the ranks whose objects this one sees. If a rank could put none, each one counts as a host alone."""
+        try:
+            listed = {info.key for info in open_client(self.steps.location, self.steps.options).list(KEY_PREFIX)}
+        except StoreError:
+            listed = set()
+        seen = {other for other, key in enumerate(keys) if key in listed and None not in keys}
+        return frozenset({rank, *seen})
 
     def _sees(self, key: str) -> bool:
         try:
@@ -236,6 +330,12 @@ def _merge(
         if not folder.problem and not is_debt(folder):
             unowed.add(info.uri)
     return [(info, info.uri not in unowed) for info in sort_newest_first([*merged, *copies.values()])]
+
+
+def _age_of(folder: StepFolder) -> tuple[bool, datetime]:
+    """Return a key that is higher for a newer save. One whose manifest cannot be read has no time of its own."""
+    assert folder.info is not None  # noqa: S101  # only committed steps are merged
+    return not folder.problem, folder.info.committed_at
 
 
 def _put_token(scratch: Scratch) -> str | None:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from cloudckpt._display import to_html
 from cloudckpt.api import check_reader, entries_of, load
-from cloudckpt.commit.log import read_log
+from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.dcp import LoadPlanner
+from cloudckpt.dcp.hosts import HostGroups, find_held
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.reader import ObjectStoreReader
@@ -31,13 +32,14 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
-from cloudckpt.inspect.verification import verify
+from cloudckpt.inspect.verification import Verification, verify
 from cloudckpt.io.client import MAX_LOOKS, open_client
 from cloudckpt.manager.steps import StepInfo, Steps
 from cloudckpt.options import Options, naming_keywords
-from cloudckpt.pipeline.context import log_and_deliver
+from cloudckpt.pipeline.context import Context, log_and_deliver
+from cloudckpt.pipeline.reader import Reader
 from cloudckpt.report import LoadReport, SkippedCheckpoint
-from cloudckpt.uri import redact
+from cloudckpt.uri import parse_location, redact
 
 _log = logging.getLogger("cloudckpt")
 
@@ -126,7 +128,7 @@ def load_latest(
         state_dict,
         root,
         redact(root),
-        functools.partial(_find_candidates, root, options),
+        lambda ranks: ranks.broadcast("find", functools.partial(_find_candidates, root, options)),
         reader_of=lambda _: reader,
         planner=planner,
         process_group=process_group,
@@ -149,13 +151,15 @@ class Candidate:
     """URI of a copy of the same save, for the objects that cannot be had at `uri`."""
     reaches_root: bool = True
     """The manager's root has it, or is owed a copy."""
+    holder: int | None = None
+    """The rank that has the manifest, for a step in a fast place."""
 
 
 def load_newest(
     state_dict: dict[str, Any],
     root: str | os.PathLike[str],
     where: str,
-    find: Callable[[], list[Candidate]],
+    find: Callable[[RankCalls], list[Candidate]],
     *,
     reader_of: Callable[[Candidate], ObjectStoreReader],
     planner: LoadPlanner | None,
@@ -167,16 +171,16 @@ def load_newest(
 ) -> tuple[Candidate, LoadReport] | None:
     """Load the first candidate of `find` that is whole, as `load_latest` does.
 
-    `where` names the places of the candidates. `find` runs on the coordinator and returns candidates, newest first. It
-    runs again after one turns out to be gone. `reader_of` returns the reader of a candidate; its options are those of
-    the place. `on_skip` runs on all ranks for each skipped candidate and may raise. Returns the candidate and the
+    `where` names the places of the candidates. `find` runs on all ranks and returns the same candidates, newest first.
+    It runs again after one turns out to be gone. `reader_of` returns the reader of a candidate; its options are those
+    of the place. `on_skip` runs on all ranks for each skipped candidate and may raise. Returns the candidate and the
     report, or None if `find` returns nothing.
     """
     ranks = RankCalls(process_group, no_dist=no_dist, root=redact(root), timeout_s=options.timeout_s)
     has_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
     is_partial = bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
-    waiting = ranks.broadcast("find", find)
+    waiting = find(ranks)
     if not waiting:
         return None
     num_looks = 1
@@ -185,7 +189,7 @@ def load_newest(
         uri, reader = candidate.uri, reader_of(candidate)
         found = None
         if verify_first or is_partial or (has_live and not reader.is_strict):
-            found = ranks.broadcast("verify", functools.partial(_find_damage, candidate, reader.options, options))
+            found = _verify_first(ranks, candidate, reader, copy_options=options)
         if found is None:
             try:
                 report = load(
@@ -208,7 +212,7 @@ def load_newest(
         if found.is_gone and num_looks < MAX_LOOKS:
             num_looks += 1
             tried = {one.uri for one in skipped}
-            waiting = [other for other in ranks.broadcast("find", find) if other.uri not in tried]
+            waiting = [other for other in find(ranks) if other.uri not in tried]
             if any(other.uri == uri for other in waiting):  # another save has overwritten it, so it is not gone
                 continue
         skipped.append(found)
@@ -250,6 +254,15 @@ def is_checkpoint(root: str | os.PathLike[str], options: Options) -> bool:
     return read_log(open_client(root, options), is_lenient=True).current_number is not None
 
 
+def _verify_first(
+    ranks: RankCalls, candidate: Candidate, reader: ObjectStoreReader, *, copy_options: Options
+) -> SkippedCheckpoint | None:
+    """Return what is wrong with a candidate, on all ranks, before any tensor is touched."""
+    if reader.hosts is None:
+        return ranks.broadcast("verify", functools.partial(_find_damage, candidate, reader.options, copy_options))
+    return _find_damage_on_hosts(ranks, candidate, reader, reader.hosts)
+
+
 def _find_damage(candidate: Candidate, options: Options, copy_options: Options) -> SkippedCheckpoint | None:
     """Return what is wrong with a candidate, unless its copy is whole."""
     try:
@@ -259,6 +272,44 @@ def _find_damage(candidate: Candidate, options: Options, copy_options: Options) 
             return _make_skipped(candidate.uri, [error])
         return _find_damage(Candidate(uri=candidate.copy_uri), copy_options, copy_options)
     return None
+
+
+def _find_damage_on_hosts(
+    ranks: RankCalls, candidate: Candidate, reader: ObjectStoreReader, hosts: HostGroups
+) -> SkippedCheckpoint | None:
+    """Return what is wrong with a candidate whose objects are in a directory of each host. All ranks call it."""
+
+    def verify_here() -> tuple[str, dict[str, list[str]], dict[str, list[str]]] | None:
+        """Return the attempt here, and the problems of its objects by key: of those that are here, and of the others.
+
+        None if this host has no manifest: its objects count as missing.
+        """
+        context = Context(parse_location(candidate.uri), reader.options, rank=ranks.rank)
+        try:
+            manifest = resolve(context.client).manifest if hosts.leads else None
+        except _SKIPPED:
+            return None
+        if manifest is None:
+            return None
+        here = find_held(context.client, manifest, (), hosts).found
+        problems = Verification(Reader(context, manifest)).run_each()
+        keys = [stored.key for stored in manifest.objects]
+        damaged = {keys[index]: problems.get(index, []) for index in here}
+        missing = {keys[index]: texts for index, texts in problems.items() if index not in here}
+        return manifest.attempt, damaged, missing
+
+    answers = ranks.all_gather("verify", verify_here)
+    wanted = answers[candidate.holder or 0]
+    if wanted is None:
+        return _make_skipped(candidate.uri, [CheckpointNotFoundError(f"{candidate.uri} is gone", uri=candidate.uri)])
+    attempt, _, missing = wanted
+    held = [one[1] for one in answers if one is not None and one[0] == attempt]
+    texts = [text for of_host in held for problems in of_host.values() for text in problems]
+    texts += [text for key in missing if not any(key in of_host for of_host in held) for text in missing[key]]
+    if not texts:
+        return None
+    why = f"{candidate.uri} is not whole: {join_first(texts, _MAX_SHOWN_NAMES)}"
+    return _make_skipped(candidate.uri, [CorruptCheckpointError(why, uri=candidate.uri)])
 
 
 def _make_skipped(uri: str, causes: Sequence[BaseException]) -> SkippedCheckpoint:

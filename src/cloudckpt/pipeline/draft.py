@@ -96,6 +96,10 @@ class Draft:
         """The number that the commit will have. `begin` finds it."""
         self.base: Base | None = None
         """The checkpoint that this save may refer to, on the rank that commits."""
+        self.is_here: Callable[[str], bool] = lambda _key: True
+        """Returns False for the key of an object that was written to another host's directory."""
+        self.committed: Manifest | None = None
+        """The manifest that this rank has committed."""
         self._save_id = save_id
         self._written_keys: list[str] = []
         self._started_s = time.monotonic()
@@ -253,7 +257,8 @@ class Draft:
         with self.removing_on_error(keys):
             if self.base is not None:
                 self.base.keep_claims(manifest)
-            written_at = check_objects_present(context.client_at, manifest)
+            here = [stored for stored in manifest.objects if self.is_here(stored.key)]
+            written_at = check_objects_present(context.client_at, msgspec.structs.replace(manifest, objects=here))
             if manifest.committed_at_ns is None:
                 duration_s = time.monotonic() - self._started_s
                 committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=duration_s)
@@ -261,8 +266,14 @@ class Draft:
             context.emit("save.committing", key=manifest_key(self.number))
             check_still_next(context.client, self.number)  # last: the listener of the event may have taken long
         self._publish(manifest, keys)
-        self._written_keys, self.base = [], None  # data and claims belong to the checkpoint now
+        self.committed = manifest
+        self.keep()
+        self.base = None  # its claims belong to the checkpoint now
         self._tidy_up(manifest)
+
+    def keep(self) -> None:
+        """Let what this rank wrote belong to a checkpoint that was committed: `discard` removes none of it."""
+        self._written_keys = []
 
     def discard(self) -> None:
         """Remove the objects that this rank wrote, after its save failed.
@@ -299,6 +310,9 @@ class Draft:
                 manifest,
                 number=self.number,
                 conditional=context.options.commit == "conditional",
+                sizes_bytes=[
+                    stored.size for stored in manifest.objects if not stored.folder and self.is_here(stored.key)
+                ],
             )
         except CommitUnknownError:
             raise  # the manifest may exist, so its data must stay

@@ -74,6 +74,7 @@ class Reader:
         manifest: Manifest to read from.
         copy: Copy of the same save, for the objects that cannot be read at `context`.
         transforms: Undo the transforms of the save; by default, with the extensions of the context's options.
+        is_apart: The manifest is that of another host, whose objects may be in a directory of its own.
 
     Raises:
         CorruptCheckpointError: An object is missing, cut or damaged. The message names the entries in it.
@@ -94,10 +95,12 @@ class Reader:
         *,
         copy: CopyElsewhere | None = None,
         transforms: ReadTransforms | None = None,
+        is_apart: bool = False,
     ) -> None:
         self.context = context
         self.manifest = manifest
         self._copy = copy
+        self._is_apart = is_apart
         self._transforms = transforms or ReadTransforms(None, context.options.extensions)
         self._tiles: dict[int, array[int]] = {}
         self._unpacking = threading.Lock()
@@ -339,6 +342,8 @@ class Reader:
         """Return True if the checkpoint was removed or replaced since its manifest was read."""
         if isinstance(self.manifest, FilesManifest):
             return self._is_any_replaced(range(len(self.manifest.objects)))
+        if self._is_apart:  # the manifest here, if there is one, may be of an earlier save
+            return False
         try:
             return resolve(self.context.client.restarted()).manifest.attempt != self.manifest.attempt
         except (CheckpointNotFoundError, CheckpointChangedError):

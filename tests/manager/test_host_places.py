@@ -1,0 +1,367 @@
+"""A fast place that is a directory of each host: what a restore puts together, and what the loss of a host costs.
+
+Each test runs ranks on one machine, with a directory for each host of the story.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.kit.options import make_options
+from tests.kit.ranks import on_ranks
+from tests.manager.test_places import Places, damage, full, names, unreadable
+
+from cloudckpt import CheckpointManager
+from cloudckpt.dcp.hosts import HeldObjects, Transfer, choose_groups, plan_transfers
+from cloudckpt.errors import CorruptCheckpointError, StoreError
+from cloudckpt.testing.faults import Call
+
+WAIT_S = 60.0
+
+
+class Warnings(logging.Handler):
+    """The warnings of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("cloudckpt").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def host_of(tmp_path: Path, host: int | None = None) -> Path:
+    """The fast place of a host; by default, of this rank's, which has a host alone."""
+    return tmp_path / f"host-{dist.get_rank() if host is None else host}" / "fast"
+
+
+def manager_of(tmp_path: Path, host: int | None = None, root: str = "bucket", **settings: Any) -> CheckpointManager:
+    return CheckpointManager(
+        tmp_path / root, **{"fast": host_of(tmp_path, host), "fast_every": 1, "save_every": 10, **settings}
+    )
+
+
+def state_of(value: float, rank: int | None = None) -> dict[str, Any]:
+    """A shard of this rank, a tensor that all ranks hold, and a value."""
+    own = dist.get_rank() if rank is None else rank
+    return {
+        f"own-{own}": torch.full((3000,), value),
+        "shared": torch.full((2000,), value),
+        "other": torch.full((2000,), value),
+        "step": int(value),
+    }
+
+
+def save_all(manager: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        manager.save(step, state_of(float(step)))
+        manager.wait(WAIT_S)
+
+
+def restore(manager: CheckpointManager, **settings: Any) -> tuple[int, str] | None:
+    """The step, and the name of its place. Checks that all of it is of one save."""
+    state = state_of(-1.0)
+    found = manager.restore(state, **settings)
+    if found is None:
+        return None
+    for name, value in state.items():
+        numbers = set(value.tolist()) if isinstance(value, torch.Tensor) else {value}
+        assert numbers == {found.step}, name
+    return found.step, Path(found.uri).parent.name
+
+
+def objects_of(step: Path) -> set[str]:
+    return {path.name for path in (step / "data").rglob("*") if path.is_file()}
+
+
+def on_rank(rank: int, action: Callable[[], object]) -> None:
+    """Let one rank act while the others wait."""
+    dist.barrier()
+    if dist.get_rank() == rank:
+        action()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("async_", [True, False])
+@on_ranks(2)
+def test_each_host_has_its_objects_and_the_manifest(tmp_path: Path, async_: bool) -> None:  # noqa: FBT001
+    """If this fails, a job whose hosts share no directory saves nothing there, or cannot read what it has saved."""
+    with manager_of(tmp_path, async_=async_) as manager:
+        assert restore(manager) is None
+        save_all(manager, 9, 10, 11)
+    dist.barrier()
+    mine = host_of(tmp_path)
+    assert (names(mine), names(tmp_path / "bucket")) == (["step-9", "step-11"], ["step-10"])
+    manifests = [(host_of(tmp_path, host) / "step-11/manifest.json").read_bytes() for host in (0, 1)]
+    assert manifests[0] == manifests[1]
+    rank = dist.get_rank()
+    assert {name.partition("-")[0] for name in objects_of(mine / "step-11")} == {str(rank)}
+    dist.barrier()
+    again = manager_of(tmp_path)
+    assert restore(again) == (11, "fast")
+    assert [(info.step, info.place) for info in again.steps()] == [(9, "fast"), (10, "root"), (11, "fast")]
+
+
+@on_ranks(2)
+def test_a_load_moves_only_what_several_ranks_hold(tmp_path: Path) -> None:
+    """If this fails, each restore sends whole shards to hosts that have no use for them."""
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 1)
+    before = sum(path.stat().st_size for path in host_of(tmp_path).rglob("*.safetensors"))
+    dist.barrier()
+    assert restore(manager_of(tmp_path)) == (1, "fast")
+    after = sum(path.stat().st_size for path in host_of(tmp_path).rglob("*.safetensors"))
+    assert after - before < 3000 * 4
+
+
+@on_ranks(3)
+def test_ranks_of_one_host_share_its_directory(tmp_path: Path) -> None:
+    """If this fails, ranks of one host write manifests of their own, or miss what the other host has."""
+    host = min(dist.get_rank(), 1)
+    with manager_of(tmp_path, host) as manager:
+        save_all(manager, 1, 2)
+    dist.barrier()
+    found = objects_of(host_of(tmp_path, 1) / "step-2")
+    assert {name.partition("-")[0] for name in found} == {"1", "2"}
+    assert restore(manager_of(tmp_path, host)) == (2, "fast")
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+@on_ranks(2)
+def test_a_replaced_host_costs_the_steps_that_the_root_lacks(tmp_path: Path, replaced: int) -> None:
+    """If this fails, a job with a new host resumes from a part of a step, or does not resume at all."""
+    log = Warnings()
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 10, 11, 12)
+    on_rank(replaced, lambda: shutil.rmtree(host_of(tmp_path)))
+    manager = manager_of(tmp_path)
+    assert restore(manager) == (10, "bucket")
+    if dist.get_rank() == 0:
+        assert any("step-12" in text and f"/{replaced}-" in text and "is missing" in text for text in log.texts)
+    with manager:
+        save_all(manager, 11, 12, 13)
+    dist.barrier()
+    assert restore(manager_of(tmp_path)) == (13, "fast")
+
+
+@on_ranks(2)
+def test_replicas_outlive_the_host_that_did_not_write_them(tmp_path: Path) -> None:
+    """If this fails, an older step is loaded although each wanted byte of the newest is on the host that wants it."""
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 10, 11)
+    assert restore(manager_of(tmp_path)) == (11, "fast")  # each host has what both want now
+    on_rank(1, lambda: shutil.rmtree(host_of(tmp_path)))
+    state = state_of(-1.0, 0)
+    found = manager_of(tmp_path).restore(state, strict=None)
+    assert found is not None
+    assert (found.step, float(state["own-0"].sum()), state["step"]) == (11, 33000.0, 11)
+
+
+@on_ranks(2)
+def test_hosts_that_change_places_find_their_shards(tmp_path: Path) -> None:
+    """If this fails, a restart that numbers the hosts in another order loses all steps of the fast place."""
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 1)
+    dist.barrier()
+    assert restore(manager_of(tmp_path, 1 - dist.get_rank())) == (1, "fast")
+
+
+@on_ranks(2)
+def test_a_lost_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    """If this fails, a host whose drive is gone ends the job, or lets it resume from parts; or saves are lost there."""
+    log, places = Warnings(), Places()
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 10, 11)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        places.fail(host_of(tmp_path), unreadable)
+    with manager_of(tmp_path, options=make_options(wrap_store=places)) as manager:
+        assert restore(manager) == (10, "bucket")
+        save_all(manager, 12)
+    dist.barrier()
+    assert names(tmp_path / "bucket") == ["step-10", "step-12"]
+    if dist.get_rank() == 0:
+        assert any("not to the fast place" in text for text in log.texts)
+
+
+@on_ranks(2)
+def test_a_step_of_another_run_on_one_host_is_not_taken(tmp_path: Path) -> None:
+    """If this fails, a host that was used before makes the run continue another one's training."""
+    log = Warnings()
+    if dist.get_rank() == 1:
+        with manager_of(tmp_path, root="another", no_dist=True) as other:
+            other.save(99, state_of(99.0))
+    dist.barrier()
+    with manager_of(tmp_path) as manager:
+        assert restore(manager) is None
+        save_all(manager, 1, 2)
+        assert restore(manager) == (2, "fast")
+    assert any("of another run" in text for text in log.texts) == (dist.get_rank() == 1)
+    if dist.get_rank() == 1:
+        assert "step-99" in names(host_of(tmp_path))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@on_ranks(2)
+def test_a_damaged_object_on_one_host_leads_to_the_step_before(tmp_path: Path, rank: int) -> None:
+    """If this fails, ranks restore different steps, or a damaged one."""
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 1, 2)
+    on_rank(rank, lambda: damage(next((host_of(tmp_path) / "step-2/data").rglob("*.safetensors"))))
+    manager = manager_of(tmp_path)
+    assert restore(manager) == (1, "fast")
+    with manager:
+        save_all(manager, 2)
+    dist.barrier()
+    assert "step-2-again-1" in names(host_of(tmp_path))
+
+
+@on_ranks(2)
+def test_step_is_verified_on_all_hosts_before_a_tensor_is_touched(tmp_path: Path) -> None:
+    """If this fails, a partial load is filled from a damaged step, and an older one leaves that in place."""
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 1, 2, 3)
+    dist.barrier()
+    assert restore(manager_of(tmp_path, verify_first=True)) == (3, "fast")
+    on_rank(1, lambda: damage(next((host_of(tmp_path) / "step-3/data").rglob("1-*.safetensors"))))
+    manager = manager_of(tmp_path, verify_first=True)
+    assert restore(manager) == (2, "fast")
+    on_rank(1, lambda: shutil.rmtree(host_of(tmp_path) / "step-2/data"))
+    touched = state_of(-1.0)
+    with pytest.raises(CorruptCheckpointError):
+        manager_of(tmp_path, verify_first=True).restore(touched)
+    assert touched["step"] == -1
+    assert set(touched["shared"].tolist()) == {-1.0}
+
+
+@on_ranks(2)
+def test_each_host_keeps_the_newest_steps(tmp_path: Path) -> None:
+    """If this fails, the drives of all hosts but one fill up."""
+    with manager_of(tmp_path, fast_keep=2) as manager:
+        save_all(manager, 1, 2, 3, 4)
+    dist.barrier()
+    mine = host_of(tmp_path)
+    assert names(mine) == ["step-3", "step-4"]
+    assert not objects_of(mine / "step-1") if (mine / "step-1").exists() else True
+
+
+@on_ranks(2)
+def test_a_full_drive_of_one_host_sends_the_save_to_the_root(tmp_path: Path) -> None:
+    """If this fails, a full drive ends the job, or its ranks save to different places."""
+    log, places = Warnings(), Places()
+    with manager_of(tmp_path, options=make_options(wrap_store=places)) as manager:
+        save_all(manager, 1)
+        if dist.get_rank() == 1:
+            places.fail(host_of(tmp_path), full)
+        save_all(manager, 2)
+        places.broken.clear()
+        save_all(manager, 3)
+    dist.barrier()
+    assert names(tmp_path / "bucket") == ["step-2"]
+    assert names(host_of(tmp_path)) == ["step-1", "step-3"]
+    assert any("rank 1: " in text and "No space left" in text for text in log.texts) == (dist.get_rank() == 0)
+
+
+@on_ranks(2)
+def test_a_host_that_cannot_write_the_manifest_costs_no_step(tmp_path: Path) -> None:
+    """If this fails, a save that is committed on one host is reported as failed, and its data is removed."""
+
+    def no_manifest(call: Call) -> Exception | None:
+        is_it = call.operation == "put" and "manifest" in call.key
+        return StoreError("Input/output error", key=call.key, operation=call.operation) if is_it else None
+
+    log, places = Warnings(), Places()
+    if dist.get_rank() == 1:
+        places.fail(host_of(tmp_path), no_manifest)
+    with manager_of(tmp_path, options=make_options(wrap_store=places)) as manager:
+        save_all(manager, 1)
+    dist.barrier()
+    assert names(host_of(tmp_path)) == ["step-1"][: 1 - dist.get_rank()]
+    assert any("not in the directory of rank 1" in text for text in log.texts) == (dist.get_rank() == 1)
+    assert restore(manager_of(tmp_path)) == (1, "fast")
+
+
+@on_ranks(2)
+def test_a_host_that_has_the_save_before_under_the_same_name_mixes_nothing(tmp_path: Path) -> None:
+    """If this fails, a crash between the two manifests of an overwrite lets ranks load two saves of one step."""
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 10, 11)
+    kept = tmp_path / "kept"
+    on_rank(1, lambda: shutil.copytree(host_of(tmp_path) / "step-11", kept))
+    with manager_of(tmp_path) as manager:
+        manager.save(11, state_of(12.0) | {"step": 11}, overwrite=True)
+    dist.barrier()
+
+    def go_back() -> None:
+        """Put the manifest and the data of the save before in the place of the new manifest."""
+        mine = host_of(tmp_path) / "step-11"
+        (mine / "manifest.1.json").unlink()
+        shutil.copytree(kept, mine, dirs_exist_ok=True)
+
+    on_rank(1, go_back)
+    state = state_of(-1.0)
+    found = manager_of(tmp_path).restore(state)
+    assert found is not None
+    assert (found.step, state["step"]) == (11, 11)
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    assert {number for tensor in tensors for number in tensor.tolist()} == {12.0}
+    on_rank(0, lambda: shutil.rmtree(host_of(tmp_path)))  # the new save's objects of rank 0 are gone, and the old ones
+    assert restore(manager_of(tmp_path)) == (10, "bucket")
+
+
+@on_ranks(2)
+def test_forced_save_reaches_the_root(tmp_path: Path) -> None:
+    """If this fails, the last save before a host goes away stays on that host."""
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 1)
+        manager.save(1, state_of(1.0), force=True)
+        manager.save(2, state_of(2.0), force=True)
+    dist.barrier()
+    assert names(tmp_path / "bucket") == ["step-1", "step-2"]
+    assert names(host_of(tmp_path)) == ["step-1"]
+    assert restore(manager_of(tmp_path)) == (2, "bucket")
+
+
+@on_ranks(2)
+def test_steps_of_a_job_on_one_host_are_loaded_on_two(tmp_path: Path) -> None:
+    """If this fails, a job that gets a second host starts from scratch, or from an older step."""
+    if dist.get_rank() == 0:
+        with manager_of(tmp_path, no_dist=True) as manager:
+            manager.save(1, {"shared": torch.full((3000,), 1.0), "step": 1})
+    dist.barrier()
+    state = {"shared": torch.zeros(3000), "step": -1}
+    found = manager_of(tmp_path).restore(state)
+    assert found is not None
+    assert (found.step, state["step"], float(state["shared"].sum())) == (1, 1, 3000.0)
+
+
+def test_transfers_bring_each_object_where_it_is_wanted_from_the_lowest_rank_that_has_it() -> None:
+    """If this fails, a host gets what it has, or waits for what no host has."""
+    leaders = (0, 0, 2, 3)
+
+    def held(wanted: set[int], found: set[int]) -> HeldObjects:
+        return HeldObjects(wanted=frozenset(wanted), found=frozenset(found))
+
+    ranks = [held({0}, {0, 4}), held({1, 9}, set()), held({0, 2}, {1, 2, 4}), held({4}, {1})]
+    assert plan_transfers(ranks, leaders) == [
+        Transfer(object_index=0, source=0, targets=frozenset({2})),
+        Transfer(object_index=1, source=2, targets=frozenset({0})),
+        Transfer(object_index=4, source=0, targets=frozenset({3})),
+    ]
+
+
+def test_ranks_that_see_one_another_only_partly_are_no_groups() -> None:
+    """If this fails, ranks take a directory for shared that is not."""
+    groups = choose_groups(1, [frozenset({0}), frozenset({1, 2}), frozenset({1, 2})])
+    assert groups is not None
+    assert (groups.leaders, groups.leads) == ((0, 1, 1), True)
+    assert choose_groups(0, [frozenset({0}), frozenset({0, 1})]) is None
+    assert choose_groups(0, [frozenset({0, 1}), frozenset({1})]) is None

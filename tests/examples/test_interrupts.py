@@ -127,3 +127,19 @@ def test_wait_for_a_save_that_a_user_interrupts_is_not_its_end(wait: str, notebo
     assert last == expected(words, "CancelledError" if wait == "await handle" else "KeyboardInterrupt")
     last, _ = notebook.run("is_interrupted.set(); print(f'{handle.result().report.num_bytes > 0} {handle}')")
     assert last == f"True <AsyncSave to {tmp_path / 'c'}: committed>"
+
+
+def test_bar_of_a_background_save_ends_in_the_cell_that_runs_then(notebook: Notebook, tmp_path: Path) -> None:
+    """If this fails, a notebook that is executed by a program shows a bar for ever, for a save that is committed."""
+    notebook.run(
+        "opened = threading.Event()\nheld_back = cloudckpt.Options(progress=True, on_event=lambda event: "
+        "event.name == 'save.committing' and opened.wait())"
+    )
+    _, (begun,) = notebook.run(
+        f"handle = cloudckpt.async_save({str(tmp_path / 'c')!r}, model=model, options=held_back)"
+    )
+    assert begun.startswith("<div>save c in the background: ")
+    _, bars = notebook.run("opened.set(); handle.result(); print(handle)")
+    assert len(bars) == 1
+    assert bars[0].startswith("<div>save c in the background: ")
+    assert "<progress" not in bars[0]

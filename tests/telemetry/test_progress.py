@@ -149,7 +149,8 @@ def test_bar_of_a_notebook_ends_as_one_line(memory: Memory, monkeypatch: pytest.
         assert states[0][0].endswith(": planning")
         assert "<progress></progress>" in states[0][1]
     last = [re.sub(r" in [\d.]+ m?s, [\d.]+ [MG]B/s", "", states[-1][0]) for states in notebook.states]
-    assert last == ["save <b>: 4.0 MiB", "load <b>: 4.0 MiB", "save step-2: 4.0 MiB", "save step-2: not finished"]
+    behind = "save step-2 in the background:"
+    assert last == ["save <b>: 4.0 MiB", "load <b>: 4.0 MiB", f"{behind} 4.0 MiB", f"{behind} not finished"]
     assert not any(tag in states[-1][1] for states in notebook.states for tag in ("<progress", "<b>"))
     assert not is_watched()
 

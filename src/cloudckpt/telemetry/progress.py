@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import contextvars
 import html
 import importlib
 import importlib.util
@@ -44,7 +45,7 @@ def show_progress(
         shown.callback(_end, bar)
         with logging_failures("no progress bar is shown"):
             if in_notebook:
-                bar.enter_context(_NotebookBar(verb, uri))
+                bar.enter_context(_NotebookBar(verb, uri, " in the background" if in_background else ""))
             elif _has_rich():
                 # Keep a tqdm bar of the program from sharing our line.
                 if (tqdm := sys.modules.get("tqdm")) is not None:
@@ -61,9 +62,9 @@ def _end(bar: contextlib.ExitStack) -> None:
 class _Bar(abc.ABC):
     """Counts the bytes in the events of one save or load, and draws them."""
 
-    def __init__(self, verb: str, uri: str) -> None:
+    def __init__(self, verb: str, uri: str, where: str = "") -> None:
         self._verb, self._uri = verb, uri
-        self._name = f"{verb} {uri.rpartition('/')[2]}"
+        self._name = f"{verb} {uri.rpartition('/')[2]}{where}"
         self._done_bytes = self._total_bytes = 0
         self._is_done = False
         self._lock = threading.Lock()
@@ -126,12 +127,19 @@ class _NotebookBar(_Bar):
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         self._spent_s = time.monotonic() - self._begun_s
-        self._shown.update(self)
+        self._update()
 
     def _draw(self) -> None:
         if (now_s := time.monotonic()) >= self._drawn_s + _NOTEBOOK_INTERVAL_S:
             self._drawn_s = now_s
-            self._shown.update(self)
+            self._update()
+
+    def _update(self) -> None:
+        """Send the bar as output of the cell that runs now: nbclient drops that of a cell which has ended.
+
+        The context of this thread has the cell that began the save.
+        """
+        contextvars.Context().run(self._shown.update, self)
 
     def __repr__(self) -> str:
         spent_s = self._spent_s or time.monotonic() - self._begun_s

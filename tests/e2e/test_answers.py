@@ -32,7 +32,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 import cloudckpt
 from cloudckpt import Options
 from cloudckpt.background.stager import PinnedStager
-from cloudckpt.inspect.comparison import _open
+from cloudckpt.inspect.comparison import open_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 
@@ -330,7 +330,7 @@ def shown(value: Any) -> Any:
 
 def stored(uri: str) -> Any:
     """All that a checkpoint says of its entries, but for where their bytes lie."""
-    manifest = _open(uri, Options()).manifest
+    manifest = open_reader(uri, Options()).manifest
     tensors = {
         name: (one.dtype, one.shape, one.requires_grad, sorted((chunk.offsets, chunk.lengths) for chunk in one.chunks))
         for name, one in manifest.tensors.items()

@@ -101,6 +101,26 @@ def test_a_copy_that_is_complete_is_no_error_with_resume(local: LocalPlace, run:
     assert (again.code, "exists already" in again.err) == (0, True)
 
 
+def test_parts_of_an_export_in_another_dtype(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+    """If this fails, the command has other options than the library's call, or does not say what is missing."""
+    save(local.uri("step-1"))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    model = ("--include", "model.*", "--max-shard-size", "1kB", "--dtype", "bfloat16")
+    chosen = ("export", local.uri("step-1"), local.uri("out"), *model, "--config-from", str(tmp_path / "base"))
+    first, last = run(*chosen, "--part", "1/2"), run(*chosen, "--part", "0/2")
+    assert (first.code, last.code) == (0, 0), last.err
+    assert ("the index" in first.err, "the index" in last.err, "and an index" in last.out) == (True, False, True)
+    shards = {f"out/model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    index = "out/model.safetensors.index.json"
+    assert {name for name in local.contents() if name.startswith("out/")} == {"out/config.json", index, *shards}
+    for name in shards:
+        (tmp_path / "opened").write_bytes(local.read(name))
+        assert {tensor.dtype for tensor in load_file(tmp_path / "opened").values()} == {torch.bfloat16}
+    wrong = [("--part", "2/2"), ("--part", "1"), ("--dtype", "int8")]
+    assert [run(*chosen, *arguments).code for arguments in wrong] == [2, 2, 2]
+
+
 def test_source_and_target_have_options_of_their_own(
     local: LocalPlace, s3: Place, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

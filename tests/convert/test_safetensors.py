@@ -117,7 +117,7 @@ def test_an_export_of_shards_is_that_of_whole_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extensions: tuple[cloudckpt.Zstandard, ...]
 ) -> None:
     """If this fails, what several ranks saved comes out scrambled."""
-    monkeypatch.setattr("cloudckpt.convert.exports.TILE_BYTES", 4 * KIB)  # parts that cut rows
+    monkeypatch.setattr("cloudckpt.convert.export_files.TILE_BYTES", 4 * KIB)  # parts that cut rows
     run_ranks(_save_sharded, str(tmp_path / "step-1"), extensions, world_size=4)
     options = make_options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
     cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", options=options)
@@ -231,6 +231,9 @@ def convert(name, options):
     yield
     cloudckpt.export_checkpoint(f"{sys.argv[1]}/{name}", f"{sys.argv[1]}/{name}-export", options=options)
     yield
+    source, target = (f"{sys.argv[1]}/{name}{end}" for end in ("", "-cast"))
+    cloudckpt.export_checkpoint(source, target, dtype="bfloat16", options=options)
+    yield
     cloudckpt.import_checkpoint(f"{sys.argv[1]}/{name}-export", f"{sys.argv[1]}/{name}-import", options=options)
     yield
     both = [f"{sys.argv[1]}/{name}-half"] * 2
@@ -248,7 +251,7 @@ for _ in convert("large", options):
 def test_a_tensor_larger_than_the_memory_is_copied_and_converted(tmp_path: Path) -> None:
     """If this fails, a tensor has to fit into memory to be copied, exported, imported or merged."""
     for name, num_bytes in (("small", 4000), ("large", GIB // 2)):
-        save({"w": torch.zeros(num_bytes, dtype=torch.uint8)}, f"{tmp_path}/{name}")
+        save({"w": torch.zeros(num_bytes // 4)}, f"{tmp_path}/{name}")
         save({"w": torch.zeros(num_bytes // 2, dtype=torch.bfloat16)}, f"{tmp_path}/{name}-half")
     script = tmp_path / "measured.py"
     script.write_text(_MEASURED)

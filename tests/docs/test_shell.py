@@ -52,6 +52,8 @@ def places(tmp_path: Path, s3_bucket: S3Server, monkeypatch: pytest.MonkeyPatch)
         record = make_record(parse_location("s3://bucket/run"), is_owed=True, may_overwrite=False)
         options = cloudckpt.Options(metadata={"step": 300, FAST_KEY: record})
         cloudckpt.save(state, tmp_path / "nvme/step-300", options=options)
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base/config.json").write_text("{}")
         yield
 
 

@@ -202,6 +202,14 @@ def _copy(
     return report
 
 
+def _parse_part(text: str) -> tuple[int, int]:
+    """Parse ``0/4``, for ``typer.Option(parser=…)``."""
+    rank, _, size = text.partition("/")
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise typer.BadParameter(f"{text!r} is not a rank and a number of parts, such as 0/4 to 3/4")
+    return int(rank), int(size)
+
+
 def export(
     source: Source,
     target: Target,
@@ -219,6 +227,29 @@ def export(
             parser=parse_size, metavar="SIZE", help="Largest safetensors file: 5GB (10^9), 5GiB (2^30), or bytes."
         ),
     ] = _SHARD_SIZE,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Cast floating-point tensors of 16 bits or more, such as to bfloat16.",
+            show_default=False,
+        ),
+    ] = None,
+    config_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Copy the files there that hold no weights, such as config.json.", show_default=False
+        ),
+    ] = None,
+    part: Annotated[
+        Any,  # Typer would take a tuple for two arguments
+        typer.Option(
+            parser=_parse_part,
+            metavar="RANK/SIZE",
+            help="Write one part of an export that SIZE commands share, such as 0/4. The last one writes the index.",
+            show_default=False,
+        ),
+    ] = None,
     skip_non_tensors: Annotated[
         bool, typer.Option("--skip-non-tensors", help="Leave out what safetensors files cannot hold.")
     ] = False,
@@ -248,9 +279,14 @@ def export(
         format=format_,
         strip_prefix=strip_prefix,
         max_shard_bytes=max_shard_size,
+        dtype=dtype,
+        config_from=config_from,
+        part=part,
         skip_non_tensors=skip_non_tensors,
         dequantize=dequantize,
     )
+    if not report.is_whole and not common.as_json:
+        common.console.say("Other parts are missing, and so is the index. The last command writes it.")
     if report.left_out and not common.as_json:
         common.console.say(f"Left out {count(len(report.left_out), 'value')}: {', '.join(report.left_out)}")
 

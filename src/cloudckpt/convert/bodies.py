@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -15,9 +16,12 @@ import torch
 from cloudckpt.convert.conversion import BodyIn
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out
+from cloudckpt.io.download import download_range
 from cloudckpt.io.reads import RangeRead
+from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.wants import TensorBytes
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.body import pack
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
@@ -53,11 +57,28 @@ class CopiedBody:
             yield views
 
 
+class FileBody:
+    """A file of any kind, as it is. No checksum covers it."""
+
+    def __init__(self, context: Context, file: ObjectInfo, arena: Arena) -> None:
+        self._client, self._key, self._arena = context.client, file.key, arena
+        self.size_bytes = file.size_bytes
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
+        """Lend a view of bytes ``[begin, end)``."""
+        with self._arena.lend(end - begin) as buffer:
+            view = bytes_view(buffer)
+            if begin < end:
+                download_range(self._client, key=self._key, begin=begin, views=[view])
+            yield [view]
+
+
 class TensorReader(Protocol):
     """A source of tensors."""
 
     def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
-        """Fill all buffers. No bound is inside an element. Several threads call this method."""
+        """Fill all buffers, in their dtypes. No bound is inside an element. Several threads call this method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +93,12 @@ class TensorFile:
         return functools.partial(_TensorsBody, self, reader, [names[entry.fqn] for entry in self.entries])
 
 
-def plan_files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], *, file_bytes: int) -> list[TensorFile]:
+def plan_files(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    file_bytes: int,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> list[TensorFile]:
     """Split tensors, given by dtype and shape, into files of at most `file_bytes`. A larger tensor has its own file.
 
     The tensors keep their order from file to file, as in ``huggingface_hub.split_torch_state_dict_into_shards``. In
@@ -91,7 +117,7 @@ def plan_files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], *, file_bytes
     files = []
     for group in pack([entry.num_bytes for entry in entries], object_bytes=file_bytes):
         members = sorted((entries[i] for i in group), key=lambda entry: -entry.itemsize_bytes)
-        files.append(TensorFile(entries=members, layout=lay_out(members)))
+        files.append(TensorFile(entries=members, layout=lay_out(members, metadata=metadata)))
     return files
 
 
@@ -101,7 +127,7 @@ class _TensorsBody:
     def __init__(self, file: TensorFile, reader: TensorReader, names: Sequence[str], arena: Arena) -> None:
         self.size_bytes = file.layout.size_bytes
         self._header = file.layout.header
-        self._names = names
+        self._names, self._dtypes = names, [entry.dtype for entry in file.entries]
         self._begins = [*file.layout.begins, self.size_bytes]
         self._reader = reader
         self._arena = arena
@@ -125,5 +151,9 @@ class _TensorsBody:
             low, high = max(own, begin), min(after, end)
             if low < high:
                 yield TensorBytes(
-                    name=self._names[index], begin=low - own, end=high - own, buffer=buffer[low - begin : high - begin]
+                    name=self._names[index],
+                    begin=low - own,
+                    end=high - own,
+                    buffer=buffer[low - begin : high - begin],
+                    dtype=self._dtypes[index],
                 )

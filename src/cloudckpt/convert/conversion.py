@@ -92,6 +92,8 @@ class ConversionReport:
     """Names of the files that an export wrote, in their folder; of an import, the keys of the data objects."""
     num_bytes: int
     """Size of the files."""
+    is_whole: bool
+    """False if an export lacks files that other processes have yet to write (`part`), and so the index."""
     convert_s: float
     """Seconds of the whole call."""
 
@@ -199,6 +201,7 @@ class Conversion:
         num_tensors: int,
         num_values: int = 0,
         left_out: tuple[str, ...] = (),
+        is_whole: bool = True,
     ) -> ConversionReport:
         """Build the report of an export or import that wrote `files`: their sizes, by name."""
         return ConversionReport(
@@ -210,6 +213,7 @@ class Conversion:
             left_out=left_out,
             files=tuple(sorted(files)),
             num_bytes=sum(files.values()),
+            is_whole=is_whole,
             convert_s=self.seconds,
         )
 
@@ -224,12 +228,14 @@ def upload(
     budget_bytes: int,
     tile_bytes: int,
     stop_reading: Callable[[], None] = lambda: None,
+    check_source: Callable[[], None] = lambda: None,
 ) -> tuple[list[ObjectRef], int]:
     """Upload an object for each key of `bodies`, and then one for each key of `last`.
 
     Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure, no object exists.
-    `leftovers`, by key, are from earlier attempts; those with the same bytes are used. With `leftovers`, a failed
-    upload leaves the parts that it sent. A failure also calls `stop_reading`.
+    `check_source` is called before `last` and at the end, and may raise. `leftovers`, by key, are from earlier
+    attempts; those with the same bytes are used. With `leftovers`, a failed upload leaves the parts that it sent. A
+    failure also calls `stop_reading`.
 
     Returns:
         The receipts in the order of the keys, and the number of bytes that came from `leftovers`.
@@ -252,6 +258,7 @@ def upload(
                     session.submit(key, body_in(arena), leftovers_of_key, part_bytes=choose_part_bytes())
                 session.tasks.join()
                 receipts = session.receipts()
+                check_source()
         except BaseException:
             stop_reading()
             raise

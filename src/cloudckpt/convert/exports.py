@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import glob
+import hashlib
 import json
 import logging
 import math
 import os
-import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import msgspec
 import torch
 
 from cloudckpt._display import transferred
-from cloudckpt.commit.log import resolve
 from cloudckpt.convert.bodies import TensorFile, plan_files
-from cloudckpt.convert.conversion import (
-    BodyIn,
-    Conversion,
-    ConversionReport,
-    OnProgress,
-    upload,
-)
+from cloudckpt.convert.conversion import Conversion, ConversionReport, OnProgress
+from cloudckpt.convert.export_files import Files, NewFile, find_companions
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
-from cloudckpt.errors import (
-    CheckpointChangedError,
-    CheckpointExistsError,
-    Hint,
-    InvalidOptionError,
-    UnsupportedValueError,
-    join_first,
-    quote_names,
-)
+from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError, quote_names
 from cloudckpt.format.chunks import dtype_name, dtype_of
-from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, StoredTensor
+from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, FilesManifest, Manifest, StoredTensor
 from cloudckpt.format.safetensors import INDEX_NAME, SINGLE_NAME, lay_out
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.safetensors_files import find_source
 from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.tensors.body import PieceBody, new_piece
 from cloudckpt.uri import folder_and_name
@@ -56,13 +43,15 @@ ExportFormat: TypeAlias = Literal["safetensors", "torch"]
 
 _SAFETENSORS_PATTERNS = (SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
 _RESERVED_NAME = "__metadata__"
-_MAX_SHOWN_URLS = 3
 _CONNECTIONS_PER_UPLOAD = 2
 """Connections that each upload uses to read the bytes that it sends."""
-TILE_BYTES = MIB
 _OTHER_FILES = (".bin", ".ckpt", ".pt", ".pth", ".safetensor")
-_WILDCARD = re.compile(r"[*?[]")
 _MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
+_MIN_SHARED_BYTES = 16 * MIB
+"""Files of a shared export are no smaller for the sake of having one for each process."""
+_EXPORT_KEY = "cloudckpt.export"
+"""Key in the metadata of a shared export's files. Its value tells them from those of any other export."""
+_CAST_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def export_checkpoint(
@@ -75,13 +64,16 @@ def export_checkpoint(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     skip_non_tensors: bool = False,
     dequantize: bool = False,
+    dtype: torch.dtype | str | None = None,
+    config_from: str | os.PathLike[str] | None = None,
+    part: tuple[int, int] | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
     options: Options | None = None,
     target_options: Options | None = None,
     on_progress: OnProgress | None = None,
 ) -> ConversionReport:
-    """Write the checkpoint at `source` as files that other programs read, to `target` on any store.
+    """Write the checkpoint, or the safetensors files, at `source` as files for other programs, to `target`.
 
     - ``"safetensors"``: a folder in Hugging Face's layout, or one file. Several files have an index, which is written
       last. Tensors of any size are streamed in at most ``options.read_bytes`` of memory. Tied tensors are written once
@@ -90,8 +82,8 @@ def export_checkpoint(
       room in the folder for temporary files. ``torch.distributed.checkpoint.format_utils.torch_save_to_dcp`` turns the
       file into torch's DCP format.
 
-    Every byte that is read is checked, sharded tensors are put together, and all bits are those of the save. After an
-    error, no index and no single file exists. `target` may hold other files.
+    Every byte that is read is checked, sharded tensors are put together, and all bits are those of the save, unless
+    `dtype` is given. After an error, no index and no single file exists. `target` may hold other files.
 
     Args:
         source: URI of the checkpoint.
@@ -106,6 +98,14 @@ def export_checkpoint(
         skip_non_tensors: Leave Python objects out of safetensors files, which cannot hold them.
         dequantize: Write the values of tensors that consist of others, such as torchao's, to safetensors files: by
             default, their parts are written. Holds one such tensor in memory, and needs its class (`read`).
+        dtype: Dtype such as ``"bfloat16"`` to which floating-point tensors of 16 bits or more are cast, while they are
+            streamed. Other tensors stay. A value that would become infinite is an error that names its tensor, unless
+            ``options.allow_lossy_casts``.
+        config_from: URI of a folder, such as that of the base model. Its files that hold no weights, such as those of
+            config and tokenizer, are copied along. A file that exists at the target stays.
+        part: ``(rank, world_size)``, to share the export: each process calls this with the same other arguments, and
+            writes its files. The process that finds all files of the export there writes the index. No process waits
+            for another one. A part that is called again writes only what is missing.
         overwrite: Remove the files of an earlier export before the first new one is written.
         allow_pickle: Consent to run code from the checkpoint, as in `load`.
         options: Options for the source.
@@ -121,6 +121,7 @@ def export_checkpoint(
         InvalidOptionError: An argument is wrong, or matches no entry.
         CheckpointNotFoundError: No checkpoint exists at `source`.
         CorruptCheckpointError: The source is damaged.
+        StateDictMismatchError: `dtype` cannot hold a value of a tensor, which the message names.
 
     Example::
 
@@ -134,8 +135,17 @@ def export_checkpoint(
             f"format must be one of 'safetensors', 'torch', not {format!r}. For torch's DCP format, export as 'torch' "
             "and convert the file with torch.distributed.checkpoint.format_utils.torch_save_to_dcp"
         )
+    if format == "torch" and any(option is not None for option in (dtype, config_from, part)):
+        raise InvalidOptionError("dtype, config_from and part are for safetensors files, and not for format='torch'")
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise InvalidOptionError(f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}")
+    match part:
+        case None:
+            pass
+        case (int(rank), int(world_size)) if 0 <= rank < world_size:
+            pass
+        case _:
+            raise InvalidOptionError(f"part must be (rank, world_size), such as (0, 4), not {part!r}")
     conversion = Conversion(
         source,
         target,
@@ -155,6 +165,9 @@ def export_checkpoint(
             max_shard_bytes=max_shard_bytes,
             skip_non_tensors=skip_non_tensors,
             dequantize=dequantize,
+            dtype=_parse_dtype(dtype),
+            config_from=config_from,
+            part=part,
         )
     moved = transferred(report.num_bytes, report.convert_s)
     _log.info("exported %s to %s%s", report.source, report.target, moved)
@@ -162,7 +175,14 @@ def export_checkpoint(
 
 
 def _export_safetensors(
-    conversion: Conversion, *, max_shard_bytes: int, skip_non_tensors: bool, dequantize: bool
+    conversion: Conversion,
+    *,
+    max_shard_bytes: int,
+    skip_non_tensors: bool,
+    dequantize: bool,
+    dtype: str | None,
+    config_from: str | os.PathLike[str] | None,
+    part: tuple[int, int] | None,
 ) -> ConversionReport:
     source, target, single_name = conversion.source, conversion.target, SINGLE_NAME
     patterns: Sequence[str] = _SAFETENSORS_PATTERNS
@@ -179,10 +199,11 @@ def _export_safetensors(
         target = Context(folder, target.options, rank=0)
         # Beside the index of an earlier export, readers would take the shards that it names.
         patterns = (glob.escape(single_name),) if single_name != SINGLE_NAME else _SAFETENSORS_PATTERNS
-    manifest = resolve(source.client).manifest
+    context, resolved = find_source(source)
+    manifest = resolved.manifest
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
-    reader = Reader(_limit_memory(source, budget_bytes // target.connections), manifest)
+    reader = Reader(_limit_memory(context, budget_bytes // target.connections), manifest)
     dequantizing = DequantizingReader(reader) if dequantize else None
     stored = manifest.tensors if dequantizing is None else dequantizing.tensors
     names = conversion.selection.choose_names([*stored, *manifest.values])
@@ -199,28 +220,63 @@ def _export_safetensors(
                 value="True",
             ),
         )
-    tensors = {name: stored[fqn] for name, fqn in fqns.items()}
-    _check_tensors(fqns, tensors, source.uri)
-    shards = name_shards(tensors, max_shard_bytes=max_shard_bytes, single_name=single_name)
+    tensors = {name: _cast_to(dtype, stored[fqn]) for name, fqn in fqns.items()}
+    _check_tensors(fqns, tensors, manifest, source.uri)
+    metadata = {}
+    if part is not None:
+        total_bytes = sum(math.prod(one.shape) * ITEMSIZE_BYTES[one.dtype] for one in tensors.values())
+        if not is_file:
+            max_shard_bytes = min(max_shard_bytes, max(-(-total_bytes // part[1]), _MIN_SHARED_BYTES))
+        metadata[_EXPORT_KEY] = _fingerprint(manifest, fqns)
+    shards = name_shards(tensors, max_shard_bytes=max_shard_bytes, single_name=single_name, metadata=metadata)
     if is_file and len(shards) > 1:
         raise InvalidOptionError(
             f"{conversion.target.uri} is the name of one file, and files of at most {max_shard_bytes:,} bytes would be "
             f"{len(shards):,}. Name a folder, or allow larger files"
         )
-    index = build_index(shards)
-    last = (
-        {INDEX_NAME: functools.partial(PieceBody, [new_piece(memoryview(index), begin=0)])} if len(shards) > 1 else {}
-    )
-    files = Files(conversion, target, patterns=patterns)
-    files.check()
-    written = files.write(
-        {name: shard.body_in(dequantizing or reader, fqns) for name, shard in shards.items()},
-        last=last,
-        num_bytes=sum(shard.layout.size_bytes for shard in shards.values()) + (len(index) if last else 0),
-        budget_bytes=budget_bytes,
-        stop_reading=reader.context.stop,
-    )
-    return conversion.report("safetensors", written, num_tensors=len(fqns), left_out=left_out)
+    new = {
+        name: NewFile(
+            size_bytes=shard.layout.size_bytes,
+            body_in=shard.body_in(dequantizing or reader, fqns),
+            header=shard.layout.header,
+        )
+        for name, shard in shards.items()
+    }
+    index = {INDEX_NAME: _in_memory(memoryview(build_index(shards)))} if len(shards) > 1 else {}
+    files = Files(conversion, target, patterns=patterns, budget_bytes=budget_bytes, reader=reader)
+    if part is None:
+        files.check()
+    companions = {} if config_from is None else find_companions(conversion, config_from)
+    is_whole = True
+    if part is not None:
+        written, is_whole = files.write_part(part, new, index=index, companions=companions)
+    else:
+        along = files.find_missing(companions)
+        written = files.write(new | along, index) if index else files.write(along, new)
+    return conversion.report("safetensors", written, num_tensors=len(fqns), left_out=left_out, is_whole=is_whole)
+
+
+def _in_memory(content: memoryview | torch.Tensor) -> NewFile:
+    return NewFile(size_bytes=content.nbytes, body_in=functools.partial(PieceBody, [new_piece(content, begin=0)]))
+
+
+def _parse_dtype(dtype: torch.dtype | str | None) -> str | None:
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name not in _CAST_DTYPES:
+        raise InvalidOptionError(f"dtype must be one of {', '.join(_CAST_DTYPES)}, not {dtype!r}")
+    return None if dtype is None else name
+
+
+def _cast_to(dtype: str | None, tensor: StoredTensor) -> StoredTensor:
+    """Return the tensor as the export has it. Floats of 8 bits mean nothing without their scales, so they stay."""
+    if dtype is None or tensor.dtype not in _CAST_DTYPES:
+        return tensor
+    return msgspec.structs.replace(tensor, dtype=dtype)
+
+
+def _fingerprint(manifest: Manifest, fqns: Mapping[str, str]) -> str:
+    """Return a digest of the source and of the names that its tensors get."""
+    return hashlib.sha256(msgspec.json.encode([manifest, fqns])).hexdigest()
 
 
 def _limit_memory(source: Context, budget_bytes: int) -> Context:
@@ -236,9 +292,11 @@ def _limit_memory(source: Context, budget_bytes: int) -> Context:
     return Context(source.location, options, rank=source.rank, recorder=source.recorder)
 
 
-def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor], uri: str) -> None:
+def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor], manifest: Manifest, uri: str) -> None:
     """Raise `UnsupportedValueError` for a dtype or a name that safetensors files cannot have."""
     unknown = {fqns[name]: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_TAG}
+    if isinstance(manifest, FilesManifest):
+        unknown |= {fqn: manifest.unknown[fqn] for fqn in fqns.values() if fqn in manifest.unknown}
     if unknown:
         raise UnsupportedValueError(
             f"safetensors files that every reader can open have no dtype for "
@@ -253,11 +311,12 @@ def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor],
 
 
 def name_shards(
-    tensors: Mapping[str, StoredTensor], *, max_shard_bytes: int, single_name: str = SINGLE_NAME
+    tensors: Mapping[str, StoredTensor], *, max_shard_bytes: int, single_name: str, metadata: Mapping[str, str]
 ) -> dict[str, TensorFile]:
     """Plan the files of an export, by their names. One file alone is called `single_name`."""
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    files = plan_files(shapes, file_bytes=max_shard_bytes) or [TensorFile(entries=(), layout=lay_out(()))]
+    files = plan_files(shapes, file_bytes=max_shard_bytes, metadata=metadata)
+    files = files or [TensorFile(entries=(), layout=lay_out((), metadata=metadata))]
     if len(files) == 1:
         return {single_name: files[0]}
     return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, start=1)}
@@ -275,7 +334,7 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
     source, options = conversion.source, conversion.source.options
     folder, name = folder_and_name(conversion.target.location)
     target = Context(folder, conversion.target.options, rank=0)
-    files = Files(conversion, target, patterns=(glob.escape(name),))
+    files = Files(conversion, target, patterns=(glob.escape(name),), budget_bytes=options.read_bytes)
     files.check()
     state_dict = load_whole(source.location, options, conversion.selection, allow_pickle=conversion.allow_pickle)
     if not state_dict:
@@ -286,11 +345,7 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
         path = Path(scratch, "state.pt")
         torch.save(_replace_named_tuples(state_dict), path)
         content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
-        written = files.write(
-            {name: functools.partial(PieceBody, [new_piece(content, begin=0)])},
-            num_bytes=content.nbytes,
-            budget_bytes=options.read_bytes,
-        )
+        written = files.write({name: _in_memory(content)})
     return conversion.report("torch", written, num_tensors=num_tensors, num_values=len(flat) - num_tensors)
 
 
@@ -302,101 +357,6 @@ def _replace_named_tuples(value: Any) -> Any:
         return list(map(_replace_named_tuples, value))
     is_tuple = type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
     return tuple(map(_replace_named_tuples, value)) if is_tuple else value
-
-
-class Files:
-    """Files of one export in one folder of a store.
-
-    `patterns` match the names that an export of this format writes. If a file with a matching name exists, `check`
-    fails, unless the export may overwrite. In that case, `write` removes the old export before it writes a file. It
-    first removes the files whose patterns have no wildcard, since readers find the others by them.
-    """
-
-    def __init__(self, conversion: Conversion, target: Context, *, patterns: Sequence[str]) -> None:
-        self._target = target
-        self._progress = conversion.progress
-        self._overwrite = conversion.overwrite
-        self._patterns = patterns
-
-    def check(self) -> None:
-        """Raise `CheckpointExistsError` if a file exists that may not be replaced."""
-        if not self._overwrite:
-            self._refuse(self._find_names())
-
-    def write(
-        self,
-        bodies: Mapping[str, BodyIn],
-        *,
-        last: Mapping[str, BodyIn] | None = None,
-        num_bytes: int,
-        budget_bytes: int,
-        stop_reading: Callable[[], None] = lambda: None,
-    ) -> dict[str, int]:
-        """Replace the earlier export by new files, and return their sizes. A failure removes all files.
-
-        Readers find the other files by those of `last`. Raises the errors of `check`.
-        """
-        self._progress.expect(num_bytes)
-        self._clear([*bodies, *(last or ())])
-        receipts, _ = upload(
-            self._target,
-            bodies,
-            last=last,
-            progress=self._progress,
-            budget_bytes=budget_bytes,
-            tile_bytes=TILE_BYTES,
-            stop_reading=stop_reading,
-        )
-        return {receipt.key: receipt.size_bytes for receipt in receipts}
-
-    def _refuse(self, names: Sequence[str]) -> None:
-        if names:
-            shown = join_first([self._target.store.url(name) for name in names], _MAX_SHOWN_URLS, separator=", ")
-            raise CheckpointExistsError(
-                f"{shown} {'exist' if len(names) > 1 else 'exists'} already: nothing was written",
-                uri=self._target.uri,
-                hint=Hint(advice="Choose another place, or {option} to replace it.", option="overwrite", value="True"),
-            )
-
-    def _clear(self, names: Iterable[str]) -> None:
-        """Remove the export that is to be replaced. Without `overwrite`, make sure that no file has one of `names`.
-
-        A HEAD finds a file that a listing may have left out.
-        """
-        target = self._target
-        if not self._overwrite:
-            self._refuse([name for name in names if self._is_there(name)])
-            return
-        names = self._find_names()
-        first = [name for name in names if name in self._patterns]
-        # Two calls, since a store removes many siblings in any order.
-        for batch in (first, [name for name in names if name not in first]):
-            if batch:
-                target.client.delete(batch)
-
-    def _find_names(self) -> list[str]:
-        """Find the files of an earlier export. Two listings must agree, because one may lack a file."""
-
-        def changing() -> CheckpointChangedError:
-            return CheckpointChangedError(
-                f"{self._target.uri} lists other files each time: nothing was written. Export to a place of its own",
-                uri=self._target.uri,
-            )
-
-        return self._target.client.confirm(
-            self._list_names, evidence=lambda names: ("names", *names), changing=changing
-        )
-
-    def _is_there(self, name: str) -> bool:
-        return self._target.client.head(name) is not None
-
-    def _list_names(self) -> list[str]:
-        target = self._target
-        # A folder can hold very many other files, so only these prefixes are listed.
-        prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
-        infos = [info for prefix in prefixes for info in target.client.list(prefix)]
-        keys = {info.key for info in infos if "/" not in info.key}
-        return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._patterns))
 
 
 class DequantizingReader:
@@ -423,14 +383,14 @@ class DequantizingReader:
                 with self._lock:
                     if self._last is None or self._last[0] != want.name:
                         self._last = None
-                        self._last = want.name, self._dequantize(want.name)
+                        self._last = want.name, self._dequantize(want.name, want.dtype)
                     want.buffer.copy_(self._last[1][want.begin : want.end])
 
     def _describe(self, wrapper: SavedWrapper) -> StoredTensor:
         tensor = wrapper.rebuild(lambda _, part: torch.empty(part.shape, dtype=dtype_of(part.dtype), device="meta"))
         return StoredTensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), chunks=[])
 
-    def _dequantize(self, name: str) -> torch.Tensor:
+    def _dequantize(self, name: str, dtype: str | None) -> torch.Tensor:
         wanted: list[TensorBytes] = []
         wrapper: Any = self._wrappers[name].rebuild(functools.partial(_add_wanted, wanted))
         self._reader.read_bytes(wanted)
@@ -442,7 +402,10 @@ class DequantizingReader:
                 "instead",
                 uri=self._uri,
             ) from error
-        return values.detach().to(wrapper.dtype).contiguous().view(-1).view(torch.uint8)
+        values = values.detach().to(wrapper.dtype).contiguous().view(-1)
+        found = torch.empty(values.shape, dtype=wrapper.dtype if dtype is None else dtype_of(dtype), device="cpu")
+        cast = self._reader.find_cast(name, values.dtype, found)
+        return found.copy_(values if cast is None else cast.check(values)).view(torch.uint8)
 
 
 def _add_wanted(wanted: list[TensorBytes], name: str, stored: StoredTensor) -> torch.Tensor:

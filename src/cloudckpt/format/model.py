@@ -201,6 +201,8 @@ class FilesManifest(Manifest, frozen=True, kw_only=True):
 
     writes: tuple[str, ...]
     """`ObjectInfo.write` of each object when its header was read."""
+    unknown: dict[str, str] = {}
+    """The tags of dtypes that torch does not have, by the tensors, which are described as their bytes."""
 
     @property
     def has_checksums(self) -> bool:

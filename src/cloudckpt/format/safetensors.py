@@ -70,16 +70,20 @@ class Layout:
 
 
 def lay_out(
-    entries: Sequence[HeaderEntry], *, same_as: Mapping[int, int] = MappingProxyType({}), header_bytes: int = 0
+    entries: Sequence[HeaderEntry],
+    *,
+    same_as: Mapping[int, int] = MappingProxyType({}),
+    header_bytes: int = 0,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """Lay out an object that holds `entries`: by falling element size, so that all are aligned, else as given.
 
     `same_as` has the index of the entry that has the same bytes, by the index of each one that is not stored itself.
-    The header is padded to `header_bytes`, a multiple of 64, if it is shorter.
+    The header has `metadata`, and is padded to `header_bytes`, a multiple of 64, if it is shorter.
     """
     order = sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
     order = [index for index in order if index not in same_as]
-    header: dict[str, HeaderMember | dict[str, str]] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, HeaderMember | dict[str, str]] = {_METADATA_KEY: {"format": "pt", **metadata}}
     begins = [0] * len(entries)
     position = 0
     for index in order:

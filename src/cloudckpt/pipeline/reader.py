@@ -44,6 +44,7 @@ from cloudckpt.pipeline.wants import TensorBytes, Want, Wants, want_box, want_va
 from cloudckpt.report import LoadReport
 from cloudckpt.stores.base import Views
 from cloudckpt.telemetry.timeline import now_ns
+from cloudckpt.tensors.casts import Cast, new_cast
 from cloudckpt.tensors.extensions import ReadTransforms, decode_chunk
 from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.tensors.load_targets import BytesTarget, open_request
@@ -330,12 +331,13 @@ class Reader:
         client, key = self.locate(object_index)
         return find_size(client, key=key, size_bytes=self.manifest.objects[object_index].size)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, every: bool = False) -> None:
         """Raise `CheckpointChangedError` if a file without checksums was replaced since its header was read.
 
-        Call it after the last read. Makes no request about the objects of a checkpoint, which never change.
+        Call it after the last read. It looks at the files that this reader has read, or at `every` file. Makes no
+        request about the objects of a checkpoint, which never change.
         """
-        if self._is_any_replaced(sorted(self._read_indices)):
+        if self._is_any_replaced(range(len(self.manifest.objects)) if every else sorted(self._read_indices)):
             raise self._changed_error()
 
     def has_changed(self) -> bool:
@@ -516,8 +518,10 @@ class Reader:
     def _wants_of(self, wanted: TensorBytes) -> Iterator[Want]:
         """Yield the wants that fill one buffer."""
         tensor = self.manifest.tensors[wanted.name]
-        itemsize_bytes = ITEMSIZE_BYTES[tensor.dtype]
-        elements = wanted.buffer.view(dtype_of(tensor.dtype))
+        dtype = wanted.dtype or tensor.dtype
+        itemsize_bytes, stored_dtype = ITEMSIZE_BYTES[dtype], dtype_of(tensor.dtype)
+        elements = wanted.buffer.view(dtype_of(dtype))
+        cast = self.find_cast(wanted.name, stored_dtype, elements)
         position = 0
         for box in split_into_boxes(wanted.begin // itemsize_bytes, wanted.end // itemsize_bytes, tensor.shape):
             size = math.prod(box.lengths)
@@ -529,9 +533,18 @@ class Reader:
                 if common.lengths != box.lengths:
                     target = block[common.relative_to(box.offsets).slices]
                 if tensor.transforms and common.lengths != chunk.lengths:
-                    target.copy_(self._unpack_kept(wanted.name, tensor, chunk)[within.slices])
+                    unpacked = self._unpack_kept(wanted.name, tensor, chunk)[within.slices]
+                    target.copy_(unpacked if cast is None else cast.check(unpacked))
                     continue
-                yield want_box(wanted.name, locate_chunk(tensor, chunk), within, target)
+                is_cast = dtype != tensor.dtype
+                at = locate_chunk(tensor, chunk)
+                yield want_box(wanted.name, at, within, target, cast=cast, needs_alignment=is_cast)
+
+    def find_cast(self, name: str, stored: torch.dtype, tensor: torch.Tensor) -> Cast | None:
+        """Return the check of a cast to the dtype of `tensor`, unless none is needed or the options allow any loss."""
+        if self.context.options.allow_lossy_casts:
+            return None
+        return new_cast(name, stored, tensor, uri=self.context.uri, remedy="Choose another dtype")
 
     def _unpack_kept(self, name: str, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
         """Return a chunk that can only be unpacked whole, and keep it."""

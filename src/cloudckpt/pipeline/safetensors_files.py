@@ -227,6 +227,7 @@ class SafetensorsFiles:
             tensors=tensors,
             values={},
             writes=tuple(file.write for file in self.files),
+            unknown=self.unknown,
         )
 
     def _look(self) -> None:
@@ -305,7 +306,7 @@ class SafetensorsFiles:
     def _list_files(self) -> tuple[list[str], list[str]]:
         """List all keys, and the files of the folder. Without an index, two listings must agree on the files."""
         keys = sorted(info.key for info in self.context.client.list())
-        here = sorted({key for key in keys if "/" not in key} | _list_links(self.context.location))
+        here = sorted({key for key in keys if "/" not in key} | list_links(self.context.location))
         return keys, here
 
     def _read_index(self, name: str) -> dict[str, str]:
@@ -354,15 +355,15 @@ class SafetensorsFiles:
         return known + bytes(rest)
 
 
-def _list_links(folder: Location) -> set[str]:
-    """Return the symbolic links to safetensors files in a local folder.
+def list_links(folder: Location) -> set[str]:
+    """Return the symbolic links in a local folder, except for those to folders.
 
     Listings leave out links that may not be followed. An import must not leave out tensors.
     """
     if folder.local_path is None or not Path(folder.local_path).is_dir():
         return set()
     with os.scandir(folder.local_path) as entries:
-        return {entry.name for entry in entries if entry.is_symlink() and entry.name.endswith((SUFFIX, INDEX_SUFFIX))}
+        return {entry.name for entry in entries if entry.is_symlink() and not Path(entry).is_dir()}
 
 
 def _suggest_folders(keys: Sequence[str]) -> str:

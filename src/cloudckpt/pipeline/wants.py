@@ -26,6 +26,8 @@ class TensorBytes:
     begin: int
     end: int
     buffer: torch.Tensor
+    dtype: str | None = None
+    """The dtype to cast the tensor to, whose bytes are then counted; None for the stored one."""
 
 
 class Want(NamedTuple):

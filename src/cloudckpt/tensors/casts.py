@@ -34,10 +34,10 @@ ALLOW_LOSSY_CASTS_HINT = Hint(
 class Cast:
     """Refuses values of a stored tensor that the dtype of its target cannot hold. Floats may be rounded."""
 
-    __slots__ = ("_fqn", "_stored", "_uri", "_wanted")
+    __slots__ = ("_fqn", "_remedy", "_stored", "_uri", "_wanted")
 
-    def __init__(self, fqn: str, stored: torch.dtype, wanted: torch.dtype, *, uri: str) -> None:
-        self._fqn, self._stored, self._wanted, self._uri = fqn, stored, wanted, uri
+    def __init__(self, fqn: str, stored: torch.dtype, wanted: torch.dtype, *, uri: str, remedy: str) -> None:
+        self._fqn, self._stored, self._wanted, self._uri, self._remedy = fqn, stored, wanted, uri, remedy
 
     def check(self, elements: torch.Tensor) -> torch.Tensor:
         """Return the elements that the target copies. Raise `StateDictMismatchError` if it would change a value.
@@ -56,21 +56,28 @@ class Cast:
         """Return the error for a tensor that does not fit."""
         return StateDictMismatchError(
             f"{self._fqn!r} of {self._uri} was saved as {self._stored}, and a tensor of {self._wanted} is to take it, "
-            f"which cannot hold its values{example}. Load it into a tensor of the dtype that was saved",
+            f"which cannot hold its values{example}. {self._remedy}",
             uri=self._uri,
             hint=ALLOW_LOSSY_CASTS_HINT,
         )
 
 
-def new_cast(fqn: str, stored: torch.dtype, tensor: torch.Tensor, *, uri: str) -> Cast | None:
+def new_cast(
+    fqn: str,
+    stored: torch.dtype,
+    tensor: torch.Tensor,
+    *,
+    uri: str,
+    remedy: str = "Load it into a tensor of the dtype that was saved",
+) -> Cast | None:
     """Return the check of a load into `tensor`; None if its dtype holds every value of the stored one.
 
-    Raises `StateDictMismatchError` for a dtype whose range of values is unknown.
+    Raises `StateDictMismatchError` for a dtype whose range of values is unknown. `remedy` is its advice.
     """
     wanted = tensor.dtype
     if wanted is stored:
         return None
-    cast = Cast(fqn, stored, wanted, uri=uri)
+    cast = Cast(fqn, stored, wanted, uri=uri, remedy=remedy)
     if not {stored, wanted} <= _KNOWN:
         raise cast.make_error()
     return cast if _can_lose(stored, wanted) else None

@@ -1,0 +1,263 @@
+"""The files of an export in their folder: what is there, what is copied along, and what which process writes."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cloudckpt.commit.entries import manifest_number
+from cloudckpt.convert.bodies import FileBody
+from cloudckpt.convert.conversion import BodyIn, Conversion, head_file, upload
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    Hint,
+    InvalidOptionError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    join_first,
+)
+from cloudckpt.io.download import download_range
+from cloudckpt.io.resume import Leftover
+from cloudckpt.options import MIB, Options
+from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.safetensors_files import list_links
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.uri import parse_location
+
+TILE_BYTES = MIB
+_log = logging.getLogger("cloudckpt")
+_MAX_SHOWN_URLS = 3
+_WILDCARD = re.compile(r"[*?[]")
+_WEIGHTS = (
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".h5", ".hdf5", ".keras", ".msgpack",
+    ".gguf", ".ggml", ".onnx", ".onnx_data", ".onnx.data", ".ot", ".npy", ".npz", ".pkl", ".pickle", ".tflite",
+    ".mlmodel", ".pdparams", ".nemo", ".tar", ".gz", ".zip",
+)  # fmt: skip
+"""The ends of the names of files that hold weights in some format, or that name such files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewFile:
+    """A file to write."""
+
+    size_bytes: int
+    body_in: BodyIn
+    header: bytes = b""
+    """Its first bytes. Only in a shared export; there no other file has the same."""
+
+
+class Files:
+    """Files of one export in one folder of a store.
+
+    `patterns` match the names that an export of this format writes. If a file with a matching name exists, `check`
+    fails, unless the export may overwrite. In that case, `write` removes the old export before it writes a file. It
+    first removes the files whose patterns have no wildcard, since readers find the others by them.
+
+    `reader` reads the source, if that is done while the files are written.
+    """
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        target: Context,
+        *,
+        patterns: Sequence[str],
+        budget_bytes: int,
+        reader: Reader | None = None,
+    ) -> None:
+        self._target = target
+        self._progress = conversion.progress
+        self._overwrite = conversion.overwrite
+        self._patterns = patterns
+        self._budget_bytes = budget_bytes
+        self._reader = reader
+
+    def check(self) -> None:
+        """Raise `CheckpointExistsError` if a file exists that may not be replaced."""
+        if not self._overwrite:
+            self._refuse(self._find_names())
+
+    def find_missing(self, companions: Mapping[str, NewFile]) -> dict[str, NewFile]:
+        """Return those of the files to copy along that do not exist yet. Warn of those that differ in size."""
+        missing: dict[str, NewFile] = {}
+        for name, file in companions.items():
+            there = self._target.client.head(name)
+            if there is None:
+                missing[name] = file
+            elif there.size_bytes != file.size_bytes:
+                _log.warning("%s exists already, and stays as it is", self._target.store.url(name))
+        return missing
+
+    def write(self, files: Mapping[str, NewFile], last: Mapping[str, NewFile] = MappingProxyType({})) -> dict[str, int]:
+        """Replace the earlier export by new files, and return their sizes. A failure removes all files.
+
+        Readers find the other files by those of `last`. Raises the errors of `check`.
+        """
+        names = [*files, *last]
+        if self._overwrite:
+            self._remove(self._find_names())
+        else:  # a HEAD finds what a listing may have left out
+            self._refuse([name for name in names if self._is_there(name)])
+        return self._upload(files, last, check_source=self._check_source)
+
+    def write_part(
+        self,
+        part: tuple[int, int],
+        shards: Mapping[str, NewFile],
+        *,
+        index: Mapping[str, NewFile],
+        companions: Mapping[str, NewFile],
+    ) -> tuple[dict[str, int], bool]:
+        """Write the files of one of several processes, and the index if all other files are there.
+
+        Every process plans the same files. A file that has the size and the header of its plan is one of this export,
+        whoever wrote it, since files appear whole and each export's headers are its own. The process that is the last
+        to have written its files finds all of them. If two find them, they write the same index.
+
+        Returns:
+            The sizes of the files that were written, and True if the export is whole.
+
+        """
+        number, num_parts = part
+        own = set(list(shards)[number::num_parts])
+        others = set(shards) - own
+        found = {*self._find_names(changing=others), *filter(self._is_there, [*own, *index])}
+        written = {name for name in found if name in shards and self._is_written(name, shards[name])}
+        is_indexed = len(written) == len(shards) and set(index) <= set(found)
+        stale = sorted(found - written - others - (set(index) if is_indexed else set()))
+        if self._overwrite:
+            self._remove(stale)
+        else:
+            self._refuse(stale)
+        new = {name: shards[name] for name in shards if name in own - written}
+        along = self.find_missing(companions) if number == 0 else {}
+        sizes = self._upload(new | along) if index else self._upload(along, new, check_source=self._check_source)
+        is_whole = all(self._is_written(*shard) for shard in shards.items()) and not self.find_missing(companions)
+        # A failure of this check removes no file, because another process may have written the index meanwhile.
+        self._check_source(every=is_whole)
+        if is_whole and index and not is_indexed:
+            sizes |= self._upload(index, leftovers={})
+        return sizes, is_whole
+
+    def _check_source(self, *, every: bool = False) -> None:
+        if self._reader is not None:
+            self._reader.check_unchanged(every=every)
+
+    def _upload(
+        self,
+        files: Mapping[str, NewFile],
+        last: Mapping[str, NewFile] = MappingProxyType({}),
+        *,
+        leftovers: Mapping[str, Sequence[Leftover]] | None = None,
+        check_source: Callable[[], None] = lambda: None,
+    ) -> dict[str, int]:
+        self._progress.expect(sum(file.size_bytes for group in (files, last) for file in group.values()))
+        receipts, _ = upload(
+            self._target,
+            {name: file.body_in for name, file in files.items()},
+            last={name: file.body_in for name, file in last.items()},
+            leftovers=leftovers,
+            progress=self._progress,
+            budget_bytes=self._budget_bytes,
+            tile_bytes=TILE_BYTES,
+            stop_reading=(lambda: None) if self._reader is None else self._reader.context.stop,
+            check_source=check_source,
+        )
+        return {receipt.key: receipt.size_bytes for receipt in receipts}
+
+    def _refuse(self, names: Sequence[str]) -> None:
+        if names:
+            shown = join_first([self._target.store.url(name) for name in names], _MAX_SHOWN_URLS, separator=", ")
+            raise CheckpointExistsError(
+                f"{shown} {'exist' if len(names) > 1 else 'exists'} already: nothing was written",
+                uri=self._target.uri,
+                hint=Hint(advice="Choose another place, or {option} to replace it.", option="overwrite", value="True"),
+            )
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Remove files of an earlier export, first those by which readers find the others."""
+        names = list(names)
+        first = [name for name in names if name in self._patterns]
+        # Two calls, since a store removes many siblings in any order.
+        for batch in (first, [name for name in names if name not in first]):
+            if batch:
+                self._target.client.delete(batch)
+
+    def _find_names(self, *, changing: AbstractSet[str] = frozenset()) -> list[str]:
+        """Find the files of an earlier export. Two listings must agree, because one may lack a file.
+
+        They may differ in those that are `changing`, which other processes are writing.
+        """
+
+        def explain() -> CheckpointChangedError:
+            return CheckpointChangedError(
+                f"{self._target.uri} lists other files each time: nothing was written. Export to a place of its own",
+                uri=self._target.uri,
+            )
+
+        return self._target.client.confirm(
+            self._list_names, evidence=lambda names: ("names", *set(names) - changing), changing=explain
+        )
+
+    def _is_there(self, name: str) -> bool:
+        return self._target.client.head(name) is not None
+
+    def _is_written(self, name: str, file: NewFile) -> bool:
+        """Return True if the file is there with its size and its header."""
+        client = self._target.client
+        info, header = client.head(name), bytearray(len(file.header))
+        if info is None or info.size_bytes != file.size_bytes:
+            return False
+        try:
+            download_range(client, key=name, begin=0, views=[memoryview(header)])
+        except (ObjectNotFoundError, ShortObjectError):
+            return False
+        return header == file.header
+
+    def _list_names(self) -> list[str]:
+        target = self._target
+        # A folder can hold very many other files, so only these prefixes are listed.
+        prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
+        infos = [info for prefix in prefixes for info in target.client.list(prefix)]
+        keys = {info.key for info in infos if "/" not in info.key}
+        return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._patterns))
+
+
+def find_companions(conversion: Conversion, folder: str | os.PathLike[str]) -> dict[str, NewFile]:
+    """Find the files directly in `folder` that hold no weights, such as its ``config.json`` and its tokenizer's.
+
+    The folder is opened with the options of the source if one service holds both, or else with those of the target.
+    Raises `InvalidOptionError` if there are none.
+    """
+    location = parse_location(folder)
+    ends = (end for end in (conversion.source, conversion.target) if location.is_of_kind(end.location))
+    context = Context(location, next((end.options for end in ends), Options()), rank=0)
+
+    def list_names() -> list[str]:
+        keys = {info.key for info in context.client.list() if "/" not in info.key} | list_links(location)
+        return sorted(key for key in keys if not _is_left_out(key))
+
+    def changing() -> CheckpointChangedError:
+        return CheckpointChangedError(f"{context.uri} lists other files each time. Try again", uri=context.uri)
+
+    names = context.client.confirm(list_names, evidence=tuple, changing=changing)
+    if not names:
+        raise InvalidOptionError(f"config_from={context.uri!r} has no file beside weights. Name the folder of a model")
+    return {name: _as_new(context, head_file(context, name)) for name in names}
+
+
+def _is_left_out(name: str) -> bool:
+    return name.startswith(".") or name.lower().endswith(_WEIGHTS) or manifest_number(name) is not None
+
+
+def _as_new(context: Context, file: ObjectInfo) -> NewFile:
+    return NewFile(size_bytes=file.size_bytes, body_in=functools.partial(FileBody, context, file))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from runai_model_streamer import SafetensorsStreamer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import cloudckpt
@@ -56,6 +57,36 @@ def test_an_export_opens_with_from_pretrained(tmp_path: Path, name: str, max_sha
     assert torch.equal(logits(opened.eval()), logits(model))
     is_tied = opened.get_output_embeddings().weight is opened.get_input_embeddings().weight
     assert is_tied == ("tied" in name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shared_export_in_bfloat16_opens_and_streams(tmp_path: Path, name: str) -> None:
+    """An export in another dtype would lack its config or have other weights, in transformers or Run:ai's streamer."""
+    model = made(name, 1)
+    cloudckpt.save({"model": model.state_dict()}, tmp_path / "step-3", no_dist=True)
+    model.bfloat16().config.save_pretrained(tmp_path / "base")
+    for rank in (2, 0, 1):
+        report = cloudckpt.export_checkpoint(
+            tmp_path / "step-3",
+            tmp_path / "hub",
+            include="model.*",
+            strip_prefix="model.",
+            max_shard_bytes=20_000,
+            dtype="bfloat16",
+            config_from=tmp_path / "base",
+            part=(rank, 3),
+        )
+    assert report.is_whole
+    opened, info = type(model).from_pretrained(tmp_path / "hub", output_loading_info=True)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = model.state_dict()
+    assert opened.dtype is torch.bfloat16
+    assert all(torch.equal(value, expected[key]) for key, value in opened.state_dict().items())
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(sorted(map(str, (tmp_path / "hub").glob("*.safetensors"))))
+        streamed = {key: value.clone() for key, value in streamer.get_tensors()}
+    assert streamed.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in streamed.items())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from tests.kit.options import make_options
 from tests.kit.ranks import on_ranks
 from tests.manager.test_places import Places, damage, full, names, unreadable
+from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import CheckpointManager
+from cloudckpt.commit.times import note_commit_time_ns
 from cloudckpt.dcp.hosts import HeldObjects, Transfer, choose_groups, plan_transfers
 from cloudckpt.errors import CorruptCheckpointError, StoreError
 from cloudckpt.testing.faults import Call
@@ -107,6 +110,7 @@ def test_each_host_has_its_objects_and_the_manifest(tmp_path: Path, async_: bool
     dist.barrier()
     again = manager_of(tmp_path)
     assert restore(again) == (11, "fast")
+    assert restore(again, step=9) == (9, "fast")
     assert [(info.step, info.place) for info in again.steps()] == [(9, "fast"), (10, "root"), (11, "fast")]
 
 
@@ -286,6 +290,37 @@ def test_a_host_that_cannot_write_the_manifest_costs_no_step(tmp_path: Path) -> 
     dist.barrier()
     assert names(host_of(tmp_path)) == ["step-1"][: 1 - dist.get_rank()]
     assert any("not in the directory of rank 1" in text for text in log.texts) == (dist.get_rank() == 1)
+    assert restore(manager_of(tmp_path)) == (1, "fast")
+
+
+@on_ranks(2)
+def test_a_commit_is_later_than_those_that_other_hosts_know(tmp_path: Path) -> None:
+    """If this fails, a host whose clock is behind commits steps that a restore takes for older ones."""
+    if dist.get_rank() == 1:
+        note_commit_time_ns(time.time_ns() + 3600 * 10**9)
+        with manager_of(tmp_path, no_dist=True) as alone:
+            alone.save(1, state_of(1.0))
+    dist.barrier()
+    with manager_of(tmp_path) as manager:
+        save_all(manager, 2)
+    assert restore(manager_of(tmp_path)) == (2, "fast")
+
+
+@on_ranks(2)
+def test_an_interrupt_after_the_commit_removes_nothing(tmp_path: Path) -> None:
+    """If this fails, Ctrl-C on one host, once another has committed, removes a part of the step from all hosts."""
+
+    def interrupt(call: Call) -> Any:
+        return KeyboardInterrupt() if call.operation == "put" and "manifest" in call.key else None
+
+    places = Places()
+    if dist.get_rank() == 1:
+        places.fail(host_of(tmp_path), interrupt)
+    manager = manager_of(tmp_path, async_=False, options=make_options(wrap_store=places))
+    with pytest.raises((KeyboardInterrupt, CheckpointException)):
+        manager.save(1, state_of(1.0))
+    dist.barrier()
+    assert names(host_of(tmp_path)) == ["step-1"][: 1 - dist.get_rank()]
     assert restore(manager_of(tmp_path)) == (1, "fast")
 
 

@@ -388,6 +388,8 @@ class ObjectStoreWriter(StorageWriter):
         try:
             self._require_draft().commit_manifest(decode(document, uri=self.checkpoint_id), ())
         except Exception as error:  # the commit must not become a failure
+            if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
+                raise error.__cause__ from None
             _log.warning(
                 "%s is committed, but not in the directory of rank %d: %s", self.checkpoint_id, self.hosts.rank, error
             )

@@ -53,7 +53,10 @@ def choose_modes(infos: Sequence[CheckpointInfo], texts: Sequence[str] | None) -
         prefix, _, rest = text.partition(":")
         name = rest if prefix in ("min", "max") else text
         if name not in names:
-            hint = did_you_mean(find_near(name, names)) or f". There are: {', '.join(map(title_of, names)) or 'none'}."
+            near = find_near(
+                name, [*names, *(f"{mode}:{each}" for mode in ("min", "max") for each in names if ":" in text)]
+            )
+            hint = did_you_mean(near) or f". There are: {', '.join(map(title_of, names)) or 'none'}."
             raise CheckpointNotFoundError(f"no checkpoint has the metric {name!r}{hint}", uri="")
         if name == text and name not in modes:
             raise typer.BadParameter(
@@ -62,6 +65,9 @@ def choose_modes(infos: Sequence[CheckpointInfo], texts: Sequence[str] | None) -
         if name != text:
             modes[name] = "min" if prefix == "min" else "max"
     return modes
+
+
+REMOVED_NOTE = "A step that was removed took its metrics with it: log all values to an experiment tracker, too."
 
 
 def find_best(infos: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dict[str, CheckpointInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import typer
 from cloudckpt._display import title_of
 from cloudckpt.cli._console import DENIED
 from cloudckpt.cli._draw import Figure, Series, arrange, draw_series, draw_timeline, to_lines, to_svg, write_png
-from cloudckpt.cli._metrics import BEST, choose_modes, find_best, find_metrics, step_of
+from cloudckpt.cli._metrics import BEST, REMOVED_NOTE, choose_modes, find_best, find_metrics, step_of
 from cloudckpt.cli._options import CommonOptions
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 
@@ -74,9 +75,10 @@ def plot(
     if common.as_json:
         common.console.document({"root": root, "series": [curve._asdict() for curve in named]})
     elif write is None:
-        for curve in series:
-            for text in [*to_lines(curve), ""]:
-                common.console.line(text)
+        for text in itertools.chain.from_iterable([*to_lines(curve), ""] for curve in series):
+            common.console.line(text)
+    if any(not curve.unit for curve in series):
+        common.console.say(REMOVED_NOTE)
     if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
 

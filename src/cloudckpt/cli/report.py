@@ -14,7 +14,7 @@ from cloudckpt._display import count, date, seconds, size, title_of
 from cloudckpt._version import __version__
 from cloudckpt.cli._console import DENIED
 from cloudckpt.cli._draw import Figure, draw_bars, draw_series, escape, style, to_svg
-from cloudckpt.cli._metrics import BEST, choose_modes, describe_modes, find_best, find_metrics, mark_best
+from cloudckpt.cli._metrics import BEST, REMOVED_NOTE, choose_modes, describe_modes, find_best, find_metrics, mark_best
 from cloudckpt.cli.plot import OutputOptions, find_checkpoints, keep_drawable, series_of, timeline_of, write_file
 from cloudckpt.cli.show import row_of_difference
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, join_first
@@ -142,6 +142,7 @@ def _checkpoints(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
         for info in reversed(infos)
     ]
     note = f"<p>* marks the best: {escape(describe_modes(modes, best_of))}.</p>" if best_of else ""
+    note += f"<p>{REMOVED_NOTE}</p>" if names else ""
     return _table(titles, rows, numbers=range(1, len(titles) - 2)) + note
 
 

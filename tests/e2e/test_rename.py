@@ -163,6 +163,24 @@ def test_one_error_has_the_names_of_both_sides(tmp_path: Path) -> None:
         cloudckpt.load(tmp_path / "a", model=NET, extra={}, scheduler=OPTIMIZER, no_dist=True)
 
 
+def test_entries_of_no_object_are_taken_into_extra_as_the_error_says(tmp_path: Path) -> None:
+    """If this fails, who continues a state dict of their own has to guess where its step goes."""
+    saved = {"model": NET.state_dict(), "optim": OPTIMIZER.state_dict(), "epoch": 3, "w": torch.ones(2)}
+    cloudckpt.save(saved, tmp_path / "step-1", no_dist=True)
+    manager = cloudckpt.CheckpointManager(tmp_path, no_dist=True)
+    rename, extra = {"optim": "optimizer"}, {"x": 1}
+    for objects in ({}, {"extra": extra}):
+        with pytest.raises(StateDictMismatchError) as caught:
+            manager.restore(model=NET, optimizer=OPTIMIZER, rename=rename, **objects)
+        found = re.search(
+            r"To take '(\w+)', '(\w+)' into extra, pass rename=\{'(\w+)': 'extra\.\3'\}", str(caught.value)
+        )
+        assert found is not None, str(caught.value)
+        assert {*found.groups()} == {"epoch", "w"}
+    rename |= {"epoch": "extra.epoch", "w": "extra.w"}
+    assert manager.restore(model=NET, optimizer=OPTIMIZER, extra={}, rename=rename) is not None
+
+
 MENDED: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("dict", {"nett": "model", "optimm": "optimizer"}, {"net": "model", "optim": "optimizer"}),
     ("dict", {"nett": "modle", "optim": "optimizer", "stp": "extra.step"}, {"net": "model", "optim": "optimizer"}),

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
-from cloudckpt.dcp.renaming import Renaming
+from cloudckpt.dcp.renaming import Renaming, advise_extra
 from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
 
 _GROUPS = "param_groups."
@@ -57,10 +57,12 @@ def check_completeness(
     if left := _find_left(saved, asked, whole):
         is_sharded = len(plans) > 1 and any(len(getattr(saved[name], "chunks", ())) > 1 for name in left)
         hint = ". In the place of a tensor of which several ranks hold parts, hold a tensor of its layout"
+        of_live = [name for name in left if "." not in name and any(each.startswith("model.") for each in asked)]
+        advice = advise_extra(of_live).replace("{", "{{").replace("}", "}}")  # the hint is a format
         raise _make_error(
             f"the load leaves behind a part of {uri}: {_summarize(left, saved)}",
             "Ask for all that was saved (restore takes the objects that save was given), or {option}"
-            f"{hint if is_sharded else ''}",
+            f"{advice}{hint if is_sharded else ''}",
             uri=uri,
         )
     for prefix in _prefixes_of_groups(asked):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.dcp.renaming import Renaming, is_below, quote_others, suggest_renames
+from cloudckpt.dcp.renaming import Renaming, advise_extra, is_below, quote_others, suggest_renames
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -216,6 +216,9 @@ def _plan_all(
         has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
         # On all ranks, since it calls state_dict(), which may be collective.
         renamed = _advise_rename(missing, saved_by_key, entries, where=where, source=source)
+        if missing == ["extra"] and not renamed:
+            values = [key for key in saved if key not in entries and not isinstance(saved[key], Mapping)]
+            renamed = advise_extra(values).removeprefix(". ")
         if source.is_strict or is_empty or has_no_model:
             has = quote_names([f"{where}{name}" for name in saved])
             advice = f"{renamed and f'{renamed}. '}Leave out of the load what it lacks"

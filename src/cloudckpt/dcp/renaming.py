@@ -332,6 +332,13 @@ def _find_longer(name: str, names: Iterable[str]) -> str:
     return longer.pop().removesuffix(".") if len(longer) == 1 else ""
 
 
+def advise_extra(names: Sequence[object]) -> str:
+    """Return the advice for saved entries that are in no object of the manager; "" for none."""
+    return (
+        f". To take {quote_names(names)} into extra, pass rename={{{names[0]!r}: 'extra.{names[0]}'}}" if names else ""
+    )
+
+
 def is_below(name: str, prefix: str) -> bool:
     """Return True if `name` is `prefix`, or is below it."""
     return not prefix or name == prefix or name.startswith(f"{prefix}.")

@@ -25,7 +25,7 @@ _MAX_UNBROKEN = 60
 _USUAL = {"place": "root"}  # values that say nothing if all rows have them
 _NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
 SHOWN_AS = "shown_as"
-"""The key of a field's metadata that has a function from its value to the one that may be shown."""
+"""The key, in a field's metadata, of a function that returns the value to show in place of the field's value."""
 _T = TypeVar("_T")
 
 
@@ -100,7 +100,7 @@ def date(moment: datetime) -> str:
 
 
 class _Brief(reprlib.Repr):
-    """``repr`` with rounded numbers and without the middle of what is long."""
+    """``repr`` with rounded numbers, and without the middle of long values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -306,7 +306,7 @@ def chunks_wanted_by(value: Any) -> list[Any] | None:
 
 
 def fqns_of(module: Any, name: str) -> set[str]:
-    """Return the names of a parameter without those of wrappers: several for a flat parameter of torch's first FSDP."""
+    """Return the names of a parameter without names of wrappers: several for a flat parameter of torch's first FSDP."""
     if _get_fqns is None:
         return {re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.", "", name)}
     return set(_get_fqns(module, name))

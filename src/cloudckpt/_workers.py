@@ -26,7 +26,7 @@ _log = logging.getLogger("cloudckpt")
 
 
 class WorkQueue(queue.Queue["Callable[[], None] | None"]):
-    """A queue of tasks that threads run in their order. The threads are started as they are needed.
+    """A queue of tasks, which threads run in order. A thread is started when it is needed.
 
     At most as many tasks as `width` returns run at once; the number may change while they run. `put` waits while
     `max_waiting` tasks wait for a thread (0: no bound), and `join` waits until every task has run. A context: at its

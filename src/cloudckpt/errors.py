@@ -116,12 +116,12 @@ def join_first(texts: Sequence[str], max_texts: int, *, separator: str = "; ") -
 
 
 def find_near(name: object, names: Iterable[object], *, cutoff: float = 0.6) -> str:
-    """Return the one of `names` that `name` may be a slip of; "" if none is like it."""
+    """Return the name among `names` for which `name` may be a slip; "" if none is similar."""
     return next(iter(difflib.get_close_matches(str(name), map(str, names), n=1, cutoff=cutoff)), "")
 
 
 def find_near_entry(name: str, names: Iterable[str]) -> str:
-    """Return the entry of a checkpoint, or the beginning of some, that `name` may be a slip of; "" if none is like it.
+    """Return the entry of a checkpoint, or a common prefix, for which `name` may be a slip; "" if none is similar.
 
     One name is in the other, as with a prefix; or words of it are misspelt. Other layers have similar names, too.
     """
@@ -469,7 +469,7 @@ class GarbageLeftError(CheckpointError):
 
 
 class IncompleteSaveError(CheckpointError):
-    """The ranks did not write what was planned, or what they wrote was damaged or removed. Nothing was committed."""
+    """The ranks did not write all planned items, or their objects were damaged or removed. Nothing was committed."""
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -105,5 +105,5 @@ class Event:
 
 
 def log_fields(**known: object) -> dict[str, object]:
-    """Return those of the fields that are known, for a log record's ``extra``."""
+    """Return the fields with a value, for a log record's ``extra``."""
     return {name: value for name, value in known.items() if value not in ("", None)}

@@ -30,7 +30,7 @@ from cloudckpt.tensors.tensor_bytes import bytes_view
 class CopiedBody:
     """A data object of a checkpoint. Each tile is checked when it is read.
 
-    `open` raises `CorruptCheckpointError`, which names the object and its tensors, if the bytes are not those of the
+    `open` raises `CorruptCheckpointError`, which names the object and its tensors, if bytes have changed since the
     save, and `CheckpointChangedError` if the source was replaced.
     """
 

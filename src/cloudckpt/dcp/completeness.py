@@ -225,8 +225,8 @@ class _Placeholder(dict[Any, Any]):
 def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
     """Return `state` with an empty dict in place of each None, empty list or tuple that was saved as something larger.
 
-    A plan asks for nothing there, and `fill_placeholders` can fill it. `restore_placeholders` puts the other values
-    back.
+    A plan asks for nothing there. `fill_placeholders` can fill such a dict, and `restore_placeholders` puts back the
+    value of each dict that stays empty.
     """
     if isinstance(state, (Mapping, list)) and state:
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
@@ -242,7 +242,7 @@ def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
 
 
 def restore_placeholders(state: Any) -> Any:
-    """Return `state` with the value of the object in the place of each placeholder that is still empty."""
+    """Return `state` with the object's own value in place of each placeholder that is still empty."""
     if isinstance(state, _Placeholder):
         return state.held
     if isinstance(state, (Mapping, list)):
@@ -264,7 +264,7 @@ def fill_placeholders(
 ) -> None:
     """Add the saved entries `left`, which no rank asks for, to `entries`, the states of `objects`.
 
-    Without strictness, a state that asks for something gets no more than that. A module cannot take more.
+    Without strictness, a state that asks for some entries gets no others. A module cannot take more entries.
     """
     saved = {name: metadata.state_dict_metadata[name] for name in left}
     extra = nest_metadata(dataclasses.replace(metadata, state_dict_metadata=saved), num_ranks=num_ranks)
@@ -290,7 +290,7 @@ def refuse_unloaded(names: Iterable[str], objects: Mapping[str, Any], *, is_stri
 
 
 def _add(state: Any, extra: Any, *, is_strict: bool) -> Any:
-    """Return `state` with `extra`, which was saved in its place. None in `extra` adds nothing."""
+    """Return `state` with the entries of `extra` added, which were saved in its place. None in `extra` adds nothing."""
     if extra is None:
         return state
     if isinstance(state, Mapping) and state and isinstance(extra, Mapping):

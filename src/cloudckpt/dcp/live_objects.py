@@ -49,7 +49,7 @@ _log = logging.getLogger("cloudckpt")
 
 
 class ModelEntry(LiveEntry):
-    """The parameters and persistent buffers of a model by their names, without those of wrappers (DDP, compile)."""
+    """The parameters and persistent buffers of a model, by names without the names of wrappers (DDP, compile)."""
 
     takes_flat_names = is_synchronized = True
 

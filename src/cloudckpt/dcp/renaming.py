@@ -57,7 +57,7 @@ class Renaming:
         self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
         self._uri = uri
         self.new_names: dict[str, str | None] = {}
-        """The new name of each entry of the checkpoint, and of each tensor in parts; None for one that is hidden."""
+        """The new name of each entry of the checkpoint, and of each tensor in parts; None for a hidden entry."""
         self.old_names: dict[str, str] = {}
         """The name in the checkpoint of each entry that a load sees, by its new one."""
         self.given: dict[str, set[str]] = {}
@@ -175,7 +175,7 @@ class Renaming:
         return [old for old in hidden if not self._find(old)[1]]
 
     def find_root(self, prefix: str) -> str | None:
-        """Return the one prefix that stands for `prefix` in the checkpoint; None if there are several, or none."""
+        """Return the only prefix in the checkpoint that becomes `prefix`; None if there are several, or none."""
         roots = {
             old.removesuffix(new.removeprefix(prefix)) if f".{old}".endswith(f".{new.removeprefix(prefix)}") else None
             for new, old in self.old_names.items()
@@ -255,7 +255,7 @@ class Renaming:
     def _find_new_path(
         self, path: Iterable[Any], new_places: Mapping[Path, set[Path | str | None]]
     ) -> list[Any] | None:
-        """Return the new path of a tuple or of an empty dict, which moves with what is beside it; None if hidden."""
+        """Return the new path of a tuple or an empty dict, which moves with the entries beside it; None if hidden."""
         typed = path_from_json(path)
         name = name_path(typed)
         if typed not in new_places and self._function is None and (new := self._find(name)[0]) != name:
@@ -280,7 +280,7 @@ class Renaming:
 
 
 def find_needed_rename(rename: Rename, names: Collection[str], *, uri: str) -> Rename | None:
-    """Return `rename` without the pairs that are not needed: the entries have the new prefix, and not the old one."""
+    """Return `rename` without pairs that rename nothing: entries have the new prefix already, and not the old one."""
     if callable(rename):
         with contextlib.suppress(Exception):  # `Renaming` names the entry
             if all(rename(name) == name for name in names):
@@ -318,7 +318,7 @@ def _common_path(names: Iterable[str]) -> str:
 
 
 def _find_longer(name: str, names: Iterable[str]) -> str:
-    """Return the one beginning of `names` that has more in its middle than `name`, as in "ema.module.x"; "" if none."""
+    """Return the only prefix of `names` that is `name` with parts added in the middle, as "ema.module.x"; else ""."""
     parts = name.split(".")
     cuts = [
         (".".join(parts[:position]) + ".", "." + ".".join(parts[position:]) + ".") for position in range(1, len(parts))
@@ -369,10 +369,10 @@ def count_same_ends(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def suggest_renames(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the prefixes by which more than half of what is wanted, or whole parts of it, are found in a checkpoint.
+    """Return maps of prefixes by which a checkpoint has more than half of the wanted entries, or whole parts of them.
 
-    `saved` has torch's metadata by name, and `wanted` tensors and values. What is found has the shape that is wanted.
-    Several maps are returned if they fit equally well, such as those of two copies of a model; none if nothing fits.
+    `saved` has torch's metadata by name, and `wanted` tensors and values. An entry fits only with the wanted shape.
+    Several maps are returned if they fit equally well, such as for two copies of a model; none if nothing fits.
     """
     alike: dict[tuple[str, Any], list[list[str]]] = defaultdict(list)
     for name in itertools.islice(saved, _MAX_COMPARED):

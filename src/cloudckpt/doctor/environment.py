@@ -139,7 +139,7 @@ def check_s3_credentials(store: S3Store) -> str:
 
 
 def check_s3_region(store: S3Store) -> str | None:
-    """Compare the bucket's region with the one that requests are signed for."""
+    """Compare the bucket's region with the region in the signature of requests."""
     client = store.session.boto3_client("examine")
     try:
         headers = client.head_bucket(Bucket=store.session.bucket)["ResponseMetadata"]["HTTPHeaders"]

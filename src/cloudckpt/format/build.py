@@ -38,7 +38,7 @@ Paths: TypeAlias = Mapping[str, Sequence[str | int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """All that a checkpoint holds. The index of an object counts those of all ranks, in the ranks' order."""
+    """All that a checkpoint holds. Object indices count the objects of all ranks, in the ranks' order."""
 
     objects: Sequence[Sequence[ObjectRef]]
     """The objects that each rank wrote or found unchanged, without those that hold nothing of the checkpoint."""

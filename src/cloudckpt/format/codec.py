@@ -56,7 +56,7 @@ def add_checksum(document: bytes) -> bytes:
 
 
 def find_checksums(document: bytes) -> tuple[int, int] | None:
-    """Return the CRC32C that `add_checksum` has added, and that of the content; None without such a member."""
+    """Return the CRC32C that `add_checksum` has added, and the CRC32C of the content; None if no checksum was added."""
     tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
     return (int(tail[1], 16), crc32c(document[: tail.start()])) if tail else None
 

@@ -31,7 +31,7 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 PART_ATTRIBUTES = frozenset({"global_shape", "global_offsets", "local_offsets", "local_sizes"})
 """The attributes of a tensor that holds parts of a larger one, since torch 2.14 (``CheckpointableTensor``)."""
 PLANNER_HOOKS = frozenset({"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"})
-"""The methods by which any object tells torch's planners what a save writes and what a load fills."""
+"""The methods by which an object gives torch's planners the items of a save and of a load."""
 _ASKED = PART_ATTRIBUTES | PLANNER_HOOKS
 LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _MAX_INTEGER_KEY = 2**63 - 1

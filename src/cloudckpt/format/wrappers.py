@@ -126,7 +126,7 @@ def collapse(
 
 
 def describe_difference(saved: StoredWrapper, wanted: StoredWrapper) -> str | None:
-    """Return the difference between a stored wrapper and one that is to take its parts; None if it can."""
+    """Return the difference that keeps a wrapper from taking the parts of a stored one; None if it can take them."""
     for aspect, saved_value, wanted_value in (
         ("class", saved.kind, wanted.kind),
         ("shape", list(saved.shape), list(wanted.shape)),

@@ -248,7 +248,7 @@ def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> C
 
 
 def describe_deeper(root: str | os.PathLike[str], options: Options) -> str:
-    """Name the folders under `root` that have checkpoints in them, in words; "" if none has.
+    """Return words that name the folders under `root` with checkpoints in them; "" if there are none.
 
     It is a hint, so failures are ignored, and it looks at the last folders by name alone.
     """
@@ -349,7 +349,7 @@ class _Listing:
         return [CheckpointInfo(uri=self._root.child(name).uri, name=name, committed_at=time)], None
 
     def read_states(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
-        """Return the states of everything in a folder, and what is missing there if no checkpoint is whole."""
+        """Return the states of everything in a folder, and the missing keys if no checkpoint there is whole."""
         location = self._root.child(name) if name else self._root
         try:
             client = self._client.at(open_store(location, self._options))

@@ -142,7 +142,7 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
 
 
 def walk_checkpoint(location: Location, options: Options) -> WalkedLocation:
-    """List the objects and uploads of cloudckpt at `location`, which is that of a checkpoint.
+    """List the objects and uploads of cloudckpt at `location`, the location of a checkpoint.
 
     Raises `NoConditionalCommitError` if the store cannot keep a save from committing during the deletion.
     """

@@ -1,4 +1,4 @@
-"""Verify that a stored checkpoint is what was saved."""
+"""Verify that a stored checkpoint has the bytes of its save."""
 
 from __future__ import annotations
 

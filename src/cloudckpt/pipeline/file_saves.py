@@ -464,7 +464,7 @@ class FileWriter(io.RawIOBase):
 
 
 def _lay_out(path: str, num_bytes: int, *, offset: int | None, header_bytes: int = 0) -> bytes:
-    """Return the header of an object that holds `num_bytes` of a file; all of it if `offset` is None."""
+    """Return the header of an object that holds `num_bytes` of a file; the whole file if `offset` is None."""
     offsets = None if offset is None else (offset,)
     entry = HeaderEntry(fqn=path, dtype="uint8", shape=(num_bytes,), offsets=offsets, num_bytes=num_bytes)
     return lay_out([entry], header_bytes=header_bytes).header

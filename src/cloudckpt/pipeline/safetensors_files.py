@@ -184,7 +184,7 @@ def _check_entry(name: str, entry: HeaderMember, base: int) -> _Entry:
 class SafetensorsFiles:
     """The tensors of safetensors files in a folder. The constructor reads the headers only.
 
-    Without a `name`, of a file or index, it takes all files of the folder, or those of its index.
+    `name` is the name of a file or index. Without it, all files of the folder are taken, or those that its index names.
 
     Raises `CheckpointNotFoundError`, `CorruptCheckpointError` for a file that is missing, cut or no safetensors file,
     and `UnsupportedValueError`.

@@ -33,7 +33,7 @@ _subscribers: dict[object, _Subscriber] = {}
 def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
     """Call a function with each event of this process's saves and loads.
 
-    The thread that makes the step calls it, or one that waits for it. Its exceptions are logged and change nothing; use
+    The thread that does the work calls it, or a thread that waits for that one. Its exceptions are logged only; use
     `Options.on_event` to stop a save.
 
     Args:

@@ -435,7 +435,7 @@ class GCSSession(HTTPSession):
         return self.error(TransientStoreError, operation, key, problem)
 
     def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> ErrorRule | None:
-        """Find out by a listing what a 404 to `api` means; return None if it means that the object is absent.
+        """Find the cause of a 404 to `api` by a listing; return None if the object is absent.
 
         The bucket may be missing. An answer that is not GCS's own is believed if the listing agrees.
         """

@@ -103,7 +103,7 @@ def new_nonce() -> str:
 
 
 def make_token(nonce: str, generation: int, upload: Upload | None = None) -> str:
-    """Return the text that finds a part again. Names its `upload` if it is not the one to be completed."""
+    """Return the text that finds a part again. It names the part's `upload` if another upload is to be completed."""
     plain = f"{nonce}-{generation}"
     return plain if upload is None else f"{plain}@{upload.upload_id}@{upload.name}"
 

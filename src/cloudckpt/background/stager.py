@@ -490,8 +490,8 @@ class StateDictTree:
         """Add a `ShardedTensor` that is on the CPU and shares nothing."""
         metadata = copy.deepcopy(tensor.metadata())
         shards = tensor.local_shards()
-        placed = [copy.deepcopy(shard.metadata) for shard in shards]
-        for shard_metadata in [*metadata.shards_metadata, *placed]:
+        metadata_copies = [copy.deepcopy(shard.metadata) for shard in shards]
+        for shard_metadata in [*metadata.shards_metadata, *metadata_copies]:
             if shard_metadata.placement is not None:
                 shard_metadata.placement._device = torch.device("cpu")  # ShardedTensor.cpu() does it
         entries: list[Any] = [None] * len(shards)
@@ -499,7 +499,7 @@ class StateDictTree:
 
         def make() -> ShardedTensor:
             return ShardedTensor._init_from_local_shards_and_global_metadata(  # ShardedTensor.cpu() does it
-                [Shard(entry, shard_metadata) for entry, shard_metadata in zip(entries, placed, strict=True)],
+                [Shard(entry, shard_metadata) for entry, shard_metadata in zip(entries, metadata_copies, strict=True)],
                 sharded_tensor_metadata=metadata,
                 process_group=tensor._process_group,
                 init_rrefs=tensor._init_rrefs,

@@ -333,7 +333,7 @@ def import_(
 
 
 def merge(
-    places: Annotated[list[str], typer.Argument(metavar="SRC SRC… DST", help="The sources, and last the target.")],
+    uris: Annotated[list[str], typer.Argument(metavar="SRC SRC… DST", help="The sources, and last the target.")],
     *,
     weights: Annotated[
         str | None,
@@ -368,7 +368,7 @@ def merge(
     """
     from cloudckpt.convert.merging import merge as merge_checkpoints
 
-    *sources, target = places
+    *sources, target = uris
     options, target_options = common.options_of_both(sources[0] if sources else target, target)
     with common.console.progress(f"merging into {target}") as on_progress:
         report = merge_checkpoints(

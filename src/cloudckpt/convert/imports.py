@@ -58,7 +58,7 @@ from cloudckpt.tensors.values import unsafe_names
 from cloudckpt.uri import folder_and_name
 
 _log = logging.getLogger("cloudckpt")
-_PIECE_BYTES = 16 * MIB
+_DOWNLOAD_BYTES = 16 * MIB
 _DCP_SUFFIXES = (".metadata", ".distcp")
 
 
@@ -284,10 +284,10 @@ def _read(conversion: Conversion) -> Iterator[tuple[dict[str, Any], Callable[[],
 
 def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
     with Path(path).open("wb") as file:
-        for begin in range(0, info.size_bytes, _PIECE_BYTES):
-            piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
-            download_range(context.client, key=name, begin=begin, views=[memoryview(piece)])
-            file.write(piece)
+        for begin in range(0, info.size_bytes, _DOWNLOAD_BYTES):
+            content = bytearray(min(_DOWNLOAD_BYTES, info.size_bytes - begin))
+            download_range(context.client, key=name, begin=begin, views=[memoryview(content)])
+            file.write(content)
 
 
 def _unpickle(path: str, uri: str, *, allow_pickle: bool) -> dict[str, Any]:

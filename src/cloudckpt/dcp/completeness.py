@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata
+from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
 from cloudckpt.dcp.renaming import Renaming, advise_extra
 from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
@@ -299,13 +299,13 @@ def _add(state: Any, extra: Any, *, is_strict: bool) -> Any:
             for key, value in extra.items()
             if key in state or is_strict
         }
-        return _replace(state, {key: value for key, value in changed.items() if value is not NO_PLACE})
+        return _replace(state, {key: value for key, value in changed.items() if value is not MISSING})
     if isinstance(state, list) and state and isinstance(extra, list):
         added = [_add(*pair, is_strict=is_strict) for pair in zip(state, extra, strict=False)]
-        appended = [NO_PLACE if value is None else make_empty(value) for value in extra[len(state) :] if is_strict]
-        return [*added, *state[len(extra) :], *itertools.takewhile(lambda value: value is not NO_PLACE, appended)]
-    added = NO_PLACE if isinstance(state, tuple) and state else make_empty(extra)
-    return state if added is NO_PLACE else added
+        appended = [MISSING if value is None else make_empty(value) for value in extra[len(state) :] if is_strict]
+        return [*added, *state[len(extra) :], *itertools.takewhile(lambda value: value is not MISSING, appended)]
+    added = MISSING if isinstance(state, tuple) and state else make_empty(extra)
+    return state if added is MISSING else added
 
 
 def _replace(state: Any, changed: Mapping[Any, Any]) -> Any:

@@ -37,7 +37,7 @@ _log = logging.getLogger("cloudckpt")
 
 _NOTHING_DONE = "Nothing was saved or loaded"
 
-NO_PLACE: Any = object()
+MISSING: Any = object()
 """Result of `make_empty` for a tensor that it cannot make, and for a container that would lack one."""
 
 
@@ -380,18 +380,18 @@ def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
 
     A tensor is laid out over the ranks like the DTensor in the same place of `like`. Without one there, it is unknown
     which part of a sharded tensor belongs to which rank. A dict then lacks the tensor, and a list or tuple that has it
-    at any depth is `NO_PLACE`; so is the dict if `is_whole`.
+    at any depth is `MISSING`; so is the dict if `is_whole`.
     """
     if isinstance(saved, (SavedWrapper, TensorStorageMetadata)):
         return _make_empty_tensor(saved, like)
     if isinstance(saved, Mapping):
         by_key = {key: make_empty(value, part_of(like, key), is_whole=is_whole) for key, value in saved.items()}
-        placed = {key: value for key, value in by_key.items() if value is not NO_PLACE}
-        return NO_PLACE if is_whole and len(placed) < len(by_key) else placed
+        made = {key: value for key, value in by_key.items() if value is not MISSING}
+        return MISSING if is_whole and len(made) < len(by_key) else made
     if isinstance(saved, (list, tuple)):
         elements = [make_empty(value, part_of(like, position), is_whole=True) for position, value in enumerate(saved)]
-        if any(element is NO_PLACE for element in elements):
-            return NO_PLACE
+        if any(element is MISSING for element in elements):
+            return MISSING
         return elements if isinstance(saved, list) else rebuild_tuple(saved, elements)
     return None
 
@@ -400,7 +400,7 @@ def _make_empty_tensor(saved: SavedWrapper | TensorStorageMetadata, like: Any) -
     size = torch.Size(saved.stored.shape) if isinstance(saved, SavedWrapper) else saved.size
     is_laid_out = isinstance(like, DTensor) and like.size() == size
     if not is_laid_out and has_parts_of_ranks(saved):
-        return NO_PLACE
+        return MISSING
     if isinstance(saved, SavedWrapper):  # its class may be unable to make an empty one
         return like if is_laid_out else saved.rebuild(lambda _, entry: make_empty(entry))
     dtype = saved.properties.dtype

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
 from cloudckpt.dcp.live_entry import (
-    NO_PLACE,
+    MISSING,
     EntryGroup,
     LiveEntry,
     LoadSource,
@@ -88,7 +88,7 @@ class ModelEntry(LiveEntry):
                 "name, pass rename",
                 uri=source.uri,
             )
-        known = {name: entry for name in wanted if (entry := _find_named(saved, name)) is not NO_PLACE}
+        known = {name: entry for name in wanted if (entry := _find_named(saved, name)) is not MISSING}
         if wanted and saved and not known:
             names = {f"{where}.{name}": value for name, value in wanted.items()}
             advice = source.advise_rename(names, where=where) or "Check that it is the same model"
@@ -114,7 +114,7 @@ class ModelEntry(LiveEntry):
             name: make_empty(known[name], value) if name in known and _is_replaced(name, value, known[name]) else value
             for name, value in wanted.items()
         }
-        return {name: value for name, value in planned.items() if value is not NO_PLACE}
+        return {name: value for name, value in planned.items() if value is not MISSING}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if state:
@@ -139,14 +139,14 @@ def _find_tied(module: nn.Module, known: Collection[str]) -> dict[str, str]:
 
 
 def _find_named(saved: Any, name: str) -> Any:
-    """Return the entry that was saved under a dotted name, nested in any way; `NO_PLACE` if there is none."""
+    """Return the entry that was saved under a dotted name, nested in any way; `MISSING` if there is none."""
     if not isinstance(saved, Mapping):
-        return NO_PLACE
+        return MISSING
     if name in saved:
         return saved[name]
     dots = [position for position, letter in enumerate(name) if letter == "."]
     inner = (_find_named(saved[name[:position]], name[position + 1 :]) for position in dots if name[:position] in saved)
-    return next((value for value in inner if value is not NO_PLACE), NO_PLACE)
+    return next((value for value in inner if value is not MISSING), MISSING)
 
 
 def _is_replaced(name: str, held: Any, saved: Any) -> bool:
@@ -178,7 +178,7 @@ class StatefulEntry(LiveEntry):
         has_floats = any(tensor.properties.dtype.is_floating_point and tensor.size for tensor in tensors_in(saved))
         is_asked = has_floats or has_parts_of_ranks(saved)
         made = make_empty(saved, ask_state(self, where=where) if is_asked else None)
-        return {} if made is NO_PLACE else made
+        return {} if made is MISSING else made
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
@@ -276,7 +276,7 @@ class ValuesEntry(LiveEntry):
         """Return the values that a load fills, and do not check that the checkpoint has them all."""
         known = saved if isinstance(saved, Mapping) else {}
         planned = {key: self._plan_value(key, entry, where=where, source=source) for key, entry in known.items()}
-        return {key: value for key, value in planned.items() if value is not NO_PLACE}
+        return {key: value for key, value in planned.items() if value is not MISSING}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         for key, value in state.items():
@@ -291,7 +291,7 @@ class ValuesEntry(LiveEntry):
             if isinstance(saved, Mapping):
                 return live.plan_values(saved, where=f"{where}.{key}", source=source)
             if live.find_lacking({}, where=""):  # it keeps the values that the checkpoint lacks
-                return NO_PLACE
+                return MISSING
         elif live is not None:
             return live.plan_load(saved, where=f"{where}.{key}", source=source)
         return value if isinstance(value, torch.Tensor) else make_empty(saved, value)

@@ -142,14 +142,14 @@ def _keep_apart(wants: Sequence[Want]) -> None:
     """
     last: dict[tuple[int, int], ItemLocation] = {}
     for want in reversed(wants):
-        target, place = want.target, want.location
+        target, location = want.target, want.location
         if isinstance(target, TensorTarget):
             target.is_shared = True
             memory = address_range(target.tensor)
             if memory is not None and memory[1] - memory[0] == target.tensor.nbytes:
                 target.is_dropped = memory in last
-                kept = last.setdefault(memory, place)
-                if (kept.object_index, kept.begin) != (place.object_index, place.begin):
+                kept = last.setdefault(memory, location)
+                if (kept.object_index, kept.begin) != (location.object_index, location.begin):
                     target.dropped_crcs = {}
 
 

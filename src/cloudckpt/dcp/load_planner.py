@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
-from cloudckpt.dcp.live_entry import NO_PLACE, make_empty, nest_metadata, part_of
+from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata, part_of
 from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.dcp.renaming import Renaming, is_below, quote_others, suggest_renames
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
@@ -133,7 +133,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             held: Any = nested
             for step in paths[name]:
                 held = part_of(held, step[0] if isinstance(step, tuple) else step)
-            if (made := make_empty(held)) is NO_PLACE:
+            if (made := make_empty(held)) is MISSING:
                 kind = type(flat.entries[name]).__name__
                 raise StateDictMismatchError(
                     f"{name!r} of {self._uri} is a tuple with tensors of which several ranks hold parts, and a {kind} "

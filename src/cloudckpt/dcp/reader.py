@@ -497,8 +497,8 @@ class ObjectStoreReader(StorageReader):
         return self._use(context, decode(lookup.document, uri=context.uri))
 
     def _new_context(self, *, is_of_copy: bool) -> Context:
-        place = self._copy if is_of_copy else None
-        location, options = (self._location, self._options) if place is None else place
+        copy_place = self._copy if is_of_copy else None
+        location, options = (self._location, self._options) if copy_place is None else copy_place
         return Context(location, options, rank=0, recorder=self._recorder)
 
     def _use(self, context: Context, manifest: Manifest) -> Metadata:

@@ -205,11 +205,11 @@ class Renaming:
         typed = {name: path_from_json(path) for name, path in (manifest.typed_nesting or {}).items()}
         nesting = manifest.nesting
         containers = [*manifest.empty_mappings, *(stored_tuple.path for stored_tuple in manifest.tuples)]
-        new_places = self._find_places({**(nesting or {}), **typed}) if containers else {}
+        new_paths = self._find_container_paths({**(nesting or {}), **typed}) if containers else {}
         tuples = [
-            (stored_tuple.kind, self._find_new_path(stored_tuple.path, new_places)) for stored_tuple in manifest.tuples
+            (stored_tuple.kind, self._find_new_path(stored_tuple.path, new_paths)) for stored_tuple in manifest.tuples
         ]
-        empty = [self._find_new_path(path, new_places) for path in manifest.empty_mappings]
+        empty = [self._find_new_path(path, new_paths) for path in manifest.empty_mappings]
         return msgspec.structs.replace(
             manifest,
             tensors=self.by_new_name(manifest.tensors),
@@ -237,37 +237,35 @@ class Renaming:
     def _new_paths(self, paths: Mapping[str, Any]) -> dict[str, Any]:
         return {new: new_path(path, new) for old, path in paths.items() if (new := self.new_names.get(old)) is not None}
 
-    def _find_places(self, paths: Mapping[str, Sequence[Any]]) -> dict[Path, set[Path | str | None]]:
-        """Return the new places of each container, by the entries in it.
+    def _find_container_paths(self, paths: Mapping[str, Sequence[Any]]) -> dict[Path, set[Path | str | None]]:
+        """Return the new paths of each container, by the entries in it.
 
         An entry gives its path; None if it is hidden; or its new name if more than the container's path changes.
         """
-        new_places: dict[Path, set[Path | str | None]] = {}
+        new_paths: dict[Path, set[Path | str | None]] = {}
         for old, path in paths.items():
             new = self.new_names.get(old)
             changed = () if new is None else new_path(path, new)
             for depth in range(len(path)):
                 tail = tuple(path[depth:])
                 is_same = changed[-len(tail) :] == tail
-                new_places.setdefault(tuple(path[:depth]), set()).add(changed[: -len(tail)] if is_same else new)
-        return new_places
+                new_paths.setdefault(tuple(path[:depth]), set()).add(changed[: -len(tail)] if is_same else new)
+        return new_paths
 
-    def _find_new_path(
-        self, path: Iterable[Any], new_places: Mapping[Path, set[Path | str | None]]
-    ) -> list[Any] | None:
+    def _find_new_path(self, path: Iterable[Any], new_paths: Mapping[Path, set[Path | str | None]]) -> list[Any] | None:
         """Return the new path of a tuple or an empty dict, which moves with the entries beside it; None if hidden."""
         typed = path_from_json(path)
         name = name_path(typed)
-        if typed not in new_places and self._function is None and (new := self._find(name)[0]) != name:
+        if typed not in new_paths and self._function is None and (new := self._find(name)[0]) != name:
             return None if new is None else path_to_json(new_path(typed, new))
         for depth in range(len(typed), -1, -1):
-            places = new_places.get(typed[:depth], set())
-            heads = [place for place in places if isinstance(place, tuple)]
-            if places == {None}:
+            paths = new_paths.get(typed[:depth], set())
+            heads = [path_or_name for path_or_name in paths if isinstance(path_or_name, tuple)]
+            if paths == {None}:
                 break
-            if len(heads) == 1 and (depth < len(typed) or len(places) == 1):
+            if len(heads) == 1 and (depth < len(typed) or len(paths) == 1):
                 return path_to_json((*heads[0], *typed[depth:]))
-            if places and depth == len(typed):
+            if paths and depth == len(typed):
                 raise self._taken_apart_error(name, "tuple")
         return None
 

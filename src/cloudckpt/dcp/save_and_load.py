@@ -474,8 +474,8 @@ class SaveOrLoadError(CheckpointException):
             lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
             return "\n".join([f"{self.subject} {how}:", *lines])
         (text,) = ranks_by_text
-        place = self.subject.partition(" ")[2]
-        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and place in text
+        uri = self.subject.partition(" ")[2]
+        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and uri in text
         # The error of a lost rank names the save or load that it failed.
         return text if names_it or isinstance(causes[0], RankLostError) else f"{self.subject} {how}: {text}"
 

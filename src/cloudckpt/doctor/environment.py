@@ -251,10 +251,10 @@ def check_gcs_versioning(bucket: Any) -> str:
 
 def check_free_space(path: str) -> str:
     """Measure the free space of the file system."""
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    free_bytes = shutil.disk_usage(place).free
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free_bytes = shutil.disk_usage(folder).free
     if free_bytes < _MIN_FREE_BYTES:
         raise CheckFailed(f"{free_bytes // MIB} MiB are free", "Free at least 1 GiB, and what a save takes.")
     return f"{free_bytes / GIB:.1f} GiB are free"

@@ -150,10 +150,10 @@ def compare_readers(
 ) -> Comparison:
     """Compare the checkpoints of two readers, as `compare`, without a look if they were replaced meanwhile."""
     comparer = _Comparer(readers, only)
-    for batch in _batches(comparer.pieces()):
-        memory = [_read_pieces(reader, batch) for reader in readers]
-        for piece, first, second in zip(batch, *memory, strict=True):
-            comparer.compare_piece(piece, first, second, rtol=rtol, atol=atol)
+    for batch in _batches(comparer.ranges()):
+        memory = [_read_ranges(reader, batch) for reader in readers]
+        for tensor_range, first, second in zip(batch, *memory, strict=True):
+            comparer.compare_range(tensor_range, first, second, rtol=rtol, atol=atol)
         del memory, first, second  # before the next batch takes as much
         if on_progress is not None:
             on_progress(comparer.num_compared, comparer.num_bytes)
@@ -161,7 +161,7 @@ def compare_readers(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _TensorRange:
     """Bytes ``[begin, end)`` of a tensor in row-major order, or a value, that both checkpoints have."""
 
     name: str
@@ -171,34 +171,37 @@ class _Piece:
     """Empty for a value."""
 
 
-def _read_pieces(reader: Reader, pieces: Sequence[_Piece]) -> list[Any]:
-    """Read the pieces of one checkpoint into new memory: tensors, and binary files for values."""
-    values = {piece.name: io.BytesIO() for piece in pieces if not piece.dtype}
+def _read_ranges(reader: Reader, ranges: Sequence[_TensorRange]) -> list[Any]:
+    """Read the ranges of one checkpoint into new memory: tensors, and binary files for values."""
+    values = {tensor_range.name: io.BytesIO() for tensor_range in ranges if not tensor_range.dtype}
     tensors = [
         TensorBytes(
-            name=piece.name,
-            begin=piece.begin,
-            end=piece.end,
-            buffer=torch.empty(piece.end - piece.begin, dtype=torch.uint8, device="cpu"),
+            name=tensor_range.name,
+            begin=tensor_range.begin,
+            end=tensor_range.end,
+            buffer=torch.empty(tensor_range.end - tensor_range.begin, dtype=torch.uint8, device="cpu"),
         )
-        for piece in pieces
-        if piece.dtype
+        for tensor_range in ranges
+        if tensor_range.dtype
     ]
     reader.read_bytes(tensors, values={name: file.write for name, file in values.items()})
     buffers = (tensor.buffer for tensor in tensors)
-    return [next(buffers).view(dtype_of(piece.dtype)) if piece.dtype else values[piece.name] for piece in pieces]
+    return [
+        next(buffers).view(dtype_of(tensor_range.dtype)) if tensor_range.dtype else values[tensor_range.name]
+        for tensor_range in ranges
+    ]
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Group pieces into batches of at most `BATCH_BYTES`, or of one piece."""
-    batch: list[_Piece] = []
+def _batches(ranges: Iterable[_TensorRange]) -> Iterator[list[_TensorRange]]:
+    """Group ranges into batches of at most `BATCH_BYTES`, or of one range."""
+    batch: list[_TensorRange] = []
     num_bytes = 0
-    for piece in pieces:
-        if batch and num_bytes + piece.end - piece.begin > BATCH_BYTES:
+    for tensor_range in ranges:
+        if batch and num_bytes + tensor_range.end - tensor_range.begin > BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
-        batch.append(piece)
-        num_bytes += piece.end - piece.begin
+        batch.append(tensor_range)
+        num_bytes += tensor_range.end - tensor_range.begin
     if batch:
         yield batch
 
@@ -222,28 +225,28 @@ class _Comparer:
                 self._names.append(name)
                 self._differ(name, "type", *_shorten(*texts))
 
-    def pieces(self) -> Iterator[_Piece]:
+    def ranges(self) -> Iterator[_TensorRange]:
         """Yield every piece that has to be read."""
         for name in self._common:
             tensor, num_bytes = self._first.tensors.get(name), self._bytes_of(name)
             if tensor is None:
-                yield _Piece(name=name, begin=0, end=num_bytes)
+                yield _TensorRange(name=name, begin=0, end=num_bytes)
                 continue
             self._tallies[name] = Tally()
-            step_bytes = BATCH_BYTES // ITEMSIZE_BYTES[tensor.dtype] * ITEMSIZE_BYTES[tensor.dtype]
-            for begin in range(0, num_bytes, step_bytes):
-                yield _Piece(name=name, begin=begin, end=min(begin + step_bytes, num_bytes), dtype=tensor.dtype)
+            range_bytes = BATCH_BYTES // ITEMSIZE_BYTES[tensor.dtype] * ITEMSIZE_BYTES[tensor.dtype]
+            for begin in range(0, num_bytes, range_bytes):
+                yield _TensorRange(name=name, begin=begin, end=min(begin + range_bytes, num_bytes), dtype=tensor.dtype)
 
-    def compare_piece(self, piece: _Piece, before: Any, after: Any, *, rtol: float, atol: float) -> None:
+    def compare_range(self, tensor_range: _TensorRange, before: Any, after: Any, *, rtol: float, atol: float) -> None:
         """Compare a piece that was read from both."""
-        if piece.dtype:
-            self._tallies[piece.name].add(before, after, rtol=rtol, atol=atol)
+        if tensor_range.dtype:
+            self._tallies[tensor_range.name].add(before, after, rtol=rtol, atol=atol)
         else:
-            are_json = [manifest.values[piece.name].is_json for manifest in (self._first, self._second)]
+            are_json = [manifest.values[tensor_range.name].is_json for manifest in (self._first, self._second)]
             is_same, texts = is_same_value(before.getvalue(), after.getvalue(), are_json=are_json)
             if not is_same:
-                self._differ(piece.name, "values", *texts)
-        self.num_compared += piece.end - piece.begin
+                self._differ(tensor_range.name, "values", *texts)
+        self.num_compared += tensor_range.end - tensor_range.begin
 
     def result(self) -> Comparison:
         """Return the comparison after the last block."""

@@ -198,13 +198,13 @@ class Verification:
     def _plan(self) -> Iterator[RangeRead]:
         """Yield ranges of whole tiles: each one read, or one tile that is too large for one."""
         tile_bytes = self._manifest.tile_bytes
-        step_bytes = max(self._read_bytes // tile_bytes, 1) * tile_bytes
+        range_bytes = max(self._read_bytes // tile_bytes, 1) * tile_bytes
         for index, size_bytes in self._sizes_bytes.items():
             saved_bytes = self._manifest.objects[index].size
             # An object that was cut is read up to its last whole tile.
             whole_bytes = saved_bytes if size_bytes >= saved_bytes else size_bytes // tile_bytes * tile_bytes
-            for begin in range(0, whole_bytes, step_bytes):
-                yield RangeRead(object_index=index, begin=begin, end=min(begin + step_bytes, whole_bytes))
+            for begin in range(0, whole_bytes, range_bytes):
+                yield RangeRead(object_index=index, begin=begin, end=min(begin + range_bytes, whole_bytes))
 
     def _check(self, request: RangeRead) -> None:
         index, tile_bytes = request.object_index, self._manifest.tile_bytes

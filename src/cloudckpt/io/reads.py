@@ -64,7 +64,7 @@ def plan_reads(
     for want in wants:
         if want.begin < want.end:
             by_object[want.object_index].append(want)
-    step_bytes = max(request_bytes // tile_bytes, 1) * tile_bytes
+    max_read_bytes = max(request_bytes // tile_bytes, 1) * tile_bytes
     runs: list[Run] = []
     num_wanted_bytes = 0
     for object_index, members in sorted(by_object.items()):
@@ -74,9 +74,9 @@ def plan_reads(
             num_wanted_bytes += num_bytes
     budget_bytes = int(max_over_read * num_wanted_bytes)
     requests: list[RangeRead] = []
-    merged = merge_runs(runs, step_bytes=step_bytes, budget_bytes=budget_bytes)
+    merged = merge_runs(runs, max_read_bytes=max_read_bytes, budget_bytes=budget_bytes)
     for object_index, runs_of_object in itertools.groupby(merged, key=operator.attrgetter("object_index")):
-        cuts = (cut for run in runs_of_object for cut in _cut(run, tile_bytes, step_bytes))
+        cuts = (cut for run in runs_of_object for cut in _cut(run, tile_bytes, max_read_bytes))
         requests += _plan_reads_of_object(object_index, by_object[object_index], cuts, tile_bytes)
     return interleave_reads(requests)
 
@@ -102,10 +102,10 @@ def _join_tiles(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: in
         yield begin, end, num_wanted_bytes
 
 
-def _cut(run: Run, tile_bytes: int, step_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut a run into ranges of whole tiles, at most `step_bytes` each, as few as possible and of about one size."""
+def _cut(run: Run, tile_bytes: int, max_read_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a run into ranges of whole tiles, at most `max_read_bytes` each, as few as possible and of about one size."""
     num_bytes = run.end - run.begin
-    share_bytes = -(-num_bytes // -(-num_bytes // step_bytes))
+    share_bytes = -(-num_bytes // -(-num_bytes // max_read_bytes))
     piece_bytes = -(-share_bytes // tile_bytes) * tile_bytes
     for low in range(run.begin, run.end, piece_bytes):
         yield low, min(low + piece_bytes, run.end)
@@ -148,17 +148,17 @@ class Run(NamedTuple):
     end: int
 
 
-def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> Iterator[Run]:
+def merge_runs(runs: Sequence[Run], *, max_read_bytes: int, budget_bytes: int) -> Iterator[Run]:
     """Yield `runs`, some joined over the gap between them. The gaps that are read have at most `budget_bytes` in all.
 
     `runs` are sorted by object and offset, and do not touch. Smaller gaps come first. A gap is read only if that saves
-    a read of at most `step_bytes`.
+    a read of at most `max_read_bytes`.
     """
     # For a joined run, `last_of` is right at its first index, and `first_of` at its last. No other index is looked up.
     first_of, last_of = list(range(len(runs))), list(range(len(runs)))
 
     def num_reads(num_bytes: int) -> int:
-        return -(-num_bytes // step_bytes)
+        return -(-num_bytes // max_read_bytes)
 
     for gap_bytes, index in _gaps(runs, budget_bytes):
         if gap_bytes > budget_bytes:

@@ -107,11 +107,11 @@ class Resumption:
 
     def is_at(self, key: str, body: Body) -> bool:
         """Read the object at `key`. Return True if its tiles have the CRC32Cs of the tiles of `body`."""
-        step_bytes = max(_READ_BACK_BYTES // self._tile_bytes, 1) * self._tile_bytes
-        begins = range(0, body.size_bytes, step_bytes)
+        read_bytes = max(_READ_BACK_BYTES // self._tile_bytes, 1) * self._tile_bytes
+        begins = range(0, body.size_bytes, read_bytes)
 
         def check(begin: int) -> None:
-            end = min(begin + step_bytes, body.size_bytes)
+            end = min(begin + read_bytes, body.size_bytes)
             stored = bytearray(end - begin)
             download_range(self._client, key=key, begin=begin, views=[memoryview(stored)])
             if compute_tile_crc32cs([memoryview(stored)], self._tile_bytes) != self._known_crc32cs(body, begin, end):

@@ -409,20 +409,20 @@ def plan_parts(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Lim
     def up_to_tiles(num_bytes: int) -> int:
         return -(-num_bytes // tile_bytes) * tile_bytes
 
-    step_bytes = max(
+    chosen_bytes = max(
         up_to_tiles(min(part_bytes, limits.max_part_bytes)),
         up_to_tiles(limits.min_part_bytes),
         up_to_tiles(-(-size_bytes // limits.max_parts)),
     )
-    if step_bytes > limits.max_part_bytes:
-        step_bytes = limits.max_part_bytes // tile_bytes * tile_bytes
-    too_small = step_bytes < min(size_bytes, limits.min_part_bytes)
-    if not step_bytes or too_small or -(-size_bytes // step_bytes) > limits.max_parts:
+    if chosen_bytes > limits.max_part_bytes:
+        chosen_bytes = limits.max_part_bytes // tile_bytes * tile_bytes
+    too_small = chosen_bytes < min(size_bytes, limits.min_part_bytes)
+    if not chosen_bytes or too_small or -(-size_bytes // chosen_bytes) > limits.max_parts:
         raise ValueError(
             f"an object of {size_bytes} bytes does not fit into {limits.max_parts} parts of {limits.min_part_bytes} "
             f"to {limits.max_part_bytes} bytes, in whole tiles of {tile_bytes}"
         )
     return [
-        Part(number=number, offset_bytes=offset, size_bytes=min(step_bytes, size_bytes - offset))
-        for number, offset in enumerate(range(0, size_bytes, step_bytes), start=1)
+        Part(number=number, offset_bytes=offset, size_bytes=min(chosen_bytes, size_bytes - offset))
+        for number, offset in enumerate(range(0, size_bytes, chosen_bytes), start=1)
     ]

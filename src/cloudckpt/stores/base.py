@@ -396,8 +396,8 @@ def compute_tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
         return [_crc32c(view[begin : begin + tile_bytes], 0) for begin in range(0, view.nbytes, tile_bytes)]
     values: list[int] = []
     for tile in batches(views, max_bytes=tile_bytes, max_views=len(views)):
-        value, step_bytes = 0, tile_bytes if len(tile) == 1 else _JOINED_BYTES
-        for pieces in batches(tile, max_bytes=step_bytes, max_views=len(tile)):
+        value, batch_bytes = 0, tile_bytes if len(tile) == 1 else _JOINED_BYTES
+        for pieces in batches(tile, max_bytes=batch_bytes, max_views=len(tile)):
             value = _crc32c(join_views(pieces), value)
         values.append(value)
     return values

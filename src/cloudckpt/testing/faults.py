@@ -210,7 +210,7 @@ class Faults:
                 if draw("acts", event) >= rule.probability:
                     continue
                 why = f"by rule {index} with seed {self.seed}, at call {nth} of {call.operation} on this key"
-                due = Due(fault=rule.fault, place=draw("place", event), why=why)
+                due = Due(fault=rule.fault, position=draw("place", event), why=why)
                 kind = rule.fault.error if isinstance(rule.fault, Fails) else type(rule.fault)
                 self._num_injected[kind.__name__] += 1
         return due
@@ -233,7 +233,7 @@ class Due:
     """A fault that happens to one call."""
 
     fault: Fault
-    place: float
+    position: float
     """The position in the body, as a fraction of its size, at which a fault without a given position happens."""
     why: str
     """Text for the error: the rule, the seed, and the number of the call."""
@@ -290,21 +290,21 @@ class FaultyStore(WrappedStore):
         call = Call(operation="read_into", key=key, num_bytes=num_bytes(views))
         due = self._decide(call)
         if due is not None and isinstance(due.fault, TruncatedBody):
-            received_bytes = _received(due.fault, due.place, call.num_bytes)
+            received_bytes = _received(due.fault, due.position, call.num_bytes)
             # The store fills in the first bytes, and raises its own error for an object that is shorter.
             if received_bytes:
                 self.inner.read_into(key, offset_bytes, _first(views, received_bytes))
             raise self._truncation(call, due, received_bytes)
         self._carry_out(call, lambda: self.inner.read_into(key, offset_bytes, views), due)
         if due is not None and due.flips_bits:
-            _flip_bit(views, due.place)
+            _flip_bit(views, due.position)
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         call = Call(operation="read", key=key)
         due = self._decide(call)
         body = self._carry_out(call, lambda: self.inner.read(key, max_bytes=max_bytes), due)
         if due is not None and isinstance(due.fault, TruncatedBody):
-            raise self._truncation(call, due, _received(due.fault, due.place, len(body)))
+            raise self._truncation(call, due, _received(due.fault, due.position, len(body)))
         return b"".join(_damage_copy([memoryview(body)], due))
 
     def _carry_out(self, call: Call, action: Callable[[], _T], due: Due | None) -> _T:
@@ -329,9 +329,9 @@ class FaultyStore(WrappedStore):
         return kind(f"{url}: {words} (injected {due.why})", key=url, operation=call.operation, **attributes)
 
 
-def _received(fault: TruncatedBody, place: float, size_bytes: int) -> int:
+def _received(fault: TruncatedBody, position: float, size_bytes: int) -> int:
     """Return the number of received bytes: always less than the whole body."""
-    after_bytes = int(place * size_bytes) if fault.after_bytes is None else fault.after_bytes
+    after_bytes = int(position * size_bytes) if fault.after_bytes is None else fault.after_bytes
     return max(min(after_bytes, size_bytes - 1), 0)
 
 
@@ -350,11 +350,11 @@ def _damage_copy(views: Views, due: Due | None) -> Views:
     if due is None or not due.flips_bits or not num_bytes(views):
         return views
     damaged = [memoryview(bytearray(b"".join(views)))]
-    _flip_bit(damaged, due.place)
+    _flip_bit(damaged, due.position)
     return damaged
 
 
-def _flip_bit(views: Views, place: float) -> None:
-    bit = int(place * num_bytes(views) * 8)
+def _flip_bit(views: Views, position: float) -> None:
+    bit = int(position * num_bytes(views) * 8)
     if remaining := skip_bytes(views, bit // 8):
         remaining[0][0] ^= 1 << (bit % 8)

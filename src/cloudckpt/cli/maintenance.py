@@ -176,10 +176,10 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet:
     superseded: list[str] = []
     for infos in by_run.values():
         to_delete, looked = find_superseded(infos, policy, damaged=left), set[str]()
-        while kept := {folder.uri for folder in infos} - {folder.uri for folder in to_delete} - left.keys() - looked:
+        while kept := {info.uri for info in infos} - {info.uri for info in to_delete} - left.keys() - looked:
             left |= {uri: problem for uri in sorted(kept) if (problem := find_unlisted(uri, options=options))}
             to_delete, looked = find_superseded(infos, policy, damaged=left), looked | kept
-        superseded += [folder.uri for folder in to_delete]
+        superseded += [info.uri for info in to_delete]
     infos_of = {
         folder.uri: (folder.metadata, folder.info.committed_at) for folder in folders if folder.info is not None
     }

@@ -16,7 +16,7 @@ from cloudckpt.dcp.hosts import HostGroups, choose_groups
 from cloudckpt.dcp.save_and_load import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError, name_ranks
 from cloudckpt.io.client import open_client
-from cloudckpt.manager.debts import Debts, is_debt
+from cloudckpt.manager.debts import Debts, is_recorded_debt
 from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, is_positive
 from cloudckpt.manager.retention import Retention
 from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, parse_folder, sort_newest_first
@@ -57,7 +57,7 @@ class FastPlace:
             RetentionPolicy(keep_last=keep, keep_every=None, keep_best=None),
             get_damaged_uris=debts.get_damaged_uris,
             is_own=debts.is_own,
-            is_spared=debts.is_unsettled,
+            is_spared=debts.is_open,
         )
         self._task = RepeatedTask(self._drain, name="cloudckpt-drain")
         self._blind_ranks: list[int] | None = None
@@ -150,7 +150,7 @@ class FastPlace:
         elif self._problem and not problem:
             _log.warning("saving %s to the fast place %s again", name, self.uri)
         self._problem = problem
-        is_owed = is_owed or exists or self.steps.location.child(name).uri in self.debts.promised
+        is_owed = is_owed or exists or self.steps.location.child(name).uri in self.debts.known
         return not problem and not (is_owed and self.hosts is not None), is_owed
 
     def leads(self, rank: int) -> bool:
@@ -160,7 +160,7 @@ class FastPlace:
     def note_commit(self, uri: str, *, is_owed: bool) -> None:
         """Record a commit here, on a rank that `leads`. Starts retention, and the copies that the root is owed."""
         if is_owed:
-            self.debts.promised[uri] = None
+            self.debts.known[uri] = None
         self.retention.start(uri)
         self.start()
 
@@ -206,7 +206,7 @@ class FastPlace:
                 f"is there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
                 uri=self._root.uri,
             )
-        return [found for found in _merge(near, far, self.debts.is_unsettled) if step in (None, found[0].step)]
+        return [found for found in _merge(near, far, self.debts.is_open) if step in (None, found[0].step)]
 
     def start(self) -> None:
         """Start to copy what the root is owed. Does not wait and never raises.
@@ -241,7 +241,7 @@ class FastPlace:
                     continue
                 note_commit_time_ns(ns_of(info.committed_at))
                 uri = self.steps.location.child(name_of(info)).uri
-                if rank and self.debts.is_unsettled(folder):
+                if rank and self.debts.is_open(folder):
                     _log.warning(
                         "%s is owed %s, which the host of rank %d has. Run 'cloudckpt drain' there",
                         self._root.uri, folder.uri, rank,
@@ -306,7 +306,7 @@ class FastPlace:
 
 
 def _merge(
-    near: Sequence[StepFolder], far: Sequence[StepInfo], is_unsettled: Callable[[StepFolder], bool]
+    near: Sequence[StepFolder], far: Sequence[StepInfo], is_open: Callable[[StepFolder], bool]
 ) -> list[tuple[StepInfo, bool]]:
     """Merge the committed steps of a fast place and those of its root, as `FastPlace.find_committed`.
 
@@ -326,8 +326,8 @@ def _merge(
         if copy_info is not None:
             merged.append(dataclasses.replace(info, place="both", copy_uri=copy_info.uri))
         else:
-            merged.append(dataclasses.replace(info, place="owed" if is_unsettled(folder) else "fast"))
-        if not folder.problem and not is_debt(folder):
+            merged.append(dataclasses.replace(info, place="owed" if is_open(folder) else "fast"))
+        if not folder.problem and not is_recorded_debt(folder):
             unowed.add(info.uri)
     return [(info, info.uri not in unowed) for info in sort_newest_first([*merged, *copies.values()])]
 

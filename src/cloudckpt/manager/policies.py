@@ -1,4 +1,4 @@
-"""Decide when a run saves, which of its checkpoints stay, and if training continues after a failed save."""
+"""Decide when a run saves, which checkpoints stay, and whether training continues after a failed save."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _MODES = ("min", "max")
 _NUM_FIELDS_OF_KEEP_BEST = 3
 OnFailure: TypeAlias = Literal["raise", "warn"]
 _STORE_FAILURES = (StoreError, CommitUnknownError)
-"""The failures that a store causes. All others come from the program, or end the process group."""
+"""The failures that a store causes. All other failures come from the program, or end the process group."""
 _MAX_KEPT = 100
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """The checkpoints to keep. Without `keep_last` and `keep_for`, all of them."""
+    """The checkpoints to keep: all of them without `keep_last` and `keep_for`."""
 
     keep_last: int | None
     keep_every: int | None
@@ -77,13 +77,13 @@ class RetentionPolicy:
 class SaveSchedule:
     """Decides which steps are due, alike on all ranks.
 
-    With an interval of time, the clock of rank 0 decides. All ranks ask rank 0 at the same steps, which it chooses: at
-    half of the steps that are left by the pace of the last ones, then at half of the rest. So an interval of `n` steps
-    costs about ``log2(n)`` broadcasts. If steps become slower, a save is late by fewer steps than were left when rank 0
-    was asked last.
+    With an interval of time, the clock of rank 0 decides. All ranks ask rank 0 at the same steps, which rank 0 chooses:
+    halfway to the expected end of the interval, then halfway through the rest, and so on. So an interval of `n` steps
+    costs about ``log2(n)`` broadcasts. If steps become slower, a save is late by fewer steps than remained at the last
+    question.
 
     Args:
-        save_every: Number of steps, or time from the begin of one save to that of the next. None: each step is due.
+        save_every: Number of steps, or the time between the beginnings of two saves. None: each step is due.
         name: Name of the manager's argument, for errors.
         monotonic_s: The clock.
 
@@ -105,7 +105,7 @@ class SaveSchedule:
         self._monotonic_s = monotonic_s
         self._began_s = self._asked_s = monotonic_s()
         self._num_steps, self._num_steps_to_wait = 0, 1
-        """Steps since rank 0 was asked, and those after which it is asked again. Equal on all ranks."""
+        """Steps since the last question to rank 0, and steps until the next one. Equal on all ranks."""
         self._answer: tuple[int, bool] = (-1, False)
 
     def is_due(
@@ -161,7 +161,7 @@ def _is_keep_best(value: object) -> bool:
 
 
 def choose_mode(metric: str, mode: Mode | None) -> Mode:
-    """Return `mode`, or the one that the metric's name implies. Raises `InvalidOptionError` if it implies none."""
+    """Return `mode`, or the mode that the metric's name implies. Raises `InvalidOptionError` if it implies none."""
     chosen = mode_of_name(metric) if mode is None else mode
     if chosen is None:
         raise InvalidOptionError(
@@ -190,7 +190,7 @@ def sort_best_first(steps: Sequence[StepInfo], metric: str, mode: Mode) -> list[
 
 
 def explain_missing_metric(steps: Sequence[StepInfo], metric: str) -> str | None:
-    """Return a sentence that names the metrics of `steps`, if they have some and none has `metric`, or else None."""
+    """Return a sentence that names the metrics of `steps`, if no step has `metric` but some have others; else None."""
     names = sorted({name for info in steps for name in info.metrics})
     if not names or metric in names:
         return None
@@ -203,11 +203,11 @@ def find_superseded(
 ) -> list[StepInfo]:
     """Return the checkpoints to remove, oldest first.
 
-    The newest checkpoint, the URIs in `damaged` and `own_step`, the caller's last commit, are never among them. A
-    damaged checkpoint does not count as one of the last, because it cannot be loaded; it is not removed either, because
-    only a user can say that it is lost. `own_step` stays even if another machine, whose clock is ahead, has committed a
-    newer step. The checkpoints of one step are kept or removed together. Ages are measured from the newest commit. So
-    the time of the removal does not matter, and a run that paused for days loses nothing.
+    The newest checkpoint, the URIs in `damaged`, and `own_step`, the caller's last commit, always stay. A damaged
+    checkpoint does not count for `keep_last`, because it cannot be loaded; it is not removed either, because only a
+    user can say that it is lost. `own_step` stays even if another machine, whose clock is ahead, has committed a newer
+    step. The checkpoints of one step are kept or removed together. Ages are measured from the newest commit. So the
+    time of the removal does not matter, and a run that paused for days loses nothing.
     """
     if policy.keeps_all:
         return []
@@ -245,8 +245,8 @@ def is_store_failure(error: BaseException) -> bool:
     """Return True if a save failed on all failing ranks because of the store."""
     # A cause that is a SaveOrLoadError is the failure of another save.
     is_trouble = [
-        isinstance(each, _STORE_FAILURES) and not isinstance(each, (SaveOrLoadError, CheckpointExistsError))
-        for each in causes_of(error)
+        isinstance(cause, _STORE_FAILURES) and not isinstance(cause, (SaveOrLoadError, CheckpointExistsError))
+        for cause in causes_of(error)
     ]
     return bool(is_trouble) and all(is_trouble)
 
@@ -254,8 +254,8 @@ def is_store_failure(error: BaseException) -> bool:
 class Failures:
     """The failed saves of one manager.
 
-    All ranks continue, or none does: `take` depends only on the outcomes of the saves, which are the same on all ranks.
-    A save that is refused because another one is in flight does not count as a failure of that one.
+    Either all ranks continue, or none: `take` depends only on the outcomes of the saves, which all ranks share. A save
+    that is refused because another save is in flight does not count as a failure of the other save.
     """
 
     def __init__(self, on_failure: OnFailure, max_failures: int) -> None:
@@ -266,7 +266,7 @@ class Failures:
                 f"CheckpointManager: max_failures must be a positive whole number, not {max_failures!r}"
             )
         self.limit = max_failures if on_failure == "warn" else 1
-        """Number of failures in a row of which the last is raised."""
+        """Number of failures in a row after which the last is raised."""
         self.in_a_row = 0
         self.all: tuple[SaveFailure, ...] = ()
 

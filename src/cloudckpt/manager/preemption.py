@@ -30,8 +30,8 @@ from cloudckpt.manager.policies import SaveFailure
 _log = logging.getLogger("cloudckpt")
 
 SaveOutcome: TypeAlias = Literal["none", "committed", "failed", "cancelled", "no time", "unfinished"]
-"""Outcome of a save. ``"none"``: there was no save. ``"no time"``: it was not started, because it would not have ended
-before the deadline. ``"unfinished"``: it had not ended at the deadline, although it was cancelled."""
+"""Outcome of a save. ``"none"``: there was no save. ``"no time"``: the save was not started, since it would not have
+ended before the deadline. ``"unfinished"``: it had not ended at the deadline, although it was cancelled."""
 
 MAX_CLEANUP_S = 2.0
 CLEANUP_FRACTION = 0.1
@@ -53,7 +53,7 @@ class PreemptionReport:
     """Outcome of the save that `finish` was asked to make. ``"no time"``: it was not started, because it would not have
     ended before the deadline."""
     error: BaseException | None
-    """Failure of the save in flight, if the last one was committed nevertheless."""
+    """Failure of the save in flight, if the last save was committed nevertheless."""
     remaining_s: float
     """Seconds from the return to the deadline."""
 
@@ -95,8 +95,8 @@ class Preemption(OfThisProcess):
     def agreed(self, process_group: dist.ProcessGroup | None = None) -> bool:
         """Return True on all ranks if any rank was asked to stop.
 
-        All ranks must call it equally often. It reduces one number over a gloo group of the same ranks, which the first
-        call makes. After True, `remaining_s` is that of the rank that was asked first.
+        All ranks must make this call equally often. It reduces one number over a gloo group of the same ranks, which
+        the first call makes. After True, `remaining_s` counts from the first signal on any rank.
 
         Args:
             process_group: Group of the ranks; None for all.
@@ -192,7 +192,7 @@ class Preemption(OfThisProcess):
         return "committed" if handle.exception(0) is None else "failed"
 
     def _set_deadline(self, least_s: float) -> None:
-        """Take over the earliest deadline of all ranks."""
+        """Set the earliest deadline of all ranks."""
         ends_at_s = time.monotonic() + least_s
         self._ends_at_s = ends_at_s if self._ends_at_s is None else min(ends_at_s, self._ends_at_s)
         self._has_agreed = True

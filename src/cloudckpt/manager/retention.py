@@ -46,14 +46,14 @@ class RetentionReport:
     removed: tuple[str, ...]
     """URIs of the removed checkpoints, oldest first."""
     failed: tuple[KeptObject, ...]
-    """Checkpoints that should have been removed, and steps without read access, each with the reason, which says if a
+    """Checkpoints that could not be removed, and steps without read access, each with the reason. The reason says if a
     checkpoint is half removed and can no longer be loaded. The next save tries again."""
 
 
 def lock_root(root: str) -> threading.Lock:
     """Return the lock of `root`, to hold while a step is removed or restored.
 
-    It keeps one manager of this process from removing the step that another one reads.
+    The lock keeps a manager of this process from removing a step that another manager reads.
     """
     return _root_locks.setdefault(root, threading.Lock())
 
@@ -65,8 +65,8 @@ class Retention:
         steps: Steps of the manager.
         policy: Checkpoints to keep.
         get_damaged_uris: Returns the URIs that `restore` found damaged.
-        is_own: Returns True for a folder, given with its metadata, that is of this manager's run. Others are neither
-            counted nor removed. None: all belong to it.
+        is_own: Returns True for a folder of this manager's run, given with its metadata. Other folders are neither
+            counted nor removed. None: all folders are of this run.
         is_spared: Returns True for a folder, given with its metadata, that must stay. The policy counts it as any
             other. None: no folder must.
 
@@ -134,31 +134,35 @@ class Retention:
             with self._lock:
                 excluded, own_step = set(self._steps.fenced_at), self._own_step
             folders = self._list_folders(excluded_uris=excluded)
-            infos = [one.info for one in folders if one.info is not None]
-            failed += [KeptObject(uri=one.uri, reason=str(one.denied)) for one in folders if one.denied is not None]
+            infos = [folder.info for folder in folders if folder.info is not None]
+            failed += [
+                KeptObject(uri=folder.uri, reason=str(folder.denied)) for folder in folders if folder.denied is not None
+            ]
             # A step whose metrics cannot be read may be one of the best, so it stays.
-            unknown = [one for one in folders if one.problem]
-            failed += [KeptObject(uri=one.uri, reason=one.problem) for one in unknown]
-            damaged = {*self._get_damaged_uris(), *(one.uri for one in unknown)}
-            spared = {one.uri for one in folders if self._is_spared is not None and self._is_spared(one)}
+            unknown = [folder for folder in folders if folder.problem]
+            failed += [KeptObject(uri=folder.uri, reason=folder.problem) for folder in unknown]
+            damaged = {*self._get_damaged_uris(), *(folder.uri for folder in unknown)}
+            spared = {folder.uri for folder in folders if self._is_spared is not None and self._is_spared(folder)}
             superseded = find_superseded(infos, self.policy, damaged=damaged, own_step=own_step)
             superseded = [info for info in superseded if info.uri not in spared]
             if superseded:
                 self._warn_of_missing_metric(infos)
             self._remove_all(superseded, removed, failed)
             with self._lock:
-                self._steps.fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
+                self._steps.fenced_at |= {
+                    folder.uri: folder.fenced_at for folder in folders if folder.fenced_at is not None
+                }
             self._remove_fences()
             if removed and self._steps.options.unchanged == "reference":
                 self._remove_claims()
         except BaseException as error:  # noqa: BLE001  # no caller waits for this thread, so the report has it
             failed.append(KeptObject(uri=self._steps.location.uri, reason=str(error) or repr(error)))
-        for one in failed:
-            if one.reason == _NOT_TRIED:
+        for item in failed:
+            if item.reason == _NOT_TRIED:
                 continue
-            words = f"did not remove the superseded checkpoint {one.uri}: {one.reason}"
-            log_and_deliver(Event(name="retention.failed", uri=one.uri, rank=0), self._steps.options, words=words)
-        tried = {*removed, *(one.uri for one in failed)}
+            words = f"did not remove the superseded checkpoint {item.uri}: {item.reason}"
+            log_and_deliver(Event(name="retention.failed", uri=item.uri, rank=0), self._steps.options, words=words)
+        tried = {*removed, *(item.uri for item in failed)}
         kept = [info.uri for info in sort_newest_first(infos) if info.uri not in tried]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
 
@@ -198,8 +202,8 @@ class Retention:
         needs_metadata = self.policy.keep_best is not None or self._is_own is not None or self._is_spared is not None
         folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metadata=needs_metadata)
         if (is_own := self._is_own) is not None:
-            folders = [one for one in folders if one.info is None or one.problem or is_own(one)]
-        denied = [one.denied for one in folders if one.denied is not None]
+            folders = [folder for folder in folders if folder.info is None or folder.problem or is_own(folder)]
+        denied = [folder.denied for folder in folders if folder.denied is not None]
         if denied and len(denied) == len(folders):
             raise denied[0]
         return folders
@@ -265,8 +269,8 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
 def _has_other_writer(walked: WalkedLocation, *, alive_since: datetime) -> bool:
     claimed = find_claimed(walked.client) if any(item.kind == "claim" for item in walked.items) else frozenset()
     kept = {walked.prefix + key for key in claimed or ()}  # what an overwrite has left to those who refer to it
-    found = [item for item in walked.items if item.attempt and item.kind != "claim" and item.key not in kept]
-    attempts = {item.attempt for item in found}
+    items = [item for item in walked.items if item.attempt and item.kind != "claim" and item.key not in kept]
+    attempts = {item.attempt for item in items}
     if len(attempts) <= 1:
         return False  # the only attempt is the committed one; the manifest, which may be large, need not be read
     try:
@@ -275,5 +279,5 @@ def _has_other_writer(walked: WalkedLocation, *, alive_since: datetime) -> bool:
         own: set[str] = set()
     else:
         named = {walked.prefix + key for key in manifest.own_keys}
-        own = {item.attempt for item in found if item.key in named}
-    return any(max(item.moment, attempt_time(item.attempt)) >= alive_since for item in found if item.attempt not in own)
+        own = {item.attempt for item in items if item.key in named}
+    return any(max(item.moment, attempt_time(item.attempt)) >= alive_since for item in items if item.attempt not in own)

@@ -36,7 +36,7 @@ from cloudckpt.uri import Location, parse_location
 _log = logging.getLogger("cloudckpt")
 
 STEP_KEY = "step"
-"""A key in the ``metadata`` of a manifest, as `METRICS_KEY` is."""
+"""The key of the step's number in the ``metadata`` of a manifest."""
 
 Place: TypeAlias = Literal["root", "fast", "both", "owed"]
 
@@ -68,7 +68,7 @@ def parse_step_uri(uri: str) -> int:
 def check_metrics(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float | None]:
     """Convert metrics to values that JSON can hold; None stands for a value that is not finite.
 
-    Raises `InvalidOptionError` for anything that is not a number with a name.
+    Raises `InvalidOptionError` unless each metric is a name with a number.
     """
     if not isinstance(metrics, (Mapping, type(None))):
         raise InvalidOptionError(f"metrics must be a dict of numbers by name, not {metrics!r:.80}")
@@ -106,12 +106,12 @@ class StepInfo:
     num_bytes: int | None = None
     """Size of the data objects. None if the manifest is damaged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that were saved with it. NaN stands for a value that was not finite."""
+    """Metrics that were saved with the step. NaN stands for a value that was not finite."""
     place: Place = "root"
-    """``"root"``, ``"fast"`` for the fast place in front of it, or ``"both"``. ``"owed"``: the fast place has it,
-    and the root is to get a copy, which it does not have yet."""
+    """``"root"``, ``"fast"`` for the fast place in front of the root, or ``"both"``. ``"owed"``: the fast place has the
+    step, and the root is to get a copy, which it does not have yet."""
     copy_uri: str | None = None
-    """URI of the same save under the root, if `uri` is that in the fast place and both have it."""
+    """URI of the copy under the root, if `uri` is in the fast place and both have the step."""
 
 
 def name_of(info: StepInfo) -> str:
@@ -120,7 +120,7 @@ def name_of(info: StepInfo) -> str:
 
 
 def sort_newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Sort by commit time. If two times are equal, the higher step is the newer one."""
+    """Sort by commit time. At equal times, the higher step counts as newer."""
     return sorted(steps, key=lambda info: commit_order(info.committed_at, name_of(info)), reverse=True)
 
 
@@ -132,11 +132,11 @@ class StepFolder:
     info: StepInfo | None = None
     """None if nothing is committed there."""
     highest_number: int = -1
-    """Highest number in its log; -1 for an empty one."""
+    """Highest number in the log of the folder; -1 for an empty log."""
     fenced_at: datetime | None = None
-    """Time of the fence that a deleted checkpoint leaves, if there is nothing else."""
+    """Time of the fence that a deleted checkpoint leaves, if the log has no current manifest."""
     is_half_deleted: bool = False
-    """True if a deletion has hidden a checkpoint, and has not removed all manifests."""
+    """True if a deletion has hidden a checkpoint, and not removed all of its manifests."""
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Metadata of the manifest, if it was read."""
     denied: AccessDeniedError | None = None
@@ -172,7 +172,7 @@ class Steps:
         self.fenced_at: dict[str, datetime] = {}
         """URIs of deleted checkpoints whose fence is still there, and the time of the fence. `Retention` fills it."""
         self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
-        """The metadata and the size of each step whose manifest was read, but for those that a look at all misses."""
+        """The metadata and the size of each step whose manifest was read. A look at all steps drops missing ones."""
 
     def uri_of(self, step: int, again: int = 0) -> str:
         """Return the URI to which a step is saved."""
@@ -188,10 +188,10 @@ class Steps:
         """
         folders = self.list_folders(step=step, with_metadata=with_metadata)
         raise_if_denied(folders)
-        return sort_newest_first([one.info for one in folders if one.info is not None])
+        return sort_newest_first([folder.info for folder in folders if folder.info is not None])
 
     def find_latest(self) -> StepInfo | None:
-        """Return the step that was committed last, with its metrics. Raises as `find_committed` does."""
+        """Return the step that was committed last, with its metrics. Raises the errors of `find_committed`."""
         newest = next(iter(self.find_committed(with_metadata=False)), None)
         if newest is None:
             return None
@@ -199,11 +199,11 @@ class Steps:
         return folder.info or newest  # None if it was just removed
 
     def find_half_deleted(self) -> list[int]:
-        """Return the steps that a deletion has hidden and not removed, lowest first. Raises as `list_folders` does."""
-        return sorted({parse_step_uri(one.uri) for one in self.list_folders() if one.is_half_deleted})
+        """Return the steps that a deletion has hidden and not removed, lowest first. Raises as `list_folders`."""
+        return sorted({parse_step_uri(folder.uri) for folder in self.list_folders() if folder.is_half_deleted})
 
     def find_torch_steps(self) -> list[int]:
-        """Return the steps that torch's own writer has saved, lowest first. Raises as `find_committed` does."""
+        """Return the steps that torch's own writer has saved, lowest first. Raises the errors of `find_committed`."""
         return self._find_foreign(lists_torch_checkpoint)
 
     def find_steps_of_ranks(self) -> list[int]:
@@ -219,8 +219,8 @@ class Steps:
         """Look at the folders of all steps, or of one.
 
         A commit counts as missing only if two looks in a row agree. The highest number of a log only rises, until gc
-        removes the log of a checkpoint that was deleted long ago. So nothing was committed between the two. Raises
-        `StoreError`, and `CheckpointChangedError` if no two looks agree.
+        removes the log of a checkpoint that was deleted long ago. So no commit came between two looks that agree.
+        Raises `StoreError`, and `CheckpointChangedError` if no two looks agree.
 
         With metadata, and so with metrics, each manifest is read once and remembered. The metadata of a damaged
         manifest stays unknown, and `StepFolder.problem` says why.
@@ -242,19 +242,19 @@ class Steps:
                 folder = StepFolder(uri=self._uri_of_folder(name), denied=error)
             return folder, folder if folder.is_missing else None
 
-        found = list(self._look_at_folders(list_names, look, client).values())
-        committed = {one.uri for one in found if one.info is not None}
+        folders = list(self._look_at_folders(list_names, look, client).values())
+        committed = {folder.uri for folder in folders if folder.info is not None}
         self.known_uris |= committed
         if step is None:
-            self._note_seen({one.uri for one in found})
+            self._note_seen({folder.uri for folder in folders})
             self._have_times = True
             if summaries is not None:
                 self._read = {key: summary for key, summary in [*self._read.items()] if key[0] in committed}
-        return found
+        return folders
 
     @property
     def most_bytes(self) -> int:
-        """Size of the largest step in the last look at all with metadata, or read since; 0 without any."""
+        """Size of the largest step that the last look at all steps with metadata, or a later read, has found; or 0."""
         return max((num_bytes for _, num_bytes in [*self._read.values()]), default=0)
 
     def look_for_others(self) -> None:
@@ -293,10 +293,10 @@ class Steps:
                 )
 
     def may_have(self, name: str) -> bool:
-        """Return False if the folder `name` holds no checkpoint that this process could know of.
+        """Return False if the folder `name` holds no checkpoint as far as this process knows.
 
-        Makes no request once all folders were looked at. Another process can commit the step at any time, so the answer
-        is no promise: a commit is conditional.
+        Makes no request after the first look at all folders. Another process can commit the step at any time; the
+        conditional commit finds that out.
         """
         if not self._have_times:
             self.list_folders()
@@ -310,8 +310,8 @@ class Steps:
             answer = is_foreign(self._at(client, name))
             return answer, ("twice", answer)
 
-        found = self._look_at_folders(lambda: _list_names(client), look_at, client)
-        return sorted(parse_step_uri(name) for name, answer in found.items() if answer)
+        answers = self._look_at_folders(lambda: _list_names(client), look_at, client)
+        return sorted(parse_step_uri(name) for name, answer in answers.items() if answer)
 
     def _look_at_folders(
         self, list_names: Callable[[], list[str]], look: Callable[[str], tuple[_T, Hashable]], client: StoreClient
@@ -326,7 +326,7 @@ class Steps:
         raise self._make_changed_error()
 
     def _try_to_look_at(self, name: str, client: StoreClient, summaries: SummaryReader | None) -> StepFolder | None:
-        """Look at the log of a step. None if a manifest was replaced or removed meanwhile."""
+        """Look at the log of a step. Return None if a manifest was replaced or removed meanwhile."""
         client = self._at(client, name)
         log = read_log_once(client, is_lenient=True)
         if log.current_entry is not None:
@@ -335,7 +335,7 @@ class Steps:
             uri=self._uri_of_folder(name),
             highest_number=log.highest_number,
             fenced_at=log.entries[-1].modified_at if log.entries and log.current_number is None else None,
-            is_half_deleted=log.current_number is None and not all(one.has_fence_size for one in log.entries),
+            is_half_deleted=log.current_number is None and not all(entry.has_fence_size for entry in log.entries),
         )
 
     def _build_committed(
@@ -388,10 +388,10 @@ def _list_names(client: StoreClient) -> list[str]:
 
 
 def raise_if_denied(folders: Sequence[StepFolder]) -> None:
-    """Raise the error that hides the content of one of `folders`, if there is one."""
-    for one in folders:
-        if one.denied is not None:
-            raise one.denied
+    """Raise `StepFolder.denied` of the first of `folders` that has one."""
+    for folder in folders:
+        if folder.denied is not None:
+            raise folder.denied
 
 
 def find_steps_on_all_ranks(root: str, options: Options) -> list[int]:

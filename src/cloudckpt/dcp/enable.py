@@ -39,11 +39,11 @@ def enable(
 ) -> None:
     """Make torch's own calls understand URIs (`torch.distributed.checkpoint.save`, ``load`` and ``async_save``).
 
-    Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's, except for those
-    that hold a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged.
+    cloudckpt saves and loads at every ``scheme://`` that it knows. Plain paths stay torch's, except for paths that hold
+    a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged.
     Only torch's ``FsspecReader(uri)``, as Lightning makes it for FSDP1, reads checkpoints of cloudckpt too. A call
-    without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts. Calling
-    again replaces the arguments, and `disable` undoes it all.
+    without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts. A second
+    call of `enable` replaces the arguments. `disable` undoes all changes.
 
     Args:
         options: Options of all these calls.

@@ -58,7 +58,7 @@ class ModelEntry(LiveEntry):
         self._is_strict = is_strict
         self._rank = rank
         self._tied: dict[str, str] = {}
-        """The names that a load does not ask for, by others of the same parameters."""
+        """The names that a load does not ask for, each with another name of the same parameter."""
 
     def state_dict(self) -> dict[str, Any]:
         return get_model_state(self._module)
@@ -124,7 +124,7 @@ class ModelEntry(LiveEntry):
 
 
 def _find_tied(module: nn.Module, known: Collection[str]) -> dict[str, str]:
-    """Return the names of parameters and buffers that `known` lacks, by others of the same ones that it has."""
+    """Return, for each name of a parameter or buffer that `known` lacks, another of its names that `known` has."""
     names: defaultdict[int, list[str]] = defaultdict(list)
     for held in (module.named_parameters, module.named_buffers):
         for raw, tensor in held(remove_duplicate=False):
@@ -311,7 +311,7 @@ def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
 
 
 class RefusedEntry(OptionalEntry):
-    """The entry of objects that cannot be saved. It raises the reason within the call, and so on all ranks."""
+    """The entry of objects that cannot be saved. Raises the reason within the collective call, and so on all ranks."""
 
     def __init__(self, reason: InvalidOptionError) -> None:
         self._reason = reason
@@ -327,9 +327,9 @@ class RefusedEntry(OptionalEntry):
 
 
 class RandomState(NamedTuple):
-    """State of this process's random generators: Python's, numpy's, torch's, and that of the current GPU.
+    """State of this process's random generators: of Python, numpy, torch, and the current GPU.
 
-    It has no tensors, so that a save stores one value, and not an entry for each part of each rank's state.
+    Holds no tensors, so that a save stores one value, and not an entry for each part of each rank's state.
     """
 
     python: Any
@@ -339,7 +339,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls) -> RandomState:
-        """Return the current state of the generators; that of a GPU only if this process uses one."""
+        """Return the current state of the generators, including the GPU's if this process uses one."""
         kind, keys, *rest = np.random.get_state()
         devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
         return cls(
@@ -350,7 +350,7 @@ class RandomState(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Set the generators to this state. States of several GPUs are set only if this process sees as many."""
+        """Set the generators to this state. States of several GPUs are set only if this process sees as many GPUs."""
         random.setstate(self.python)
         kind, keys, *rest = self.numpy
         np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
@@ -400,7 +400,7 @@ class RandomStateEntry(OptionalEntry):
 def find_parameters(value: Any) -> Iterator[torch.Tensor]:
     """Yield the parameters of the modules in a state dict, and the state of its optimizers.
 
-    It looks into objects with a state of their own, such as one of the user that holds a model and its optimizer.
+    Looks into objects with a state of their own, such as an object of the user that holds a model and its optimizer.
     """
     if isinstance(value, nn.Module):
         yield from value.parameters()
@@ -472,7 +472,7 @@ class LiveObjects:
 
     @property
     def are_given(self) -> bool:
-        """True if there is an object, apart from the random generators, which each process has."""
+        """True if any object is given, besides the random generators, which each process has."""
         objects = (self.model, self.optimizer, self.scheduler, self.dataloader, self.extra)
         return any(value is not None for value in objects)
 

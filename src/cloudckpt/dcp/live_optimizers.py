@@ -42,7 +42,7 @@ _log = logging.getLogger("cloudckpt")
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _MODEL = "model."  # before the names of the model's entries in every load
 _IDENTITY = frozenset({_PARAMS, "param_names"})
-"""Keys of a group that say which parameters it has. A load keeps those of the live optimizer, in its order."""
+"""Keys of a group that name its parameters. A load keeps the values of the live optimizer."""
 _KINDS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
 """Settings of groups that tell torch's optimizers apart. Versions add other keys, and so do schedulers."""
 
@@ -67,7 +67,7 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: i
 
 
 class OptimizerEntry(LiveEntry):
-    """The state of optimizers by the names of the model's parameters, as ``get_optimizer_state_dict`` has it.
+    """The state of optimizers by the names of the model's parameters, as in ``get_optimizer_state_dict``.
 
     torch's functions first take a step with zero gradients if an optimizer is fresh. This changes its counters, and
     runs its hooks. Here a fresh optimizer stays fresh in a save, and a load plans by the checkpoint.
@@ -314,7 +314,7 @@ class OptimizerEntry(LiveEntry):
         return params
 
     def _layouts(self) -> dict[str, Any]:
-        """Return the model's tensors by name, whose layout over the ranks a state of the same shape has."""
+        """Return the model's tensors by name. A state of the same shape has the same layout over the ranks."""
         return {
             prefix + name: value
             for prefix, module in self._modules.items()
@@ -434,7 +434,7 @@ class _Layout:
         self._handed_out: list[torch.Tensor] = []
 
     def make(self, path: Sequence[Any], entry: TensorStorageMetadata) -> torch.Tensor:
-        """Return an empty tensor for what is stored at `path` of the parameter's state."""
+        """Return an empty tensor for the stored tensor at `path` of the parameter's state."""
         dtype = entry.properties.dtype
         if holds_wrapper(self._like) and entry.size:  # its moments may be plain
             return torch.empty_like(self._find_stepped(path), dtype=dtype)
@@ -499,7 +499,7 @@ def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = ()) -> Any:
-    """Return the values that a load fills for one parameter: the tensors that the optimizer holds, where they fit."""
+    """Return the values that a load fills for one parameter: the optimizer's own tensors where they fit."""
     if isinstance(saved, SavedWrapper):
         return held if isinstance(held, torch.Tensor) else layout.make_wrapper(path, saved)
     if isinstance(saved, Mapping):

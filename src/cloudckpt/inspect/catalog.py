@@ -1,4 +1,4 @@
-"""List the checkpoints under a root, and on request everything else that saves wrote there."""
+"""List the checkpoints under a root, and on request all other data that saves wrote there."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class CheckpointInfo:
     - ``"referenced"``: data of a removed checkpoint that another one refers to (`Options.unchanged`). It stays.
     - ``"torch"``: a checkpoint of torch's own writer, whose size is unknown.
 
-    Only ``list_checkpoints(root, all=True)`` lists other states than the first, and sets the fields from `num_bytes`
-    on.
+    Without ``list_checkpoints(root, all=True)``, only ``"committed"`` is listed, and the fields from `num_bytes` on are
+    not set.
     """
 
     uri: str
@@ -86,13 +86,13 @@ class CheckpointInfo:
     state: CheckpointState = "committed"
     """See the list of states."""
     num_bytes: int | None = None
-    """Size of the data objects, on a path with that of unfinished uploads. None if unknown."""
+    """Size of the data objects, and on a path of unfinished uploads. None if unknown."""
     num_objects: int | None = None
     """Number of data objects. None if unknown."""
     num_bytes_elsewhere: int = 0
-    """The part of `num_bytes` that lies in the folders of other checkpoints, to which this one refers."""
+    """Size of the data objects in folders of other checkpoints, to which this one refers. Part of `num_bytes`."""
     num_objects_elsewhere: int = 0
-    """Number of these objects."""
+    """Number of data objects in folders of other checkpoints."""
     num_uploads: int = 0
     """Number of unfinished uploads."""
     attempt: str = ""
@@ -102,11 +102,11 @@ class CheckpointInfo:
     num_tensors: int | None = None
     """Number of tensors. None if unknown."""
     manifest_number: int = 0
-    """Number of its manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
+    """Number of the manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """``Options.metadata`` of the save."""
     problem: str = ""
-    """The reason why it cannot be read."""
+    """The reason why the checkpoint cannot be read."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ def mode_of_name(metric: str) -> Mode | None:
 
 
 def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Read the metrics from the metadata of a manifest. Values of other types, of other programs, are left out."""
+    """Read the metrics from the metadata of a manifest. Values that are no numbers are left out."""
     values = metadata.get(METRICS_KEY)
     if not isinstance(values, dict):
         return {}
@@ -166,9 +166,9 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """List the committed checkpoints directly under `root`, oldest first.
 
-    The order is that of `CheckpointInfo.committed_at`, which copies keep; then of the names, numbers by value. Each
-    checkpoint costs one listing and one small read. With `all`, each folder costs two listings and a read of its whole
-    manifest. Unfinished uploads that may not be listed are left out.
+    Checkpoints are sorted by `CheckpointInfo.committed_at`, which copies keep; at equal times by name, numbers by
+    value. Each checkpoint costs one listing and one small read. With `all`, each folder costs two listings and a read
+    of its whole manifest. Unfinished uploads are left out if the store refuses to list them.
 
     Args:
         root: Folder of the checkpoints.
@@ -224,8 +224,8 @@ def list_checkpoints(
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
     """Return the checkpoint directly under `root` that was committed last.
 
-    It may be damaged; `load_latest` skips damaged checkpoints. The errors are those of `list_checkpoints`. If there is
-    none, a warning names the folders under `root` that have checkpoints in them.
+    The checkpoint may be damaged; `load_latest` skips damaged checkpoints. Raises the errors of `list_checkpoints`. If
+    there is no checkpoint, a warning names the folders under `root` that have checkpoints in them.
 
     Args:
         root: Folder of the checkpoints.
@@ -250,7 +250,7 @@ def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> C
 def describe_deeper(root: str | os.PathLike[str], options: Options) -> str:
     """Return words that name the folders under `root` with checkpoints in them; "" if there are none.
 
-    It is a hint, so failures are ignored, and it looks at the last folders by name alone.
+    The words are a hint, so failures are ignored, and only the last folders by name are looked at.
     """
     location = parse_location(root)
     try:
@@ -269,14 +269,14 @@ def look_at_folders(
     client: StoreClient,
     changing: Callable[[], CheckpointChangedError],
 ) -> dict[str, _T]:
-    """Return what `look` finds in each folder, by name, once two looks in a row agree on the missing ones.
+    """Return the result of `look` for each folder, by name, once two looks in a row agree on what is missing.
 
-    `look` returns its result for a folder, and what is missing there: a falsy value if nothing is. A folder in which
-    something is missing is looked at again. Two looks must also agree on the names of the folders, because a listing
-    may lack one. Raises the error of `changing` if no two looks agree.
+    `look` returns its result for a folder, and a truthy value if something is missing there: then the folder is looked
+    at again. Two looks must also agree on the names of the folders, because a listing may lack one. Raises the error
+    of `changing` if no two looks agree.
 
-    The second listing is made while the folders are looked at. It counts only if nothing is missing in them: a folder
-    that is deleted meanwhile may be the last of the old ones, and its successor newer than that listing.
+    The second listing is made while the folders are looked at. It counts only if nothing is missing in any folder: if a
+    folder is deleted meanwhile, its successor may be newer than that listing.
     """
     results: dict[str, tuple[_T, Hashable]] = {}
     listed_ahead: list[list[str]] = []
@@ -308,7 +308,7 @@ def look_at_folders(
 
 
 def _is_openable(location: Location, name: str) -> bool:
-    """Return True if a checkpoint can have this name. Other tools can write folders whose names are no valid URI."""
+    """Return True if a checkpoint can have this name. Names of folders of other tools may form no valid URI."""
     try:
         parse_location(location.child(name).uri)
     except InvalidURIError:

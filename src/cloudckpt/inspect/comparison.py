@@ -1,4 +1,4 @@
-"""Compare two checkpoints by value, whatever ranks and shards they were saved with."""
+"""Compare two checkpoints by value. Their ranks and shards may differ."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Difference:
     differ. Only tensors of one dtype and shape are compared by value."""
     before: str
     """Description of the entry in the first checkpoint: dtype and shape of a tensor, or the ``repr`` of a value; empty
-    if it has none. A long value is cut to 4,096 characters around the first difference."""
+    if the checkpoint lacks the entry. A long value is cut to 4,096 characters around the first difference."""
     after: str
-    """Description of the entry in the second checkpoint; empty if it has none."""
+    """Description of the entry in the second checkpoint; empty if the checkpoint lacks the entry."""
     num_elements: int = 0
     """Number of elements of the tensor, if values differ."""
     num_different: int = 0
@@ -68,7 +68,7 @@ class Comparison:
     after: str
     """URI of the second checkpoint."""
     differences: tuple[Difference, ...]
-    """One for each entry that differs, by name."""
+    """The differences, one for each entry that differs, sorted by name."""
     num_same: int
     """Number of entries that are the same in both."""
     num_bytes_compared: int
@@ -94,9 +94,9 @@ def compare(
     """Compare two checkpoints entry by entry, element by element.
 
     Elements are equal if both are NaN, or if ``|after - before| <= atol + rtol * |before|``. The cut into shards makes
-    no difference. Every byte is checked as in a load. Values that are no tensors are equal if their bytes are, or if
-    they load without running code and compare equal. Takes memory for a block of 64 MiB of each checkpoint besides that
-    of two loads (`Options.read_bytes`). A transformed chunk and a value are held whole.
+    no difference. Every byte is checked as in a load. Values that are no tensors are equal if their bytes are equal, or
+    if they load without running code and compare equal. Takes the memory of two loads (`Options.read_bytes`), and 64
+    MiB for each checkpoint. A transformed chunk and a value are held whole.
 
     Args:
         before: URI of the first checkpoint.
@@ -114,14 +114,14 @@ def compare(
     Raises:
         InvalidOptionError: A tolerance is negative or not finite.
         CheckpointNotFoundError: No checkpoint exists at one of the URIs.
-        CorruptCheckpointError: Stored bytes are not those of the save.
+        CorruptCheckpointError: Stored bytes have changed since the save.
         StoreError: A request failed.
 
     Example::
 
         found = cloudckpt.compare("s3://bucket/run/step-100", "s3://bucket/run/step-200", rtol=1e-5)
-        for one in found.differences:
-            print(one.name, one.kind, one.max_absolute)
+        for difference in found.differences:
+            print(difference.name, difference.kind, difference.max_absolute)
 
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
@@ -135,7 +135,7 @@ def compare(
 
 
 def open_reader(uri: str | os.PathLike[str], options: Options) -> Reader:
-    """Return a reader of the checkpoint at `uri`, or of safetensors files there. Raises what `load` raises."""
+    """Return a reader of the checkpoint at `uri`, or of safetensors files there. Raises the errors of `load`."""
     context, resolved = find_source(Context(parse_location(uri), options, rank=0))
     return Reader(context, resolved.manifest)
 
@@ -148,7 +148,7 @@ def compare_readers(
     atol: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Compare the checkpoints of two readers, as `compare`, without a look if they were replaced meanwhile."""
+    """Compare the checkpoints of two readers, as `compare`, but do not check if they were replaced meanwhile."""
     comparer = _Comparer(readers, only)
     for batch in _batches(comparer.ranges()):
         memory = [_read_ranges(reader, batch) for reader in readers]
@@ -226,7 +226,7 @@ class _Comparer:
                 self._differ(name, "type", *_shorten(*texts))
 
     def ranges(self) -> Iterator[_TensorRange]:
-        """Yield every piece that has to be read."""
+        """Yield every range that has to be read."""
         for name in self._common:
             tensor, num_bytes = self._first.tensors.get(name), self._bytes_of(name)
             if tensor is None:
@@ -238,7 +238,7 @@ class _Comparer:
                 yield _TensorRange(name=name, begin=begin, end=min(begin + range_bytes, num_bytes), dtype=tensor.dtype)
 
     def compare_range(self, tensor_range: _TensorRange, before: Any, after: Any, *, rtol: float, atol: float) -> None:
-        """Compare a piece that was read from both."""
+        """Compare a range that was read from both checkpoints."""
         if tensor_range.dtype:
             self._tallies[tensor_range.name].add(before, after, rtol=rtol, atol=atol)
         else:
@@ -368,7 +368,7 @@ def _widen(block: torch.Tensor) -> Any:
 
 
 def _largest(numbers: torch.Tensor, *, otherwise: float = math.inf) -> float:
-    """Return the largest number; `otherwise` if there is a NaN, which then is in one block only."""
+    """Return the largest number; `otherwise` if one of the blocks has a NaN."""
     largest = float(numbers.max())
     return otherwise if math.isnan(largest) else largest
 

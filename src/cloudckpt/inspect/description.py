@@ -34,7 +34,7 @@ class TensorDescription:
     num_bytes: int
     """Size on the store."""
     num_chunks: int
-    """Number of stored blocks, usually one for each rank that held a part."""
+    """Number of chunks, usually one for each rank that held a part."""
     grid: tuple[int, ...] | None
     """Number of chunks along each dimension; None if they form no grid."""
     objects: tuple[int, ...]
@@ -51,9 +51,9 @@ class WrapperDescription:
     """One tensor of a `CheckpointDescription` that consists of others, such as a quantized weight."""
 
     name: str
-    """Name of the tensor. Those of its parts are this name, a dot and another."""
+    """Name of the tensor. A part's name is this name, a dot and the name of the part."""
     kind: str
-    """Module and name of its class."""
+    """Module and name of the tensor's class."""
     shape: tuple[int, ...]
     """Global shape."""
     parts: tuple[str, ...]
@@ -96,7 +96,7 @@ class CheckpointDescription:
     world_size: int
     """Number of ranks that saved."""
     manifest_number: int
-    """Number of its manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
+    """Number of the manifest: 0 for the first save, one more for each overwrite and each fence of a deletion or gc."""
     software: Mapping[str, str]
     """Versions of the libraries of the save, by name."""
     metadata: Mapping[str, Any]
@@ -125,10 +125,10 @@ class CheckpointDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleDescription:
-    """The entries of a checkpoint in one module, without those that have a row of their own."""
+    """The entries of a checkpoint in one module, without entries that have a row of their own."""
 
     name: str
-    """The parts of their names that are the same: ``model.layers``; ``model (rest)`` beside others of ``model``."""
+    """The common parts of the entries' names: ``model.layers``; ``model (rest)`` beside other modules of ``model``."""
     num_tensors: int
     """Number of tensors."""
     num_elements: int
@@ -136,7 +136,7 @@ class ModuleDescription:
     num_values: int
     """Number of Python objects."""
     num_bytes: int
-    """Size of all of them on the store."""
+    """Size of all entries on the store."""
 
 
 def group_by_module(
@@ -144,7 +144,7 @@ def group_by_module(
 ) -> tuple[ModuleDescription, ...]:
     """Sum up entries by module, in the order of the entries: by the first `depth` parts of their names but the last.
 
-    A value counts for the module around it that has tensors, or for the first part of its name.
+    A value counts for the nearest module above it with tensors, or for the first part of its name.
     """
     entries = [*entries]
     modules = {_parent_of(entry.name, depth) for entry in entries if isinstance(entry, TensorDescription)}

@@ -26,7 +26,7 @@ class CommittedFiles:
     """A committed checkpoint, as a directory."""
 
     folder: str
-    """Its place under the root of the tree."""
+    """The checkpoint's path under the root of the tree."""
     context: Context
     manifest: Manifest
 
@@ -41,7 +41,7 @@ class CommittedFiles:
 class FileTree:
     """The committed checkpoints under a root, each a directory of its files, and the folders that have some.
 
-    It has committed files alone. An error of the store is raised, and never means that nothing exists.
+    The tree shows committed files alone. An error of the store is raised, and never taken for absence.
     """
 
     def __init__(self, root: Location, options: Options, *, rank: int) -> None:
@@ -70,7 +70,7 @@ class FileTree:
     def _find(self, path: str) -> tuple[CommittedFiles, str] | None:
         """Return the committed checkpoint at or above `path`, and the rest of the path.
 
-        The last one is kept, since most calls are about its files.
+        The last checkpoint is kept, since most calls are about its files.
         """
         known = self._last
         if known is not None and path.startswith(f"{known.folder}/"):
@@ -111,8 +111,8 @@ def find_file_sizes(manifest: Manifest) -> dict[str, int]:
 class FileReader(io.RawIOBase):
     """A file of a checkpoint, to be read from anywhere. Each byte is verified.
 
-    A long read is split into parallel requests, within ``Options.read_bytes``. A short one reads ahead to the end of
-    its checksum's tile, and the next one is answered from that. For one thread at a time.
+    A long read is split into parallel requests, within ``Options.read_bytes``. A short read reads ahead to the end of
+    its tile, for the reads that follow. For one thread at a time.
     """
 
     def __init__(self, context: Context, manifest: Manifest, path: str) -> None:
@@ -169,7 +169,7 @@ class FileReader(io.RawIOBase):
         return file.getvalue()  # no copy
 
     def _read(self, view: memoryview) -> int:
-        """Fill some of `view`, from the bytes that were read ahead if they have the position."""
+        """Fill some of `view`, from the bytes that were read ahead if these include the position."""
         offset = self._position - self._ahead_begin
         if not 0 <= offset < len(self._ahead):
             if len(view) >= self._ahead_bytes:

@@ -61,7 +61,7 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
 
     Raises:
         CorruptCheckpointError: Something differs. ``problems`` has all differences, each with its object and tensors.
-        CheckpointNotFoundError: No checkpoint exists at `uri`, or one of torch's own writer, which has no checksums.
+        CheckpointNotFoundError: No checkpoint exists at `uri`, or only one of torch's own writer, without checksums.
         CheckpointChangedError: The checkpoint was overwritten twice during the call.
         UnsupportedFormatError: A newer cloudckpt wrote it.
         StoreError: A request failed, which proves no damage.
@@ -113,7 +113,7 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
 
 
 def find_unlisted(uri: str, *, options: Options) -> str:
-    """Return the reason why the checkpoint at `uri` cannot be loaded, by its manifest and a listing; "" without any.
+    """Return why the checkpoint at `uri` cannot be loaded, by its manifest and a listing; "" if they show no reason.
 
     Looks at the objects in its own folder, and reads no data.
     """
@@ -132,13 +132,13 @@ def find_unlisted(uri: str, *, options: Options) -> str:
 
 
 class _DamagedUnitError(Exception):
-    """The bytes read differ from the bytes saved. The arguments say how."""
+    """The bytes that were read differ from the saved ones. The arguments say how."""
 
 
 class Verification:
     """Reads and checks everything that one manifest names, without torch.distributed.
 
-    It takes at most `Options.read_bytes` of memory beside the manifest and the headers.
+    Takes at most `Options.read_bytes` of memory beside the manifest and the headers.
     """
 
     def __init__(self, reader: Reader, *, on_read: Callable[[int], None] = lambda _num_bytes: None) -> None:
@@ -158,9 +158,9 @@ class Verification:
         self._missing: set[int] = set()
 
     def run(self) -> list[str]:
-        """Return every problem, each with the object's key and the names of its entries; empty without any.
+        """Return all problems, each with the object's key and the names of its entries.
 
-        Raises `StoreError` if the store does not answer, or may not be read: that says nothing about the data.
+        Raises `StoreError` if the store does not answer, or denies a read: that says nothing about the data.
         """
         return [text for texts in self.run_each().values() for text in texts]
 
@@ -196,7 +196,7 @@ class Verification:
             self._check_header(index, memoryview(b""))
 
     def _plan(self) -> Iterator[RangeRead]:
-        """Yield ranges of whole tiles: each one read, or one tile that is too large for one."""
+        """Yield ranges of whole tiles, one for each read, or for one tile that is too large for a read."""
         tile_bytes = self._manifest.tile_bytes
         range_bytes = max(self._read_bytes // tile_bytes, 1) * tile_bytes
         for index, size_bytes in self._sizes_bytes.items():
@@ -232,7 +232,7 @@ class Verification:
         return bad
 
     def _bad_large_tile(self, request: RangeRead) -> Sequence[int]:
-        """Check a tile that is read in pieces."""
+        """Check a tile that takes several reads."""
         (expected,) = self._reader.tiles_of(request)
 
         def look() -> None:

@@ -86,7 +86,7 @@ OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
 _ON_DAMAGED = ("raise", "skip", "replace")
 _FAST_KEEP = 2
 _resume_hints: set[weakref.WeakMethod[Callable[[], None]]] = set()
-"""Print where runs can resume, each for a manager that has saved since it was closed."""
+"""Functions that print where a run can resume, one for each manager that has saved since it was closed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,17 +96,17 @@ class _StepState:
     step: int
     uri: str = ""
     is_fast: bool = False
-    """It was saved to the fast place, and not straight to the root."""
+    """True if the step was saved to the fast place, and not directly to the root."""
     is_owed: bool = False
-    """It was due at the root, so a fast place has to copy it there."""
+    """True if the step was due at the root, so that a fast place has to copy it there."""
     may_overwrite: bool = False
     is_again: bool = False
-    """The fast place has the step, and does not owe it to the root: a save there replaces it."""
+    """True if the fast place has the step, and the root is not owed it: a save there replaces it."""
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
     rank: int = 0
     is_noted: bool = False
-    """The manager has recorded its outcome."""
+    """True once the manager has recorded the outcome."""
 
     @property
     def reaches_root(self) -> bool:
@@ -115,7 +115,7 @@ class _StepState:
 
     @property
     def failure(self) -> BaseException | None:
-        """The failure of the save, or None. Waits for its end, so that all ranks get the same answer."""
+        """The failure of the save, or None. Waits for the end of the save, so that all ranks get the same answer."""
         if not isinstance(self.result, AsyncSave):
             return None
         self.result.committed.wait()
@@ -145,14 +145,14 @@ class CheckpointManager(OfThisProcess):
             the newest step of both. See places.md.
         fast_every: `save` also saves multiples of this number of steps, or after each such ``datetime.timedelta``, to
             `fast` alone.
-        fast_keep: Number of newest checkpoints that stay in `fast`. One that `root` does not have yet stays, too.
+        fast_keep: Number of newest checkpoints that stay in `fast`, besides those that `root` does not have yet.
         on_damaged: Policy for a step that `restore` finds damaged. ``"skip"`` skips it with a warning, never overwrites
-            or removes it, and saves its step beside it as ``step-<n>-again-<k>``. ``"replace"`` skips it and overwrites
-            it when its step is saved again. ``"raise"`` raises `CorruptCheckpointError`.
+            or removes it, and saves the same step beside it as ``step-<n>-again-<k>``. ``"replace"`` skips it, and
+            overwrites it when the step is saved again. ``"raise"`` raises `CorruptCheckpointError`.
         on_failure: Policy for a save that fails because of the store. ``"raise"`` raises the error. ``"warn"`` logs a
             warning, on all ranks, and training continues. Both raise every other error: a value that cannot be saved, a
             step that exists, a lost rank.
-        max_failures: Number of failures in a row of which ``"warn"`` raises the last.
+        max_failures: Number of failures in a row after which ``"warn"`` raises the last one.
         async_: Save with `cloudckpt.async_save` instead of `cloudckpt.save`.
         verify_first: See `cloudckpt.load_latest`.
         allow_pickle: See `cloudckpt.load`.
@@ -214,7 +214,7 @@ class CheckpointManager(OfThisProcess):
         require_collectives(use_collectives=use_collectives)
         self._failures = Failures(on_failure, max_failures)
         self._unraised: SaveFailure | None = None
-        """Failure of the last save, until one begins after it, or `close` raises it."""
+        """Failure of the last save, until another save begins or `close` raises the failure."""
         self._options = require_options(options)
         reserved = (*_RESERVED, *([] if fast is None else [FAST_KEY]))
         taken = [name for name in reserved if name in self._options.metadata]
@@ -255,13 +255,13 @@ class CheckpointManager(OfThisProcess):
         self._last_committed: tuple[int, str] | None = None
         """Number and URI of the step that this manager committed last."""
         self._base: str | None = None
-        """URI of the step that the next save may refer to: the last that was committed or restored. Empty after damage
-        was found, since others may share the damaged data. None before all that."""
+        """URI of the step to which the next save may refer: the last one that was committed or restored. Empty after
+        damage was found, since other steps may share the damaged data. None before the first save or restore."""
         self._restored: Restored | None = None
         self._unknown_metrics: set[str] = set()
-        """Metrics for which a warning has said that no step has them."""
+        """Metrics that no step has, and for which a warning has said so."""
         self._dropped: dict[str, int] = {}
-        """Metrics that were passed for steps that were not due since the last save, each with its last step."""
+        """Metrics that were passed since the last save for steps that were not due, each with its last step."""
         self._has_warned_of_dropped = self._has_warned_of_higher = False
         self._resume_hint = weakref.WeakMethod(self._print_resume_hint, _resume_hints.discard)
 
@@ -270,7 +270,7 @@ class CheckpointManager(OfThisProcess):
         return f"<CheckpointManager of {self.root}: {last}>"
 
     def _repr_html_(self) -> str:
-        """Show what is known without a request to the store."""
+        """Show the state that is known without a request to the store."""
         last = self._last
         handle = last.result if last is not None and isinstance(last.result, AsyncSave) else None
         values = {
@@ -304,7 +304,7 @@ class CheckpointManager(OfThisProcess):
     def drains(self) -> DrainReport | None:
         """Report of the last look for steps that `root` is owed. None without `fast`, and on ranks other than 0.
 
-        ``drained`` has the copies of that look alone, and ``failed`` all that `root` is still owed after it.
+        ``drained`` has the copies of that look alone, and ``failed`` all steps that `root` is still owed.
         """
         return None if self._fast is None else self._fast.debts.report
 
@@ -326,7 +326,7 @@ class CheckpointManager(OfThisProcess):
         return self._steps.location.child(self._choose_folder(_check_step(step))).uri
 
     def _choose_folder(self, step: int) -> str:
-        """Return the name of the folder for a step: one that is damaged in no place, unless that is to be replaced."""
+        """Return the name of the folder for a step: without damage in any place, unless damage is to be replaced."""
         again = 0
         while self._on_damaged == "skip" and not self._damaged.isdisjoint(self._uris_of(format_folder(step, again))):
             again += 1
@@ -359,8 +359,8 @@ class CheckpointManager(OfThisProcess):
             step: Number of the step.
 
         Returns:
-            True for multiples of ``save_every`` or ``fast_every``, and if ``save_every`` is None. For a time, the same
-            for one step until `save` or `is_due` is called with another.
+            True for multiples of ``save_every`` or ``fast_every``, and if ``save_every`` is None. For a time, the
+            answer for a step stays the same until `save` or `is_due` is called with another step.
 
         """
         step = _check_step(step)
@@ -387,11 +387,11 @@ class CheckpointManager(OfThisProcess):
         extra: dict[str, Any] | None = None,
         random_state: bool = True,
     ) -> None:
-        """Prepare the first background save, so that it blocks training no longer than the next ones.
+        """Prepare the first background save, so that it blocks training no longer than later ones.
 
-        It allocates the memory of the snapshot, plans the copies, connects the ranks and looks at the steps under the
-        root. All ranks call it, after `restore` or after the optimizer's first step: a fresh optimizer has no state.
-        A manager with ``async_=False`` needs no memory.
+        Allocates the memory of the snapshot, plans the copies, connects the ranks and looks at the steps under the
+        root. All ranks call this method, after `restore` or after the optimizer's first step: a fresh optimizer has no
+        state. A manager with ``async_=False`` needs no memory.
 
         Args:
             state_dict: See `save`, also for all other arguments.
@@ -438,8 +438,8 @@ class CheckpointManager(OfThisProcess):
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save a step from all ranks with `cloudckpt.async_save` or `cloudckpt.save`.
 
-        The next save or `close` raises the failure of a background save. With ``on_failure="warn"``, only `close` does,
-        if no save came after it, and the next save after `max_failures` in a row.
+        The next save or `close` raises the failure of a background save. With ``on_failure="warn"``, `close` raises the
+        failure of the last save, and a save raises a failure only after `max_failures` in a row.
 
         Args:
             step: Number of the step.
@@ -459,9 +459,9 @@ class CheckpointManager(OfThisProcess):
             planner: See `cloudckpt.save`.
 
         Returns:
-            The result of `async_save` or `save`. None, without any I/O, if the step is not due: nothing keeps its
-            `metrics`, and the next save without them warns, once. The failure, if it has
-            failed already and ``on_failure="warn"`` lets training go on.
+            The result of `async_save` or `save`. None, without any I/O, if the step is not due: its `metrics` are not
+            kept, and the next save without metrics warns, once. The failure, if the save has failed already and
+            ``on_failure="warn"`` lets training go on.
 
         Raises:
             CheckpointExistsError: The step exists and `overwrite` is False.
@@ -541,7 +541,7 @@ class CheckpointManager(OfThisProcess):
             )
 
     def _warn_of_dropped(self, saved: _StepState) -> None:
-        """Warn once if a step is saved without metrics that only steps were given which were not due."""
+        """Warn once if a step is saved without metrics that were passed only for steps that were not due."""
         dropped = [name for name in self._dropped if name not in (saved.numbers or {})]
         if dropped and saved.rank == 0 and not self._has_warned_of_dropped:
             self._has_warned_of_dropped = True
@@ -557,7 +557,7 @@ class CheckpointManager(OfThisProcess):
     def _save_to(
         self, saved: _StepState, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
-        """Save to the place that was chosen, and if the fast one fails at once, to the root."""
+        """Save to the chosen place. If the fast place fails at once, save to the root."""
         self._warn_of_dropped(saved)
         own_uris.update(self._uris_of(folder))
         steps, metadata = self._steps, build_metadata(saved.step, saved.numbers or {})
@@ -607,7 +607,7 @@ class CheckpointManager(OfThisProcess):
         return saved.result
 
     def _find_base(self, uri: str) -> str | None:
-        """Return the newest other step of the root, for `Options.unchanged`. Called on rank 0, once the save begins."""
+        """Return the newest other step of the root, for `Options.unchanged`. Rank 0 calls this when the save begins."""
         if self._base is None:
             latest = self._steps.find_latest()
             self._base = "" if latest is None else latest.uri
@@ -631,11 +631,11 @@ class CheckpointManager(OfThisProcess):
     ) -> Restored | None:
         """Load a step into live objects or into `state_dict`, in place, on all ranks.
 
-        Unless ``strict=False``, live objects must take all that the step holds, so that nothing is lost without a word.
-        A state dict may leave out what it does not name, unless ``strict=True``, but no part of an optimizer's state.
-        Without `step`, the newest whole step is loaded as by `cloudckpt.load_latest`: the one that was committed last.
-        Damaged steps are skipped on all ranks with a warning and listed in the result. A save of this manager that is
-        in flight is waited for; if it fails, an earlier step is loaded.
+        Unless ``strict=False``, live objects must take all entries of the step, so that nothing is lost silently. A
+        state dict may leave out entries, unless ``strict=True``, but no part of an optimizer's state. Without `step`,
+        the whole step that was committed last is loaded, as by `cloudckpt.load_latest`. All ranks skip damaged steps
+        with a warning, and the result lists them. A save of this manager in flight is waited for; if it fails, an
+        earlier step is loaded.
 
         Args:
             state_dict: See `cloudckpt.load`. Pass it, or the live objects that `save` was given.
@@ -647,17 +647,17 @@ class CheckpointManager(OfThisProcess):
             extra: See `cloudckpt.save`.
             random_state: See `cloudckpt.save`.
             strict: See `cloudckpt.load`. For live objects, None is the same as True.
-            rename: See `cloudckpt.load`, as in ``{"optim": "optimizer"}``. A part whose new names the step has, and not
-                its old ones, is not needed: the run has saved the step after it was renamed.
+            rename: See `cloudckpt.load`, as in ``{"optim": "optimizer"}``. A pair is ignored if the step has its new
+                name and not its old one: the run has saved the step after the renaming.
             planner: See `cloudckpt.load`.
 
         Returns:
-            The step that was loaded. None if there is no step at all; nothing is then changed: a fresh start.
+            The step that was loaded. None if there is no step at all: a fresh start, which changes nothing.
 
         Raises:
-            CheckpointNotFoundError: `step` is not committed. The message lists the steps that are.
+            CheckpointNotFoundError: `step` is not committed. The message lists the committed steps.
             CorruptCheckpointError: There are steps, and none of them can be loaded.
-            StateDictMismatchError: The step does not fit what is asked for.
+            StateDictMismatchError: The step does not fit the state dict or the live objects.
 
         """
         objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
@@ -695,9 +695,9 @@ class CheckpointManager(OfThisProcess):
         return restored
 
     def steps(self) -> list[StepInfo]:
-        """Return the committed steps with their metrics, lowest first, without contacting other ranks.
+        """Return the committed steps with their metrics, lowest first. Makes no collective call.
 
-        Each manifest is read once. A damaged manifest gives no metrics.
+        Each manifest is read once. A damaged manifest has no metrics.
 
         Raises:
             StoreError: A request failed.
@@ -709,7 +709,7 @@ class CheckpointManager(OfThisProcess):
     def latest(self) -> StepInfo | None:
         """Return the step that was committed last, or None if there is no step.
 
-        It reads the manifest of this step, and of those in a fast place. A damaged manifest gives no metrics.
+        Reads the manifest of this step, and the manifests in a fast place. A damaged manifest has no metrics.
 
         Raises:
             StoreError: A request failed.
@@ -724,16 +724,15 @@ class CheckpointManager(OfThisProcess):
 
         Args:
             metric: Name of the metric.
-            mode: ``"min"`` if low values are good, ``"max"`` if high ones are. None: as a word of the name tells, such
+            mode: ``"min"`` if low values are good, ``"max"`` if high values are. None: a word of the name decides, such
                 as ``loss`` or ``acc``; the same words as for ``cloudckpt ls --metrics``.
 
         Returns:
-            The step. None if its value is finite in no step. If the steps have metrics, and none has this one, a
+            The step. None if no step has a finite value. If the steps have other metrics, and none has this one, a
             warning names them, once for each metric.
 
         Raises:
-            InvalidOptionError: `mode` is another word; or it is None, and the name of a metric that steps have does not
-                tell it.
+            InvalidOptionError: `mode` is another word; or it is None, and no word of the metric's name decides.
             StoreError: A request failed.
 
         """
@@ -749,7 +748,7 @@ class CheckpointManager(OfThisProcess):
         return next(iter(sort_best_first(committed, metric, choose_mode(metric, mode))), None)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the save in flight is committed and copied to the root, and what it supersedes is removed.
+        """Wait until the save in flight is committed and copied to the root, and superseded steps are removed.
 
         A checkpoint that could not be copied or removed is no error: see `drains` and `retention`.
 
@@ -757,9 +756,9 @@ class CheckpointManager(OfThisProcess):
             timeout: Seconds to wait. None waits for ever.
 
         Raises:
-            CheckpointException: The save failed, and neither its handle nor the next save has raised that, nor does
-                ``on_failure="warn"`` let training go on.
-            TimeoutError: They have not ended within `timeout`, and go on.
+            CheckpointException: The save failed, and neither its handle nor a later save has raised the failure, nor
+                does ``on_failure="warn"`` let training go on.
+            TimeoutError: Save, copies or removals have not ended within `timeout`, and go on.
 
         """
         refuse_in_fork()
@@ -785,16 +784,16 @@ class CheckpointManager(OfThisProcess):
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait as `wait` does, and for copies and removals also if the save failed. The manager stays usable.
+        """Wait as `wait`, and for copies and removals also if the save failed. The manager stays usable.
 
-        It raises the failure of the last save also with ``on_failure="warn"``, since no save comes after it.
+        Raises the failure of the last save also with ``on_failure="warn"``, since no later save can.
         `cloudckpt.close` frees the memory that background saves keep for the process.
 
         Args:
             timeout: See `wait`, also for the errors.
 
         Raises:
-            CheckpointError: The root does not have all steps that it is owed from the fast place. On rank 0.
+            CheckpointError: On rank 0, the root does not have all steps that it is owed from the fast place.
 
         """
         ends_at_s = None if timeout is None else time.monotonic() + timeout
@@ -837,7 +836,7 @@ class CheckpointManager(OfThisProcess):
                 add_note(error, self._describe_last_step())
 
     def _describe_last_step(self) -> str:
-        """Say where the run can resume, for the last line of a traceback. Makes no request: the store may hang."""
+        """Return where the run can resume, for the last line of a traceback. Makes no request: the store may hang."""
         words = f"no step was committed under {self.root} in this run"
         if self._last_committed is not None:
             step, uri = self._last_committed
@@ -856,10 +855,9 @@ class CheckpointManager(OfThisProcess):
         sys.stderr.write(f"cloudckpt: {self._describe_last_step()}\n")
 
     def _note_end(self, saved: _StepState) -> None:
-        """Record a save's outcome, once. Each waiter calls this first, because the callback may run later than a
-        waiter.
+        """Record a save's outcome, once. Each waiter calls this first, because the callback may run after the waiter.
 
-        After a commit, the damage that it replaced is forgotten, and retention starts on the coordinator.
+        After a commit, forget the damage that it replaced, and start retention on the coordinator.
         """
         error, failure = saved.failure, None
         with self._note_lock:

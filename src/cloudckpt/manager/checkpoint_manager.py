@@ -513,7 +513,7 @@ class CheckpointManager(OfThisProcess):
         )
         if fast is not None:
             ranks = self._make_rank_calls("choosing the place of a step under")
-            saved.is_fast, saved.is_owed = fast.choose(ranks, folder, is_owed=is_owed, may_overwrite=overwrite)
+            saved.is_fast, saved.is_owed = fast.choose_place(ranks, folder, is_owed=is_owed, may_overwrite=overwrite)
         return self._save_to(saved, folder, state_dict, settings)
 
     def _look_before_save(self, step: int, *, overwrite: bool) -> None:
@@ -778,7 +778,7 @@ class CheckpointManager(OfThisProcess):
                 f"steps were not copied from {self._fast.uri} to {self.root} within {timeout} s; the copy continues"
             )
         retentions = [self._retention] if self._fast is None else [self._fast.retention, self._retention]
-        if not all(one.wait(_remaining_s(ends_at_s)) for one in retentions):
+        if not all(retention.wait(_remaining_s(ends_at_s)) for retention in retentions):
             raise TimeoutError(
                 f"superseded checkpoints under {self.root} were not removed within {timeout} s; the removal continues"
             )
@@ -913,8 +913,8 @@ class CheckpointManager(OfThisProcess):
         last = self._last
         if last is not None and last.step == step:
             self._note_end(last)
-        last_tries = itertools.takewhile(lambda one: one.step == step, reversed(self._failures.all))
-        if self._unraised is not None and any(isinstance(one.error, CommitUnknownError) for one in last_tries):
+        last_tries = itertools.takewhile(lambda failure: failure.step == step, reversed(self._failures.all))
+        if self._unraised is not None and any(isinstance(failure.error, CommitUnknownError) for failure in last_tries):
             return True
         return self._on_damaged == "replace" and not self._damaged.isdisjoint(self._uris_of(format_folder(step)))
 
@@ -936,8 +936,8 @@ class CheckpointManager(OfThisProcess):
         gathered = None if fast is None else fast.gather(ranks)
 
         def find() -> list[Candidate]:
-            found = self._find_placed(step, with_metadata=False, gathered=gathered)
-            if not found and step is None:
+            placed = self._find_placed(step, with_metadata=False, gathered=gathered)
+            if not placed and step is None:
                 check_fresh_start(self._steps, self._options)
             return [
                 Candidate(
@@ -946,7 +946,7 @@ class CheckpointManager(OfThisProcess):
                     reaches_root=reaches_root,
                     holder=None if fast is None or not fast.has(info.uri) else fast.holder_of(info.uri),
                 )
-                for info, reaches_root in found
+                for info, reaches_root in placed
             ]
 
         candidates = ranks.broadcast("find", find)
@@ -954,8 +954,10 @@ class CheckpointManager(OfThisProcess):
             return candidates
         here = fast.steps.location  # hosts may have their directories under different paths
         return [
-            one if one.holder is None else dataclasses.replace(one, uri=here.child(one.uri.rpartition("/")[2]).uri)
-            for one in candidates
+            candidate
+            if candidate.holder is None
+            else dataclasses.replace(candidate, uri=here.child(candidate.uri.rpartition("/")[2]).uri)
+            for candidate in candidates
         ]
 
     def _open_reader(self, candidate: Candidate, *, strict: bool | None, rename: Rename | None) -> ObjectStoreReader:
@@ -980,7 +982,7 @@ class CheckpointManager(OfThisProcess):
         planner: LoadPlanner | None,
         reader_of: Callable[[Candidate], ObjectStoreReader],
     ) -> Restored | None:
-        found = load_newest(
+        loaded = load_newest(
             state_dict,
             self.root,
             self._where,
@@ -993,10 +995,10 @@ class CheckpointManager(OfThisProcess):
             options=self._options,
             on_skip=self._handle_skipped,
         )
-        if found is None:
+        if loaded is None:
             _log.info("no step is committed under %s: fresh start", self._where)
             return None
-        return self._take_restored(*found)
+        return self._take_restored(*loaded)
 
     def _restore_step(
         self,
@@ -1006,8 +1008,8 @@ class CheckpointManager(OfThisProcess):
         reader_of: Callable[[Candidate], ObjectStoreReader],
     ) -> Restored:
         ranks = self._make_rank_calls()
-        found = self._find_candidates(ranks, step)[:1]
-        candidate = found[0] if found else Candidate(uri=self._steps.uri_of(step))
+        loaded = self._find_candidates(ranks, step)[:1]
+        candidate = loaded[0] if loaded else Candidate(uri=self._steps.uri_of(step))
         try:
             report = load(
                 state_dict,
@@ -1040,17 +1042,17 @@ class CheckpointManager(OfThisProcess):
         self._current = _StepState(step=step, is_fast=not candidate.reaches_root)
         return Restored(step=step, uri=candidate.uri, report=report)
 
-    def _handle_skipped(self, one: SkippedCheckpoint) -> None:
-        if one.is_gone:
+    def _handle_skipped(self, skipped: SkippedCheckpoint) -> None:
+        if skipped.is_gone:
             return
-        self._note_damage(one.uri)
+        self._note_damage(skipped.uri)
         if self._on_damaged == "raise":
             raise self._make_rank_calls().make_failure(
                 CorruptCheckpointError(
-                    f"the newest step, {one.uri}, is damaged, and on_damaged='raise' does not skip it: {one.why}. "
-                    "Restore an older step with restore(state_dict, step=…), or skip damaged steps with "
-                    "on_damaged='skip'",
-                    uri=one.uri,
+                    f"the newest step, {skipped.uri}, is damaged, and on_damaged='raise' does not skip it: "
+                    f"{skipped.why}. Restore an older step with restore(state_dict, step=…), or skip damaged steps "
+                    "with on_damaged='skip'",
+                    uri=skipped.uri,
                 )
             )
 

@@ -36,12 +36,12 @@ Found: TypeAlias = tuple[list[StepFolder], CloudckptError | None]
 class FastPlace:
     """The steps of a manager in a fast place, such as a local NVMe drive, in front of its root.
 
-    A save is committed here, and training continues. A thread of the coordinator then copies to the root what that is
-    owed.
+    A save is committed here, and training continues. A thread of the coordinator then copies to the root the steps that
+    it is owed.
 
     Args:
         debts: The steps of the place that the root is owed.
-        every: Steps that are saved here, besides those that are due at the root. None: no others.
+        every: Schedule of the steps that are saved here, besides the steps that are due at the root. None: no others.
         keep: Number of newest steps that stay here.
 
     """
@@ -67,18 +67,18 @@ class FastPlace:
         self._holders: dict[str, int] = {}
         """The rank whose directory has the manifest of a step, by URI, on the coordinator."""
         self.has_failed = False
-        """The last save here failed because of the place, and none was made at the root since: the next one is."""
+        """True if the last save here failed because of the place: the next save is made at the root."""
         self._has_looked = False
         """True once all steps here were looked at."""
         self._problem = ""
-        """Why the last save was not made here."""
+        """The reason why the last save was not made here; empty if it was."""
 
     def open(self, ranks: RankCalls) -> bool:
         """Find out which ranks see the same directory. Returns False if the place is not used. All ranks call it.
 
         All ranks look for an object that the coordinator puts. If some do not see it, each rank puts one, and looks
         for all. The result is kept. If a rank can put nothing, this returns True, and the next call looks again: the
-        steps there may still be readable, and `choose` refuses all saves.
+        steps there may still be readable, and `choose_place` refuses all saves.
         """
         if self._blind_ranks is None:
             scratch = Scratch(open_store(self.steps.location, self.steps.options))
@@ -107,8 +107,8 @@ class FastPlace:
                 )
         return not self._blind_ranks
 
-    def choose(self, ranks: RankCalls, name: str, *, is_owed: bool, may_overwrite: bool) -> tuple[bool, bool]:
-        """Decide as `takes` does. All ranks call it together.
+    def choose_place(self, ranks: RankCalls, name: str, *, is_owed: bool, may_overwrite: bool) -> tuple[bool, bool]:
+        """Decide as `_decide`, on all ranks together.
 
         A directory of each host takes no step that the root is owed, since no host has all of it to copy.
         """
@@ -117,24 +117,24 @@ class FastPlace:
         if hosts is not None:
             if is_owed:
                 return False, True
-            found = ranks.all_gather(
+            answers = ranks.all_gather(
                 "find", lambda: (self._find_problem(name) if hosts.leads else "", newest_commit_time_ns())
             )
-            for _, newest_ns in found:
+            for _, newest_ns in answers:
                 note_commit_time_ns(newest_ns)
-            problem = next((f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem), "")
+            problem = next((f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem), "")
             find_problem = lambda _name: problem  # noqa: E731
         decide = functools.partial(
-            self.takes, name, is_owed=is_owed, may_overwrite=may_overwrite, find_problem=find_problem
+            self._decide, name, is_owed=is_owed, may_overwrite=may_overwrite, find_problem=find_problem
         )
         return ranks.broadcast("find", decide)
 
-    def takes(
+    def _decide(
         self, name: str, *, is_owed: bool, may_overwrite: bool, find_problem: Callable[[str], str]
     ) -> tuple[bool, bool]:
-        """Decide, on the coordinator, if the step `name` is saved here, not at the root; and if the root is owed it.
+        """Return, on the coordinator, if the step `name` is saved here, not at the root; and if the root is owed it.
 
-        A save that replaces a step of the root, or one that the root is owed, is owed, too.
+        The root is also owed a step that replaces a step of the root, or an owed one.
         """
         try:
             exists = (is_owed or may_overwrite) and self._root_steps.may_have(name)
@@ -165,7 +165,7 @@ class FastPlace:
         self.start()
 
     def has(self, uri: str) -> bool:
-        """Return True if `uri` is that of a step here, committed or not."""
+        """Return True if `uri` belongs to a step here, committed or not."""
         return uri.rpartition("/")[0] == self.uri
 
     def gather(self, ranks: RankCalls) -> list[Found] | None:
@@ -206,10 +206,10 @@ class FastPlace:
                 f"is there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
                 uri=self._root.uri,
             )
-        return [found for found in _merge(near, far, self.debts.is_open) if step in (None, found[0].step)]
+        return [pair for pair in _merge(near, far, self.debts.is_open) if step in (None, pair[0].step)]
 
     def start(self) -> None:
-        """Start to copy what the root is owed. Does not wait and never raises.
+        """Start to copy the steps that the root is owed. Does not wait and never raises.
 
         Does nothing if not all ranks see the place: its steps were not restored, so they must not replace those of this
         run.
@@ -233,7 +233,7 @@ class FastPlace:
 
     def _merge_hosts(self, gathered: Sequence[Found]) -> Found:
         """Merge the steps of all hosts as if all were in the directory of this one, of one name the newest save."""
-        found: dict[str, tuple[StepFolder, int]] = {}
+        newest: dict[str, tuple[StepFolder, int]] = {}
         for rank, (folders, _) in enumerate(gathered):
             for folder in folders:
                 info = folder.info
@@ -246,14 +246,14 @@ class FastPlace:
                         "%s is owed %s, which the host of rank %d has. Run 'cloudckpt drain' there",
                         self._root.uri, folder.uri, rank,
                     )  # fmt: skip
-                known = found.get(uri)
+                known = newest.get(uri)
                 if known is None or _age_of(known[0]) < _age_of(folder):
-                    found[uri] = dataclasses.replace(folder, uri=uri, info=dataclasses.replace(info, uri=uri)), rank
-        self._holders = {uri: rank for uri, (_, rank) in found.items()}
+                    newest[uri] = dataclasses.replace(folder, uri=uri, info=dataclasses.replace(info, uri=uri)), rank
+        self._holders = {uri: rank for uri, (_, rank) in newest.items()}
         failures = [failure for _, failure in gathered if failure is not None]
         if failures:  # the steps need the objects of all hosts
             return [], failures[0]
-        return [folder for folder, _ in found.values()], None
+        return [folder for folder, _ in newest.values()], None
 
     def _find_visible(self, keys: Sequence[str | None], rank: int) -> frozenset[int]:
         """Return the ranks whose objects this one sees. If a rank could put none, each one counts as a host alone."""
@@ -261,8 +261,8 @@ class FastPlace:
             listed = {info.key for info in open_client(self.steps.location, self.steps.options).list(KEY_PREFIX)}
         except StoreError:
             listed = set()
-        seen = {other for other, key in enumerate(keys) if key in listed and None not in keys}
-        return frozenset({rank, *seen})
+        visible = {other for other, key in enumerate(keys) if key in listed and None not in keys}
+        return frozenset({rank, *visible})
 
     def _sees(self, key: str) -> bool:
         try:
@@ -278,7 +278,9 @@ class FastPlace:
             scratch.put(scratch.key, _TOKEN)
             # All steps once, and then that of the name alone: training waits, and each removed step leaves a folder.
             step = parse_folder(name) if self._has_looked else None
-            committed = [one for one in self.steps.list_folders(step=step, with_metadata=True) if one.info is not None]
+            committed = [
+                folder for folder in self.steps.list_folders(step=step, with_metadata=True) if folder.info is not None
+            ]
             self._has_looked = True
             self.debts.note(committed)
             free_bytes = store.free_bytes()
@@ -288,8 +290,8 @@ class FastPlace:
             scratch.clean_up()
         if self._blind_ranks is None:  # it could not be written when `open` looked
             return "it is not known if all ranks see it"
-        mine = self.steps.location.child(name).uri
-        if any(one.uri == mine and not one.problem and not self.debts.is_own(one) for one in committed):
+        own_uri = self.steps.location.child(name).uri
+        if any(folder.uri == own_uri and not folder.problem and not self.debts.is_own(folder) for folder in committed):
             return "another run has saved its step of this name there"
         needed_bytes = _FREE * self.steps.most_bytes
         if free_bytes is not None and free_bytes < needed_bytes:
@@ -301,7 +303,7 @@ class FastPlace:
         self.retention.start_again()
 
     def _choose_connections(self, most: int) -> int:
-        """Return how many requests of a copy may be in flight now: few while training goes on, and nothing waits."""
+        """Return how many requests of a copy may be in flight now: few, unless a call waits or debts pile up."""
         return most if self._task.is_awaited or self.debts.is_behind else min(most, CONNECTIONS_BESIDE_TRAINING)
 
 
@@ -310,13 +312,13 @@ def _merge(
 ) -> list[tuple[StepInfo, bool]]:
     """Merge the committed steps of a fast place and those of its root, as `FastPlace.find_committed`.
 
-    A save that both have is one step, that of the fast place: its copy has the same name and commit time. Steps that
-    have one name and are of two saves stay two.
+    If both places have a save, the result has the step in the fast place: the copy has the same name and commit time.
+    Two saves with one name stay two steps.
     """
     copies = {(name_of(info), info.committed_at): info for info in far}
     names = {name_of(info) for info in far}
     merged: list[StepInfo] = []
-    unowed: set[str] = set()
+    without_debt: set[str] = set()
     for folder in near:
         info = folder.info
         # A manifest here that cannot be read has no commit time by which to find its copy.
@@ -328,8 +330,8 @@ def _merge(
         else:
             merged.append(dataclasses.replace(info, place="owed" if is_open(folder) else "fast"))
         if not folder.problem and not is_recorded_debt(folder):
-            unowed.add(info.uri)
-    return [(info, info.uri not in unowed) for info in sort_newest_first([*merged, *copies.values()])]
+            without_debt.add(info.uri)
+    return [(info, info.uri not in without_debt) for info in sort_newest_first([*merged, *copies.values()])]
 
 
 def _age_of(folder: StepFolder) -> tuple[bool, datetime]:

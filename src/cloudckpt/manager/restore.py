@@ -43,7 +43,7 @@ from cloudckpt.uri import parse_location, redact
 
 _log = logging.getLogger("cloudckpt")
 
-_SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
+_DAMAGED_OR_GONE = (CorruptCheckpointError, CheckpointNotFoundError)
 _MAX_SHOWN_NAMES = 20
 
 
@@ -124,7 +124,7 @@ def load_latest(
     else:
         reader = check_reader(storage_reader, allow_pickle=allow_pickle, strict=strict, rename=rename)
     options = options or reader.options
-    found = load_newest(
+    loaded = load_newest(
         state_dict,
         root,
         redact(root),
@@ -136,9 +136,9 @@ def load_latest(
         verify_first=verify_first,
         options=options,
     )
-    if found is None:
+    if loaded is None:
         raise RuntimeError("_find_candidates returned no candidate; it raises instead")
-    return found[1]
+    return loaded[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +187,10 @@ def load_newest(
     while waiting:
         candidate, *waiting = waiting
         uri, reader = candidate.uri, reader_of(candidate)
-        found = None
+        skip = None
         if verify_first or is_partial or (has_live and not reader.is_strict):
-            found = _verify_first(ranks, candidate, reader, copy_options=options)
-        if found is None:
+            skip = _verify_first(ranks, candidate, reader, copy_options=options)
+        if skip is None:
             try:
                 report = load(
                     state_dict,
@@ -203,27 +203,27 @@ def load_newest(
             except SaveOrLoadError as error:
                 # All ranks get the same failures, so all of them skip, or none.
                 causes = list(causes_of(error))
-                if not causes or not all(isinstance(cause, _SKIPPED) for cause in causes):
+                if not causes or not all(isinstance(cause, _DAMAGED_OR_GONE) for cause in causes):
                     raise
-                found = _make_skipped(uri, causes)
+                skip = _make_skipped(uri, causes)
             else:
                 report = reader.report = dataclasses.replace(report, skipped=tuple(skipped))
                 return candidate, report
-        if found.is_gone and num_looks < MAX_LOOKS:
+        if skip.is_gone and num_looks < MAX_LOOKS:
             num_looks += 1
-            tried = {one.uri for one in skipped}
+            tried = {earlier.uri for earlier in skipped}
             waiting = [other for other in find(ranks) if other.uri not in tried]
             if any(other.uri == uri for other in waiting):  # another save has overwritten it, so it is not gone
                 continue
-        skipped.append(found)
-        on_skip(found)
-        kind = CheckpointNotFoundError if found.is_gone else CorruptCheckpointError
+        skipped.append(skip)
+        on_skip(skip)
+        kind = CheckpointNotFoundError if skip.is_gone else CorruptCheckpointError
         log_and_deliver(
-            Event(name="load.skipped", uri=uri, rank=ranks.rank, error=kind.__name__, message=found.why),
+            Event(name="load.skipped", uri=uri, rank=ranks.rank, error=kind.__name__, message=skip.why),
             options,
-            words=f"skipped {uri} and tries the next checkpoint: {found.why}",
+            words=f"skipped {uri} and tries the next checkpoint: {skip.why}",
         )
-    problems = [f"{one.uri}: {one.why}" for one in skipped]
+    problems = [f"{earlier.uri}: {earlier.why}" for earlier in skipped]
     raise ranks.make_failure(
         CorruptCheckpointError(
             f"no checkpoint under {where} can be loaded. {'; '.join(problems)}",
@@ -235,8 +235,8 @@ def load_newest(
 
 def _find_candidates(root: str | os.PathLike[str], options: Options) -> list[Candidate]:
     """Return the checkpoints under `root`, newest first."""
-    found = [Candidate(uri=info.uri) for info in reversed(list_checkpoints(root, options=options))]
-    if not found:
+    candidates = [Candidate(uri=info.uri) for info in reversed(list_checkpoints(root, options=options))]
+    if not candidates:
         deeper = describe_deeper(root, options)
         hint = f": {deeper}" if deeper else ""
         if is_checkpoint(root, options):
@@ -246,7 +246,7 @@ def _find_candidates(root: str | os.PathLike[str], options: Options) -> list[Can
             "to load: check that with cloudckpt.latest(root) is None",
             uri=redact(root),
         )
-    return found
+    return candidates
 
 
 def is_checkpoint(root: str | os.PathLike[str], options: Options) -> bool:
@@ -267,7 +267,7 @@ def _find_damage(candidate: Candidate, options: Options, copy_options: Options) 
     """Return what is wrong with a candidate, unless its copy is whole."""
     try:
         verify(candidate.uri, options=options)
-    except _SKIPPED as error:
+    except _DAMAGED_OR_GONE as error:
         if candidate.copy_uri is None:
             return _make_skipped(candidate.uri, [error])
         return _find_damage(Candidate(uri=candidate.copy_uri), copy_options, copy_options)
@@ -287,7 +287,7 @@ def _find_damage_on_hosts(
         context = Context(parse_location(candidate.uri), reader.options, rank=ranks.rank)
         try:
             manifest = resolve(context.client).manifest if hosts.leads else None
-        except _SKIPPED:
+        except _DAMAGED_OR_GONE:
             return None
         if manifest is None:
             return None
@@ -303,7 +303,7 @@ def _find_damage_on_hosts(
     if wanted is None:
         return _make_skipped(candidate.uri, [CheckpointNotFoundError(f"{candidate.uri} is gone", uri=candidate.uri)])
     attempt, _, missing = wanted
-    held = [one[1] for one in answers if one is not None and one[0] == attempt]
+    held = [answer[1] for answer in answers if answer is not None and answer[0] == attempt]
     texts = [text for of_host in held for problems in of_host.values() for text in problems]
     texts += [text for key in missing if not any(key in of_host for of_host in held) for text in missing[key]]
     if not texts:
@@ -393,12 +393,12 @@ def _find_other_names(root: str, options: Options) -> list[str]:
         return []
 
 
-def raise_missing(uri: str, step: int, found: Sequence[StepInfo], *, where: str) -> NoReturn:
-    """Raise `CheckpointNotFoundError`, which lists the committed steps, `found` in the places `where`.
+def raise_missing(uri: str, step: int, infos: Sequence[StepInfo], *, where: str) -> NoReturn:
+    """Raise `CheckpointNotFoundError`, which lists the committed steps, `infos` in the places `where`.
 
     `uri` is where the step would be.
     """
-    committed = sorted({info.step for info in found})
+    committed = sorted({info.step for info in infos})
     there = f"committed there: {_name_steps(committed)}" if committed else "no step is committed"
     raise CheckpointNotFoundError(
         f"step {step} is not committed under {where}: {there}. Pass one that is, or no step for the newest",

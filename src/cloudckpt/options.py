@@ -141,8 +141,8 @@ class Options:
     connections: int | None = None
     """Maximum number of requests of one rank in flight. None stands for 16. If a host has more than eight
     ranks (``LOCAL_WORLD_SIZE``), they share 128. For a path, None stands for the cores of the rank, from 2 to 8. The
-    number is halved when the store asks to slow down or requests time out, and grows again after that. Raise it if the
-    network has room and the CPU is idle. Lower it if a background save slows training down."""
+    number is halved when the store asks to slow down, or requests time out or cannot be sent, and grows again after
+    that. Raise it if the network has room and the CPU is idle. Lower it if a background save slows training down."""
     staging_bytes: int = 512 * MIB
     """Maximum memory that a save uses to copy tensors that cannot be sent in place (GPU, strided tensors). Lower it if
     memory is short. Raise it to 1 GiB for larger parts of GPU tensors."""

@@ -49,8 +49,7 @@ def _hide_secrets(storage_options: Mapping[str, Any]) -> dict[str, Any]:
 
 def naming_keywords(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """Let the error for an unknown keyword suggest a known one, as Python does since 3.13."""
-    known = [*inspect.signature(call).parameters]
-
+    known = inspect.signature(call).parameters
     callee = call.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(call)
@@ -58,7 +57,7 @@ def naming_keywords(call: Callable[_P, _T]) -> Callable[_P, _T]:
         if unknown := [name for name in keywords if name not in known]:
             classes = (Options, AdvancedOptions)
             of_options = {name: f"{cls.__name__}.{name}" for cls in classes for name in cls.__slots__}
-            near = [of_options.get(name) or find_near(name, known) for name in unknown]
+            near = [of_options.get(name) or find_near(name, [*known]) for name in unknown]
             raise TypeError(f"{callee} has no {', '.join(unknown)}{did_you_mean(*near)}")
         return call(*args, **keywords)
 

@@ -44,6 +44,16 @@ Source = Annotated[str, typer.Argument(metavar="SRC", help="The source.")]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The target.")]
 
 
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Take only entries with such names ('model.*'); may be given several times.",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions(PairOptions):
     """The options of ``cp``, ``export`` and ``import``."""
@@ -55,14 +65,7 @@ class CopyOptions(PairOptions):
 class ConversionOptions(CopyOptions):
     """The options of ``export`` and ``import``."""
 
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Take only entries with such names ('model.*'); may be given several times.",
-            show_default=False,
-        ),
-    ] = None
+    include: Include = None
     unsafe_pickle: Annotated[
         bool,
         typer.Option("--unsafe-pickle", help="Read pickles, which can run any code: only if you trust who wrote them."),
@@ -343,14 +346,7 @@ def merge(
             show_default=False,
         ),
     ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Take only entries with such names ('model.*'); may be given several times.",
-            show_default=False,
-        ),
-    ] = None,
+    include: Include = None,
     from_first: Annotated[
         list[str] | None,
         typer.Option(

@@ -6,19 +6,21 @@ import bisect
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
-from cloudckpt.convert.conversion import BodyIn
-from cloudckpt.format.model import ITEMSIZE_BYTES
+from cloudckpt.convert.conversion import BodyIn, Conversion, choose_buffered_part_bytes
+from cloudckpt.format.model import ITEMSIZE_BYTES, ObjectRef
 from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out
 from cloudckpt.io.download import download_range
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.draft import Draft, require_no_resume
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.wants import TensorBytes
 from cloudckpt.stores.base import ObjectInfo
@@ -119,6 +121,44 @@ def plan_files(
         members = sorted((entries[i] for i in group), key=lambda entry: -entry.itemsize_bytes)
         files.append(TensorFile(entries=members, layout=lay_out(members, metadata=metadata)))
     return files
+
+
+def write_files(
+    conversion: Conversion,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    reader: TensorReader,
+    names: Mapping[str, str],
+    *,
+    budget_bytes: int,
+    stop_reading: Callable[[], None],
+    check_unchanged: Callable[[], None],
+) -> tuple[Draft, list[TensorFile], list[ObjectRef]]:
+    """Write the objects of a checkpoint of whole tensors, given by dtype and shape, at the target of a conversion.
+
+    `names` maps each name to the reader's name. Buffers take at most `budget_bytes`. `check_unchanged` raises if a
+    source was replaced. After a failure, no object exists.
+
+    Returns:
+        The draft to commit, the planned files, and the receipt of each file.
+
+    """
+    target, progress, advanced = conversion.target, conversion.progress, conversion.target.options.advanced
+    files = plan_files(tensors, file_bytes=advanced.object_bytes)
+    require_no_resume(target.options)
+    draft = Draft(target, save_id=str(uuid.uuid4()))
+    draft.begin(overwrite=conversion.overwrite)
+    progress.expect(sum(file.layout.size_bytes for file in files))
+    target.on_sent = progress.add
+    part_bytes = choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)
+    try:
+        with contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena:
+            bodies = ((file.body_in(reader, names)(arena), part_bytes) for file in files)
+            receipts = draft.write(bodies, on_failure=stop_reading)
+        check_unchanged()
+    except BaseException:
+        draft.remove(draft.key(number) for number in range(len(files)))
+        raise
+    return draft, files, receipts
 
 
 class _TensorsBody:

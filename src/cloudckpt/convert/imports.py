@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import tempfile
-import uuid
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +19,13 @@ import torch
 from cloudckpt._display import transferred
 from cloudckpt.api import save
 from cloudckpt.commit.log import TORCH_METADATA_KEY, has_torch_checkpoint
-from cloudckpt.convert.bodies import plan_files
+from cloudckpt.convert.bodies import write_files
 from cloudckpt.convert.conversion import (
     Conversion,
     ConversionReport,
     Format,
     OnProgress,
     check_unchanged,
-    choose_buffered_part_bytes,
     head_file,
     replaced_error,
 )
@@ -49,11 +47,9 @@ from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.draft import Draft, require_no_resume
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.safetensors_files import list_source
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.values import unsafe_names
 from cloudckpt.uri import folder_and_name
 
@@ -151,7 +147,6 @@ def import_checkpoint(
 
 
 def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> ConversionReport:
-    target, progress = conversion.target, conversion.progress
     source = list_source(conversion.source)
     reader, ties = Reader(source.context, source.manifest), {**source.ties, **tie}
     tensors = {name: tensor for name, tensor in reader.manifest.tensors.items() if name not in source.ties}
@@ -174,24 +169,15 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
             "others with include",
             uri=conversion.source.uri,
         )
-    advanced = target.options.advanced
-    shapes = {name: (tensors[fqn].dtype, tensors[fqn].shape) for name, fqn in fqns.items()}
-    files = plan_files(shapes, file_bytes=advanced.object_bytes)
-    require_no_resume(target.options)
-    draft = Draft(target, save_id=str(uuid.uuid4()))
-    draft.begin(overwrite=conversion.overwrite)
-    progress.expect(sum(file.layout.size_bytes for file in files))
-    target.on_sent = progress.add
-    budget_bytes = conversion.source.options.read_bytes
-    part_bytes = choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)
-    try:
-        with contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena:
-            bodies = ((file.body_in(reader, fqns)(arena), part_bytes) for file in files)
-            receipts = draft.write(bodies, on_failure=source.context.stop)
-        reader.check_unchanged()
-    except BaseException:
-        draft.remove(draft.key(number) for number in range(len(files)))
-        raise
+    draft, files, receipts = write_files(
+        conversion,
+        {name: (tensors[fqn].dtype, tensors[fqn].shape) for name, fqn in fqns.items()},
+        reader,
+        fqns,
+        budget_bytes=conversion.source.options.read_bytes,
+        stop_reading=source.context.stop,
+        check_unchanged=reader.check_unchanged,
+    )
     stored: dict[str, StoredTensor] = {}
     for number, file in enumerate(files):
         for entry, begin in zip(file.entries, file.layout.begins, strict=True):

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from cloudckpt._display import transferred
-from cloudckpt.convert.bodies import TensorFile, plan_files
-from cloudckpt.convert.conversion import Conversion, MergeReport, OnProgress, check_apart, choose_buffered_part_bytes
+from cloudckpt.convert.bodies import TensorFile, write_files
+from cloudckpt.convert.conversion import Conversion, MergeReport, OnProgress, check_apart
 from cloudckpt.convert.state_dicts import parse_patterns
+from cloudckpt.dcp.torch_metadata import nesting_of
 from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, quote_names
-from cloudckpt.format.build import Content, build_manifest
+from cloudckpt.format.build import Content
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, StoredValue
+from cloudckpt.format.nesting import Nesting
 from cloudckpt.inspect.comparison import compare_readers, open_reader
 from cloudckpt.inspect.description import matches
 from cloudckpt.options import Options
-from cloudckpt.pipeline.draft import Draft, require_no_resume
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.wants import TensorBytes
-from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
 
 _log = logging.getLogger("cloudckpt")
@@ -244,8 +241,7 @@ class _Mean:
 
 def _save(mean: _Mean, conversion: Conversion, names: Sequence[str]) -> int:
     """Write and commit the merged checkpoint. Returns the size of its objects."""
-    target, first = conversion.target, mean.first
-    advanced = target.options.advanced
+    first = mean.first
     names_of: defaultdict[Any, list[str]] = defaultdict(list)  # tensors that share their bytes in all sources
     for name in names:
         names_of[_bytes_of(mean.readers, name)].append(name)
@@ -255,40 +251,29 @@ def _save(mean: _Mean, conversion: Conversion, names: Sequence[str]) -> int:
         else (first.tensors[tied[0]].dtype, first.tensors[tied[0]].shape)
         for tied in names_of.values()
     }
-    files = plan_files(shapes, file_bytes=advanced.object_bytes)
-    require_no_resume(target.options)
-    draft = Draft(target, save_id=str(uuid.uuid4()))
-    draft.begin(overwrite=conversion.overwrite)
-    conversion.progress.expect(sum(file.layout.size_bytes for file in files))
-    target.on_sent = conversion.progress.add
-    budget_bytes = conversion.source.options.read_bytes // _BUDGET_SHARE
-    part_bytes = choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)
-    keys = [draft.key(number) for number in range(len(files))]
-    try:
-        with contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena:
-            bodies = ((file.body_in(mean, {name: name for name in shapes})(arena), part_bytes) for file in files)
-            receipts = draft.write(bodies, on_failure=mean.stop)
+
+    def check_unchanged() -> None:
         for reader in mean.readers:
             reader.check_unchanged()
-    except BaseException:
-        draft.remove(keys)
-        raise
-    with draft.removing_on_error(keys):
-        tensors, values = _place(mean, files, list(names_of.values()))
-        manifest = build_manifest(
-            Content(
-                objects=[receipts],
-                tensors={name: tensors[name] for name in names if name in tensors},
-                values={name: values[name] for name in names if name in values},
-            ),
-            uri=target.uri,
-            attempt=draft.attempt,
-            save_id=str(uuid.uuid4()),
-            tile_bytes=advanced.tile_bytes,
-            user_metadata=target.options.metadata,
+
+    draft, files, receipts = write_files(
+        conversion,
+        shapes,
+        mean,
+        {name: name for name in shapes},
+        budget_bytes=conversion.source.options.read_bytes // _BUDGET_SHARE,
+        stop_reading=mean.stop,
+        check_unchanged=check_unchanged,
+    )
+    tensors, values = _place(mean, files, list(names_of.values()))
+    draft.commit(
+        Content(
+            objects=[receipts],
+            tensors={name: tensors[name] for name in names if name in tensors},
+            values={name: values[name] for name in names if name in values},
+            nesting=_nesting_of(first, frozenset(names)),
         )
-        manifest = msgspec.structs.replace(manifest, **_nesting_of(first, frozenset(names)))
-    draft.commit_manifest(manifest, keys)
+    )
     return sum(receipt.size_bytes for receipt in receipts)
 
 
@@ -326,23 +311,18 @@ def _place(
     return tensors, values
 
 
-def _nesting_of(first: Manifest, names: frozenset[str]) -> dict[str, Any]:
-    """Return the members of the first source's manifest that hold the nesting, without entries that are left out."""
-    is_whole = names == first.tensors.keys() | first.values.keys()
-    paths: dict[str, list[Any]] = {**(first.nesting or {}), **(first.typed_nesting or {})}
-    kept = [path for name, path in paths.items() if name in names]
-    return {
-        "nesting": _only(first.nesting, names),
-        "typed_nesting": _only(first.typed_nesting, names),
-        "empty_mappings": first.empty_mappings if is_whole else [],
-        "tuples": [one for one in first.tuples if is_whole or any(path[: len(one.path)] == one.path for path in kept)],
-        "wrappers": {
+def _nesting_of(first: Manifest, names: frozenset[str]) -> Nesting | None:
+    """Return the nesting of the first source, without that of entries that are left out."""
+    nesting = nesting_of(first)
+    if nesting is not None and names != first.tensors.keys() | first.values.keys():
+        kept = [nesting.typed.get(name, path) for name, path in nesting.items() if name in names]
+        nesting.empty = []
+        nesting.tuples = {
+            path: kind for path, kind in nesting.tuples.items() if any(one[: len(path)] == path for one in kept)
+        }
+        nesting.wrappers = {
             name: wrapper
-            for name, wrapper in first.wrappers.items()
+            for name, wrapper in nesting.wrappers.items()
             if all(f"{name}.{part}" in names for part in wrapper.tensors)
-        },
-    }
-
-
-def _only(paths: Mapping[str, Any] | None, names: frozenset[str]) -> dict[str, Any] | None:
-    return None if paths is None else {name: path for name, path in paths.items() if name in names}
+        }
+    return nesting

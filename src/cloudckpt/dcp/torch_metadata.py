@@ -178,7 +178,7 @@ def make_metadata(manifest: Manifest, *, checkpoint_id: Any, load_id: str, is_la
     entries: Any = StoredEntries(manifest)
     return Metadata(
         state_dict_metadata=entries if is_lazy else dict(entries),
-        planner_data=None if is_lazy else _nesting_of(manifest),
+        planner_data=None if is_lazy else nesting_of(manifest),
         storage_data=ItemLocations(manifest),
         storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=manifest.save_id, load_id=load_id),
         version=DCP_VERSION,
@@ -197,12 +197,13 @@ def stored_nesting(metadata: Metadata | None) -> Nesting | None:
     """Return the nesting of a checkpoint if there are tuples in it whose entries are stored apart."""
     entries: Any = None if metadata is None else metadata.state_dict_metadata
     if isinstance(entries, StoredEntries):
-        return _nesting_of(entries.manifest) if entries.manifest.tuples else None
+        return nesting_of(entries.manifest) if entries.manifest.tuples else None
     nesting = None if metadata is None else metadata.planner_data
     return nesting if isinstance(nesting, Nesting) and nesting.tuples else None
 
 
-def _nesting_of(manifest: Manifest) -> Nesting | None:
+def nesting_of(manifest: Manifest) -> Nesting | None:
+    """Return the nesting that a manifest has; None if the state dict was not flattened."""
     if manifest.nesting is None and not manifest.wrappers:
         return None
     return Nesting(

@@ -109,6 +109,10 @@ def test_an_outage_costs_its_saves_and_nothing_else(servers: Servers, tmp_path: 
     options = make_options(storage_options=server.storage_options)
     found = cloudckpt.gc(root, older_than=0, options=options, dry_run=False)
     assert any(f"/step-{FIRST_DOWN}/" in key for key in found.keys) or found.num_uploads, found
+    # If rank 0 had sent a whole object before the kill, gc has put a fence before it removed that.
+    fences = cloudckpt.gc(root, older_than=0, options=options, dry_run=False)
+    assert set(fences.keys) <= {f"step-{FIRST_DOWN}/manifest.json"}
+    assert fences.num_uploads == 0
     again = cloudckpt.gc(root, older_than=0, options=options)
     assert (again.keys, again.num_uploads) == ((), 0)
 

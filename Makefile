@@ -52,7 +52,7 @@ faults: $(INSTALLED) ## Run what takes longer: kill ranks, flip bits, interleave
 mutants: $(INSTALLED) ## Apply each deliberate defect of tests/mutants to a copy, and expect the tests to catch it.
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-house: $(INSTALLED) ## Print how large the code base is, beside the bars that it has to keep.
+house: $(INSTALLED) ## Print how large the code base is, beside the bars that it should keep.
 	$(BIN)/python -m tests.house
 
 # A machine with a GPU may have no network, and a torch that fits its driver: what is there is used, and nothing
@@ -89,12 +89,12 @@ exhaustive: export CLOUDCKPT_KILLS := all
 exhaustive: export CLOUDCKPT_SCHEDULES ?= 20000
 exhaustive: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 exhaustive: $(INSTALLED) servers ## Every interleaving, kill and schedule that the other targets sample; takes hours.
-	$(BIN)/python -m pytest tests/commit tests/simulated tests/e2e/test_crash.py --timeout 7200 $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/commit tests/publication tests/simulated tests/e2e/test_crash.py --timeout 7200 $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest -m hypothesis $(PYTEST_ARGS)
 
 $(FRAMEWORKS_INSTALLED): tests/frameworks/requirements.txt tests/frameworks/without_requirements.txt tests/frameworks/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
-	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $< -e '.[s3,gcs,testing]'
+	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $< -e '.[s3,gcs,zstd,testing]'
 	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r tests/frameworks/without_requirements.txt
 	touch $@
 

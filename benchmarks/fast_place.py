@@ -6,7 +6,9 @@ bucket. What is compared takes turns, after one turn that warms up; medians coun
 - how long `CheckpointManager.save` blocks, beside one plain copy of the same bytes into memory that is in use;
 - a foreground save, beside `write` and `fsync` of the same bytes by as many threads;
 - `restore` from the fast place, beside `restore` of the same step from the bucket, each into the same tensors;
-- the pace of a training loop beside a save and its copy to the bucket.
+- the pace of a training loop beside a save and its copy to the bucket;
+- with ``--hosts``, only this: the copy that two ranks make, each from a directory of its own, as two hosts have them,
+  beside the copy that rank 0 makes from one directory; and the pace of rank 0 beside both.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import functools
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -23,18 +26,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import cloudckpt
 from benchmarks import servers
 from benchmarks.figures import Figure, text
 from benchmarks.provenance import provenance
 from benchmarks.sweeps import SLOW_BYTES_PER_S, SLOW_LATENCY_S
-from benchmarks.training import compared
+from benchmarks.training import ALONE_S, compared
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +47,7 @@ _WRITE_BYTES = 8 * MIB
 _MIN_THREADS, _MAX_THREADS = 2, 8  # as a save to a path has
 _WAIT_S = 300.0
 _NEVER = 10**9
+_NUM_RANKS = 2
 
 
 class Bench:
@@ -68,6 +73,42 @@ class Bench:
         yield self._foreground()
         yield self._restore()
         yield self._pace()
+
+    def figures_of_hosts(self) -> Iterator[Figure]:
+        """The copies of two ranks, by turns from a directory of each, and from one for both."""
+        found: dict[bool, list[_Copies]] = {False: [], True: []}
+        for _ in range(self._repetitions):
+            for is_shared, copies in found.items():
+                self._server.reset()
+                with tempfile.TemporaryDirectory(dir=self._parent) as directory:
+                    copies.append(self._run_two_ranks(Path(directory), is_shared=is_shared))
+        for is_shared, copies in found.items():
+            name = "one directory for two ranks" if is_shared else "a directory of each of two ranks"
+            for when, seconds in (
+                ("that a thread waits for", [one.awaited_s for one in copies]),
+                ("beside training", [one.beside_training_s for one in copies]),
+            ):
+                self.gb_per_s[f"copy {when}, {name}"] = [self._num_bytes / one / 1e9 for one in seconds]
+        pairs = list(zip(found[False], found[True], strict=True))
+        ratios = [own.awaited_s / shared.awaited_s for own, shared in pairs]
+        formula = "seconds of a copy from a directory of each host ÷ from one for all"
+        yield self._figure(f"{formula}, awaited", "≤", None, ratios)
+        ratios = [own.beside_training_s / shared.beside_training_s for own, shared in pairs]
+        yield self._figure(f"{formula}, beside training", "≤", None, ratios)
+        for is_shared, copies in found.items():
+            formula = f"steps a second of rank 0 beside a copy ÷ without, {'one directory' if is_shared else 'two'}"
+            yield self._figure(formula, "≥", 0.97, [one.pace for one in copies])
+
+    def _run_two_ranks(self, directory: Path, *, is_shared: bool) -> _Copies:
+        spawning = multiprocessing.get_context("spawn")
+        root = f"{self._server.uri}/{time.monotonic_ns()}"
+        job = _Job(directory, root, self._options, is_shared, self._num_bytes)
+        ranks = [spawning.Process(target=_save_and_copy, args=(rank, job)) for rank in range(_NUM_RANKS)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        return _Copies(**json.loads((directory / "copies.json").read_text()))
 
     def _blocking(self) -> Figure:
         state = self._state()
@@ -208,9 +249,67 @@ class Bench:
         with cloudckpt.CheckpointManager(root, no_dist=True, options=self._options, **settings) as manager:
             yield manager
 
-    def _figure(self, formula: str, sense: Any, bar: float, values: list[float]) -> Figure:
+    def _figure(self, formula: str, sense: Any, bar: float | None, values: list[float]) -> Figure:
         name = f"{self._num_bytes / MIB:g} MiB, {self._device.type}, {self._parent.parent}"
         return Figure(name=name, formula=formula, sense=sense, bar=bar, values=tuple(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """One copy that a thread waits for, and one beside training, as rank 0 sees them."""
+
+    awaited_s: float
+    beside_training_s: float
+    pace: float
+    """Steps a second beside the second one, divided by those without."""
+
+
+class _Job(NamedTuple):
+    """Two ranks that save and copy."""
+
+    directory: Path
+    root: str
+    options: cloudckpt.Options
+    is_shared: bool
+    """True if the ranks share one directory."""
+    num_bytes: int
+
+
+def _save_and_copy(rank: int, job: _Job) -> None:
+    """Run one of the ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{job.directory}/rendezvous", rank=rank, world_size=_NUM_RANKS)
+    numel = job.num_bytes // _NUM_RANKS // NUM_TENSORS // 4
+    state = {f"own-{rank}.{number}": torch.arange(numel, dtype=torch.int32) + number for number in range(NUM_TENSORS)}
+    fast = job.directory / ("shared" if job.is_shared else f"host-{rank}")
+    with cloudckpt.CheckpointManager(job.root, save_every=1, fast=fast, fast_every=1, options=job.options) as manager:
+        begun_s = ended_s = 0.0
+        for step in (1, 2):  # the first one warms up
+            handle = manager.save(step, state)
+            assert isinstance(handle, cloudckpt.AsyncSave)  # noqa: S101
+            handle.result(_WAIT_S)
+            dist.barrier()
+            begun_s = time.perf_counter()
+            manager.wait(_WAIT_S)
+            ended_s = time.perf_counter()  # rank 0 has waited for both
+            dist.barrier()
+
+        def begin() -> Callable[[], bool]:
+            nonlocal began_s
+            manager.save(3, state)
+            began_s = time.perf_counter()
+            return functools.partial(_is_drained, manager, manager.uri_of(3))
+
+        began_s = 0.0
+        if rank:
+            manager.save(3, state)
+        else:
+            found = compared(begin)
+            took_s = time.perf_counter() - began_s - ALONE_S  # the loop goes on alone at its end
+            pace = found.steps_per_s / found.steps_per_s_alone
+            copies = _Copies(awaited_s=ended_s - begun_s, beside_training_s=took_s, pace=pace)
+            (job.directory / "copies.json").write_text(json.dumps(asdict(copies)))
+        dist.barrier()
+    dist.destroy_process_group()
 
 
 def _is_drained(manager: cloudckpt.CheckpointManager, uri: str) -> bool:
@@ -239,6 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mib", type=int, default=1024, help="of the state (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="of the state (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--hosts", action="store_true", help="measure only copies from a directory of each host")
     parser.add_argument("--results", type=Path, help="write everything there as JSON")
     arguments = parser.parse_args(argv)
     figures = []
@@ -254,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
             num_bytes=arguments.mib * MIB,
             repetitions=arguments.repetitions,
         )
-        for figure in bench.figures():
+        for figure in bench.figures_of_hosts() if arguments.hosts else bench.figures():
             print(f"{figure.name}: {figure.formula}: {figure.verdict}", file=sys.stderr, flush=True)
             figures.append(figure)
             if arguments.results is not None:  # after each: a run that is interrupted keeps those that are complete
@@ -265,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
                 }
                 arguments.results.write_text(json.dumps(document, indent=1) + "\n")
     print(text(figures, bench.gb_per_s))
-    return int(any(not figure.verdict.startswith("met") for figure in figures))
+    return int(any(figure.bar is not None and not figure.verdict.startswith("met") for figure in figures))
 
 
 if __name__ == "__main__":

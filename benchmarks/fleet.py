@@ -109,7 +109,7 @@ class _RankProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**environment, "PYTHONPATH": str(PACKAGE_PARENT)},
+                env={**environment, "PYTHONPATH": str(PACKAGE_PARENT), "LOCAL_WORLD_SIZE": str(spec.num_ranks)},
                 # An interrupt is for the parent alone, which writes what was measured.
                 start_new_session=True,
             )

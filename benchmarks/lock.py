@@ -1,4 +1,4 @@
-"""How long the threads of a process hold Python's lock (the GIL), and what it costs to hand it over.
+"""Measure how long the threads of a process hold Python's lock (the GIL), and what it costs to hand it over.
 
 A second process reads the word that says whether the lock is held, a million times a second. It never takes the lock,
 so that no wake-up of a thread counts as held. For Linux, and a CPython that has the lock.
@@ -36,7 +36,7 @@ class Held:
     seconds: float
     """In which a thread held it."""
     num_hand_overs: int
-    """How often it was taken by another thread than before, as the lock itself counts."""
+    """The number of times that another thread than before took the lock, as the lock itself counts."""
 
 
 def held_during(work: Callable[[], object]) -> Held:

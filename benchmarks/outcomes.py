@@ -20,7 +20,7 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `cloudckpt.Options` that differ from the defaults."""
     connections: int | None = None
-    """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
+    """The connections that cloudckpt and the limit may use; None for their own defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Outcome:
     """Report of a system on one operation; None where it has no figure."""
 
     blocking_s: float | None = None
-    """How long training waited."""
+    """The seconds that training waited."""
     num_bytes_read: int | None = None
     """From the store."""
     steps_per_s: float | None = None
@@ -46,7 +46,7 @@ class Running:
     """A save in the background, from when training may go on."""
 
     blocking_s: float
-    """How long training waited."""
+    """The seconds that training waited."""
     is_done: Callable[[], bool]
     result: Callable[[], object]
     """Waits for it; raises its failure."""

@@ -1,4 +1,4 @@
-"""Where the systems of a cell save to: servers and wires, each started when a cell first asks for it."""
+"""The places to which the systems of a cell save: servers and wires. Each starts when a cell first asks for it."""
 
 from __future__ import annotations
 

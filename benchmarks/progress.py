@@ -1,4 +1,4 @@
-"""How long a sweep takes, and how far it is."""
+"""Estimate the duration of a sweep, and report its progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEASURED_GB_PER_S = {"s3fs": 0.17, "s3fs-tuned": 0.3, "s3torchconnector": 0.7, 
 """On two cores, of saves and loads together: docs/benchmarks has the figures of each."""
 _OTHERS_GB_PER_S = 1.5
 _MAX_GB_PER_S = {"moto": 0.05, "rgw": 0.1, "given": 0.3, "tls": 0.5, "slow": 0.5, "capped": 0.2}
-"""That a server or a wire gives."""
+"""The highest rate that a server or a wire gives."""
 _START_S = 10.0
 """Start of the processes of a cell: each imports torch."""
 _TURN_S = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import argparse
 import contextlib
 import importlib
 import re
@@ -38,6 +39,8 @@ class Counts(NamedTuple):
     num_bytes_sent: int
     """In the bodies of answers."""
     num_requests: int
+    num_bytes_received: int
+    """In the bodies of requests."""
 
 
 class Server(abc.ABC):
@@ -77,10 +80,10 @@ class _Fasts3(_Local):
 
     def counts(self) -> Counts:
         text = self._get("/_stats")
-        found = re.search(r"\bout (\d+) requests (\d+)\b", text)
+        found = re.search(r"\bin (\d+) out (\d+) requests (\d+)\b", text)
         if found is None:
             raise RuntimeError(f"fasts3 does not count bytes and requests: {text!r}. Build it anew")
-        return Counts(int(found[1]), int(found[2]))
+        return Counts(num_bytes_sent=int(found[2]), num_requests=int(found[3]), num_bytes_received=int(found[1]))
 
     def _get(self, path: str) -> str:
         status, text = ask(str(self.endpoint_url), "GET", path, timeout_s=CALL_TIMEOUT_S)
@@ -194,6 +197,14 @@ def build_fasts3(cargo: Path, target: Path) -> Path:
     command = [cargo, "build", "--release", "--locked", "--quiet", "--target-dir", target.absolute()]
     subprocess.run(command, cwd=source, check=True)
     return target / "release" / "fasts3"
+
+
+def require_fasts3(parser: argparse.ArgumentParser, root: Path) -> Path:
+    """Return the program, compiled in `root`. Ends the command with an error of `parser` without Rust's cargo."""
+    cargo = find_cargo()
+    if cargo is None:
+        parser.error("the server is built by Rust's cargo, which is not here")
+    return build_fasts3(cargo, root / "build" / "fasts3")
 
 
 def _options_of(server: Server) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where saves go that are to cost nothing but themselves: what is written counts as written, and is forgotten."""
+"""Sinks for saves without the cost of storage: they accept all that is written, and forget it."""
 
 from __future__ import annotations
 

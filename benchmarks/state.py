@@ -28,7 +28,7 @@ class _Local:
     index: int
     tensor: torch.Tensor
     first_item: int
-    """Where in the whole tensor it begins."""
+    """The offset in the whole tensor at which it begins."""
 
 
 class State:

@@ -46,7 +46,7 @@ class Cell:
     wire: WireName = "http"
     systems: tuple[str, ...] = S3_SYSTEMS
     connections: int | None = None
-    """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
+    """The connections that cloudckpt and the limit may use; None for their own defaults."""
 
     def __post_init__(self) -> None:
         if "resharded_load" in self.verbs and self.num_ranks > 1:

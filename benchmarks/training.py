@@ -116,7 +116,7 @@ def _for_s(seconds: float) -> Callable[[], bool]:
 
 
 def _scheduled_s() -> tuple[float, float]:
-    """How long this thread has run so far, and how long it could have, but its core was taken (Linux's schedstat)."""
+    """Return the seconds that this thread has run, and those that it waited for a core (Linux's schedstat)."""
     with contextlib.suppress(OSError, ValueError):
         ran, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
         return int(ran) / 1e9, int(queued) / 1e9

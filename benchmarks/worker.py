@@ -129,7 +129,7 @@ class Worker:
         return {"usage": dataclasses.asdict(usage), "outcome": dataclasses.asdict(outcome)}
 
     def _copy_s(self) -> float:
-        """How long one plain copy of all tensors takes, into memory that is in use already and no cache holds."""
+        """Measure one plain copy of all tensors, into memory that is in use already and that no cache holds."""
         sources = [value.to_local() if isinstance(value, DTensor) else value for value in self._tensors]
         most_bytes = max(source.nbytes for source in sources)
         if self._scratch.nbytes < max(most_bytes, min(_SCRATCH_BYTES, sum(source.nbytes for source in sources))):

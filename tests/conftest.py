@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tests.kit.in_memory import Memory
 from tests.kit.leftovers import Leftovers
 from tests.kit.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
 
-from cloudckpt.stores.clock import MachineClock
+from cloudckpt._clock import MachineClock
 
 if TYPE_CHECKING:
     from tests.integration.servers import Servers
@@ -70,9 +71,18 @@ def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _clocks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process has seen of clocks would order the next test's commits, and hide its warnings."""
-    monkeypatch.setattr("cloudckpt.stores.clock.MACHINE", MachineClock())
+    """Forget the clocks that this process has seen: they would order the next test's commits, and hide its warnings."""
+    monkeypatch.setattr("cloudckpt._clock.MACHINE", MachineClock())
     monkeypatch.setattr("cloudckpt._this_process.given_warnings", {})
+
+
+@pytest.fixture(autouse=True)
+def _log_is_heard() -> None:
+    """Let `caplog` have what the library logs: another library may have silenced its logger in an earlier test."""
+    logging.disable(logging.NOTSET)
+    log = logging.getLogger("cloudckpt")
+    log.setLevel(logging.DEBUG)  # as `secrets_watch` has it
+    log.disabled, log.propagate = False, True
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import errors
-from cloudckpt.commit.publish import OvertakenError
-from cloudckpt.dcp.save_and_load import failure_of
+from cloudckpt.commit.commit import OvertakenError
+from cloudckpt.dcp.failures import failure_of
 from cloudckpt.errors import (
     MAX_MESSAGE_CHARS,
     AccessDeniedError,
@@ -76,7 +76,7 @@ def test_unpicklable_error_travels_as_its_text() -> None:
 
 
 def failed_with(**causes: BaseException) -> CheckpointException:
-    """What torch raises when these ranks fail ('rank_3' is rank 3)."""
+    """Return what torch raises when these ranks fail ('rank_3' is rank 3)."""
     trace = traceback.extract_stack()
     return CheckpointException("write", {int(name[5:]): (cause, trace) for name, cause in causes.items()})
 

@@ -119,6 +119,94 @@ def test_misspelt_argument_comes_with_the_one_that_is_meant() -> None:
             call(root, **{wrong: None, "retries": 3})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_to_keep", "keep_last"),
+        ("save_total_limit", "keep_last"),
+        ("keep_n_latest", "keep_last"),
+        ("save_interval_steps", "save_every"),
+        ("async_save", "async_"),
+        ("checkpoint_id", "root"),
+        ("path", "root"),
+    ],
+)
+def test_argument_of_another_library_comes_with_ours(name: str, meant: str) -> None:
+    """If this fails, ``max_to_keep``, which Orbax has, is taken for ``fast_keep``, and a bucket fills up."""
+    with pytest.raises(TypeError, match=rf"CheckpointManager has no {name} \(did you mean '{meant}'\?\)$"):
+        cloudckpt.CheckpointManager("memory://other", **{name: 3})
+
+
+def test_argument_of_another_call_comes_with_that_call() -> None:
+    """If this fails, a user who trusts a checkpoint does not learn how to restore it."""
+    manager = cloudckpt.CheckpointManager("memory://other")
+    with pytest.raises(
+        TypeError, match=r"restore has no allow_pickle \(did you mean 'CheckpointManager\(allow_pickle=…"
+    ):
+        manager.restore({}, allow_pickle=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"has no path \(did you mean 'uri'\?\)$"):
+        cloudckpt.save({}, path="memory://other")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "told"),
+    [
+        (cloudckpt.load, {"weights_only": True}, "no weights_only. Loads are safe without it: no pickle is run"),
+        (cloudckpt.load, {"map_location": "cpu"}, "no map_location. Tensors are loaded on the devices of"),
+        (cloudckpt.load, {"num_workers": 4}, "no num_workers. Options(connections=…) is the number"),
+        (cloudckpt.save, {"step": 4}, "no step. End the URI with the step, as in"),
+        (cloudckpt.save, {"metrics": {}}, "no metrics. CheckpointManager.save(step, …, metrics=…) saves metrics"),
+        (cloudckpt.async_save, {"blocking": True}, "no blocking. async_save never waits: call result()"),
+        (cloudckpt.copy, {"overwite": True}, "copy has no overwite (did you mean 'overwrite'?)"),
+        (cloudckpt.merge, {"weight": [1]}, "merge has no weight (did you mean 'weights'?)"),
+        (cloudckpt.export_checkpoint, {"skip_non_tensor": True}, "(did you mean 'skip_non_tensors'?)"),
+        (cloudckpt.import_checkpoint, {"overwite": True}, "(did you mean 'overwrite'?)"),
+        (cloudckpt.delete, {"overwrite": True}, "delete has no overwrite"),
+        (cloudckpt.gc, {"dry": True}, "gc has no dry (did you mean 'dry_run'?)"),
+        (
+            cloudckpt.CheckpointManager,
+            {"monitor": "acc", "mode": "max", "save_top_k": 2},
+            "monitor, mode, save_top_k (did you mean 'keep_best'?). For example, keep_best=('acc', 'max', 3)",
+        ),
+    ],
+)
+def test_argument_without_a_like_comes_with_what_to_do(call: Any, arguments: dict[str, Any], told: str) -> None:
+    """If this fails, who comes from torch or Lightning is sent to an unsafe argument, or learns nothing."""
+    with pytest.raises(TypeError, match=re.escape(told)) as caught:
+        call("memory://other", **arguments)
+    assert "allow_pickle" not in str(caught.value)
+
+
+_manager = cloudckpt.CheckpointManager("memory://other", no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: _manager.restore(1, model=None), "pass step=100; without a step, restore takes the newest"),  # type: ignore[arg-type]
+        (lambda: _manager.restore("latest"), "not 'latest'. To restore a step, pass step=100;"),  # type: ignore[arg-type]
+        (lambda: _manager.save(model=None), "save needs the number of the step: save(step, model=…)"),  # type: ignore[call-arg]
+        (lambda: cloudckpt.load("s3://b/c", {}), "The two arguments are swapped: the URI is the second"),  # type: ignore[arg-type]
+        (lambda: cloudckpt.load("s3://b/c"), "cloudckpt.read('s3://b/c') returns what was saved"),
+        (lambda: cloudckpt.CheckpointManager("a", save_every="10m"), "For ten minutes: timedelta(minutes=10)"),  # type: ignore[arg-type]
+        (lambda: Options(read_bytes="4GB"), "a whole number, such as 4 * 1024**3, not '4GB'"),  # type: ignore[arg-type]
+        (lambda: cloudckpt.export_checkpoint("a", "b", dtype="bf16"), "not 'bf16' (did you mean 'bfloat16'?)"),
+    ],
+)
+def test_a_call_in_another_form_comes_with_ours(call: Any, told: str) -> None:
+    """If this fails, who writes a call from habit learns that it is wrong, and not how it is written here."""
+    with pytest.raises((TypeError, InvalidOptionError), match=re.escape(told)):
+        call()
+
+
+@pytest.mark.parametrize(("name", "meant"), [("load", "restore"), ("latest_step", "latest"), ("stesp", "steps")])
+def test_method_of_another_library_comes_with_ours(name: str, meant: str) -> None:
+    """If this fails, who comes from Orbax reads a bare ``AttributeError``."""
+    with pytest.raises(AttributeError, match=rf"^CheckpointManager has no {name} \(did you mean '{meant}'\?\)$"):
+        getattr(cloudckpt.CheckpointManager("memory://other"), name)
+    assert not hasattr(cloudckpt.CheckpointManager("memory://other"), "_unknown")
+
+
 def test_options_are_values() -> None:
     """If this fails, options change under a running save, or cannot go to another process."""
     options = Options(retries=7, storage_options={"region": "eu-west-1"}, metadata={"note": 1})

@@ -1,4 +1,4 @@
-"""What belongs to the whole process: thresholds of the garbage collector beside training, and children of fork."""
+"""State of the whole process: thresholds of the garbage collector beside training, and children of fork."""
 
 from __future__ import annotations
 

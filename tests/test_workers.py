@@ -84,7 +84,7 @@ def test_a_width_that_shrinks_and_grows_is_followed_and_everything_is_done():
 
 
 def test_submitting_waits_until_there_is_room():
-    """What is prepared for the network would pile up in memory while the network is slow."""
+    """If this fails, prepared work piles up in memory while the network is slow."""
     gate, submitted = Gate(), []
     with WorkQueue(lambda: 2, name="t", max_waiting=2) as tasks:
 

@@ -59,7 +59,7 @@ class Candidate(abc.ABC):
         """Fill it from `OBJECT`, which begins with part 0."""
 
     def key_of(self, number: int) -> str:
-        """Where a part that was sent lies."""
+        """Return the key of a part that was sent."""
         return f"{type(self).__name__}-{number}"
 
     def sent(self, store: Store, num_parts: int, part_bytes: int) -> Iterator[bytes]:

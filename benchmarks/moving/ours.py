@@ -100,7 +100,7 @@ class MemoryBIO(Bare):
 
 
 class _TLSOverBuffers:
-    """As much of a socket as the candidates use."""
+    """The methods of a socket that the candidates use."""
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext, host: str) -> None:
         self._plain = plain

@@ -64,7 +64,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a run stands to a bar."""
+    """The relation of a run to a bar."""
 
     bar: Bar
     found: Finding | None

@@ -59,7 +59,7 @@ class Sample:
     copy_s: float | None = None
     """One copy of the same bytes into memory that is in use already, in the same process just before and after."""
     num_requests: int | None = None
-    """As the server counts them; None where it does not."""
+    """The requests, as the server counts them; None if it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -148,7 +148,7 @@ def waiting_share(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # 
 
 
 def blocking_copies(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
-    """How long training waits, in plain copies of the same bytes."""
+    """Return the time that training waits, as a multiple of a plain copy of the same bytes."""
     if sample.blocking_s is None or not sample.copy_s:
         return None
     return sample.blocking_s / sample.copy_s

@@ -125,7 +125,7 @@ def spread_text(row: Row, quantity: Quantity, digits: int) -> str:
 
 
 def ratios_table(results: Results) -> Table:
-    """How we stand to every other system, repetition by repetition."""
+    """Compare cloudckpt with every other system, repetition by repetition."""
     rows = []
     for row in results.rows:
         if row.system not in OURS:

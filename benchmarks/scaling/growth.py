@@ -1,4 +1,4 @@
-"""How costs grow with the number of chunks, and what the bars say to it."""
+"""The growth of costs with the number of chunks, and its bars."""
 
 from __future__ import annotations
 

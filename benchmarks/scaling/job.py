@@ -136,7 +136,7 @@ class Job:
 
 
 def _checksums(rank: int, num_tiles: int) -> tuple[int, ...]:
-    """As hard to compress as real ones."""
+    """Return checksums that compress as badly as real ones."""
     return tuple(crc32c(b"%d-%d" % (rank, tile)) for tile in range(num_tiles))
 
 

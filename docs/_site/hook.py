@@ -42,6 +42,7 @@ _LABEL = re.compile(r"^\*\*([^*\n]+)\*\*$", re.MULTILINE)
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _HEAD, _CELL = (re.compile(rf"<{name}[^>]*>(.*?)</{name}>", re.DOTALL) for name in ("th", "td"))
 _TAG = re.compile(r"<[^>]+>")
+_MANY_COLUMNS = 6
 _FIGURE = 40
 """Cells of at most so many characters stay side by side, so that figures can be compared."""
 _FETCHED = re.compile(
@@ -136,10 +137,15 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:  #
 
 
 def _label_cells(match: re.Match[str]) -> str:
-    """Give each cell of a table of prose the head of its column: a narrow screen shows the cells below each other."""
-    if max(len(_TAG.sub("", cell)) for cell in _CELL.findall(match[0])) <= _FIGURE:
+    """Give each cell of a table of prose the head of its column: a narrow screen shows the cells below each other.
+
+    So it does with many columns of figures, unless a row goes on the one above it.
+    """
+    cells, titles = _CELL.findall(match[0]), _HEAD.findall(match[0])
+    is_narrow = len(titles) < _MANY_COLUMNS or "" in cells
+    if is_narrow and max(len(_TAG.sub("", cell)) for cell in cells) <= _FIGURE:
         return match[0]
-    heads = itertools.cycle(html.escape(_TAG.sub("", head)) for head in _HEAD.findall(match[0]))
+    heads = itertools.cycle(html.escape(_TAG.sub("", head)) for head in titles)
     return re.sub("<td", lambda _: f'<td data-head="{next(heads)}"', match[0]).replace(
         "<table", "<table data-stacked", 1
     )

@@ -41,7 +41,7 @@ class Sampler:
         return torch.stack([self._text_bytes[start : start + self._context + 1].long() for start in mine])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sequence of random numbers stands."""
+        """Return the position in the sequence of random numbers."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where the demo writes: a fresh place on the user's store, or an S3 server of its own."""
+"""The place that the demo writes to: a fresh one on the user's store, or an S3 server of its own."""
 
 from __future__ import annotations
 

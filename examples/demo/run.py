@@ -93,7 +93,7 @@ class Demo:
         )
 
     def log(self, name: str) -> Path:
-        """Where the ranks of a run write their errors."""
+        """Return the file to which the ranks of a run write their errors."""
         return self.records / f"{name}.log"
 
     def expect_success(self, name: str, status: int) -> None:

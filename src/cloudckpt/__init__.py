@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import latest, list_checkpoints
     from cloudckpt.inspect.comparison import compare
     from cloudckpt.inspect.description import describe
-    from cloudckpt.inspect.removal import delete, gc
     from cloudckpt.inspect.verification import verify
     from cloudckpt.manager.checkpoint_manager import CheckpointManager
+    from cloudckpt.manager.newest import load_latest
     from cloudckpt.manager.preemption import Preemption, on_sigterm
-    from cloudckpt.manager.restore import load_latest
+    from cloudckpt.publication.publisher import Publisher
+    from cloudckpt.publication.pull import pull
+    from cloudckpt.removal import delete, gc
     from cloudckpt.tensors.extensions import Zstandard
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "Options",
     "PinnedStager",
     "Preemption",
+    "Publisher",
     "RankLostError",
     "SaveReport",
     "Zstandard",
@@ -82,6 +85,7 @@ __all__ = [
     "load_latest",
     "merge",
     "on_sigterm",
+    "pull",
     "read",
     "save",
     "telemetry",
@@ -104,12 +108,14 @@ _LAZY = {
     "cloudckpt.inspect.catalog": "latest list_checkpoints",
     "cloudckpt.inspect.comparison": "compare",
     "cloudckpt.inspect.description": "describe",
-    "cloudckpt.inspect.removal": "delete gc",
+    "cloudckpt.removal": "delete gc",
     "cloudckpt.inspect.verification": "verify",
     "cloudckpt.manager.checkpoint_manager": "CheckpointManager",
-    "cloudckpt.manager.restore": "load_latest",
+    "cloudckpt.manager.newest": "load_latest",
     "cloudckpt.manager.preemption": "Preemption on_sigterm",
     "cloudckpt.background.stager": "PinnedStager",
+    "cloudckpt.publication.publisher": "Publisher",
+    "cloudckpt.publication.pull": "pull",
     "cloudckpt.tensors.extensions": "Zstandard",
 }
 

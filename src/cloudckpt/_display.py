@@ -20,9 +20,9 @@ _KIB = 1024
 _MB, _GB = 10**6, 10**9
 _TEN_MS = 0.01
 _MAX_ROWS = 50
-_MAX_UNBROKEN = 60
-"""Characters of a cell that stays one line."""
-_USUAL = {"place": "root"}  # values that say nothing if all rows have them
+_MAX_CELL_CHARS = 60
+"""Maximum length of a cell that stays on one line."""
+_OMITTED = {"place": "root"}  # a column is left out if all rows have this value
 _NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
 SHOWN_AS = "shown_as"
 """The key, in a field's metadata, of a function that returns the value to show in place of the field's value."""
@@ -30,22 +30,22 @@ _T = TypeVar("_T")
 
 
 @contextlib.contextmanager
-def noting_interrupt(words: str, *others: type[BaseException]) -> Iterator[None]:
-    """Let the last line of a traceback say `words` if Ctrl-C, or one of the `others`, ends the context."""
-    noted: tuple[type[BaseException], ...] = (KeyboardInterrupt, *others)
+def noting_interrupt(text: str, *others: type[BaseException]) -> Iterator[None]:
+    """Let the last line of a traceback say `text` if Ctrl-C, or one of the `others`, ends the context."""
+    interrupts: tuple[type[BaseException], ...] = (KeyboardInterrupt, *others)
     try:
         yield
-    except noted as error:
-        add_note(error, words)
+    except interrupts as error:
+        add_note(error, text)
         raise
 
 
-def add_note(error: BaseException, words: str) -> None:
-    """Let the last line of a traceback say `words`. Log them, as a warning before Python 3.11, which has no notes."""
+def add_note(error: BaseException, text: str) -> None:
+    """Let the last line of a traceback say `text`. Log them, as a warning before Python 3.11, which has no notes."""
     add = getattr(error, "add_note", None)
-    _log.log(logging.WARNING if add is None else logging.INFO, "%s", words)
+    _log.log(logging.WARNING if add is None else logging.INFO, "%s", text)
     if add is not None:
-        add(f"cloudckpt: {words}")
+        add(f"cloudckpt: {text}")
 
 
 def size(num_bytes: float) -> str:
@@ -117,30 +117,30 @@ class _Brief(reprlib.Repr):
         return repr(date(value))
 
 
-def shown(cls: type[_T]) -> type[_T]:
+def with_short_repr(cls: type[_T]) -> type[_T]:
     """Give a dataclass a short ``repr`` and, for notebooks, ``_repr_html_``.
 
-    The ``repr`` leaves out the identifier of the save, and fields that are empty or have their defaults. For what may
-    be secret, a field is declared with ``repr=False``, or with `SHOWN_AS` in its metadata.
+    The ``repr`` leaves out the identifier of the save, and fields that are empty or have their defaults. A field that
+    may hold a secret is declared with ``repr=False``, or with `SHOWN_AS` in its metadata.
     """
-    cls.__repr__ = _repr  # type: ignore[method-assign]
-    cls._repr_html_ = to_html  # type: ignore[attr-defined]
+    untyped: Any = cls
+    untyped.__repr__, untyped._repr_html_ = _repr, to_html
     return cls
 
 
-def _repr(shown: Any) -> str:
-    words = []
-    for field in dataclasses.fields(shown):
-        value = _value_of(shown, field)
+def _repr(record: Any) -> str:
+    fields = []
+    for field in dataclasses.fields(record):
+        value = _value_of(record, field)
         is_usual = value == (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
         if field.repr and field.name != "attempt" and not is_usual and value not in ("", (), [], {}, None):
             is_long = isinstance(value, tuple) and len(value) > 1 and _are_dataclasses(value)
-            words.append(f"{field.name}=" + (f"<{len(value):,} in all>" if is_long else _Brief().repr(value)))
-    return f"{type(shown).__name__}({', '.join(words)})"
+            fields.append(f"{field.name}=" + (f"<{len(value):,} in all>" if is_long else _Brief().repr(value)))
+    return f"{type(record).__name__}({', '.join(fields)})"
 
 
-def _value_of(shown: Any, field: dataclasses.Field[Any]) -> Any:
-    value = getattr(shown, field.name)
+def _value_of(record: Any, field: dataclasses.Field[Any]) -> Any:
+    value = getattr(record, field.name)
     return field.metadata[SHOWN_AS](value) if SHOWN_AS in field.metadata else value
 
 
@@ -152,40 +152,40 @@ class Listing(list[_T]):
 
 
 class Rows(tuple[_T, ...]):
-    """The same as a tuple, for the field of a result."""
+    """A tuple of dataclasses that a notebook shows as a table, for a field of a result."""
 
     __slots__ = ()
     _repr_html_ = Listing._repr_html_
 
 
-def to_html(shown: Any) -> str:
-    """Return a dataclass as tables: its fields and the numbers that it computes; below them, the dataclasses in it."""
-    fields = ((field, _value_of(shown, field)) for field in dataclasses.fields(shown) if field.repr)
+def to_html(record: Any) -> str:
+    """Return a dataclass as tables: its fields and numeric properties; below them, the dataclasses in it."""
+    fields = ((field, _value_of(record, field)) for field in dataclasses.fields(record) if field.repr)
     values = {field.name: value for field, value in fields if value is False or not field.default == 0 == value}
-    for name, member in vars(type(shown)).items():
-        if isinstance(member, property) and isinstance(value := getattr(shown, name), (int, float)):
+    for name, member in vars(type(record)).items():
+        if isinstance(member, property) and isinstance(value := getattr(record, name), (int, float)):
             values[name] = value
-    return pairs_to_html(type(shown).__name__, values)
+    return pairs_to_html(type(record).__name__, values)
 
 
 def pairs_to_html(title: str, values: Mapping[str, object]) -> str:
     """Return tables of values by name: dataclasses, and sequences of them, in tables below that of the others."""
-    pairs, below = [], []
+    pairs, tables_below = [], []
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
-            below.append(to_html(value).replace(_caption(type(value).__name__), _caption(name), 1))
+            tables_below.append(to_html(value).replace(_caption(type(value).__name__), _caption(name), 1))
         elif isinstance(value, (list, tuple)) and _are_dataclasses(value):
-            below.append(_table_of_rows(name, value))
+            tables_below.append(_table_of_rows(name, value))
         elif text := _text(name, value):
             pairs.append(f"<tr>{_cell(name, 'th')}{_cell(text)}</tr>")
-    return f"<table>{_caption(title)}<tbody>{''.join(pairs)}</tbody></table>{''.join(below)}"
+    return f"<table>{_caption(title)}<tbody>{''.join(pairs)}</tbody></table>{''.join(tables_below)}"
 
 
 def _table_of_rows(title: str, items: Sequence[Any]) -> str:
-    """Return a table with a row for each item. Columns that say nothing in any row are left out."""
+    """Return a table with a row for each item. Columns without a value in any row are left out."""
     rows = [dict(_columns(item)) for item in items[:_MAX_ROWS]]
-    every = dict.fromkeys(name for row in rows for name in row)
-    names = [name for name in every if any(row.get(name) not in (None, "", _USUAL.get(name)) for row in rows)]
+    all_names = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in all_names if any(row.get(name) not in (None, "", _OMITTED.get(name)) for row in rows)]
     are_numbers = {name: all(map(_NUMBER.fullmatch, (row.get(name, "") for row in rows))) for name in names}
     head = "".join(_cell(name, "th", is_number=are_numbers[name]) for name in names)
     body = "".join(
@@ -213,10 +213,10 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, datetime):
         return date(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_text(str(key), each)}" for key, each in value.items())
+        return ", ".join(f"{key}: {_text(str(key), item)}" for key, item in value.items())
     if isinstance(value, (list, tuple)) and not _are_dataclasses(value):
-        is_shape = bool(value) and all(type(each) is int for each in value)
-        return str([*value]) if is_shape else ", ".join(_text("", each) for each in value)
+        is_shape = bool(value) and all(type(item) is int for item in value)
+        return str([*value]) if is_shape else ", ".join(_text("", item) for item in value)
     if value is None or isinstance(value, (bool, str, BaseException)):
         return "" if value is None else str(value)
     return _Brief().repr(value)
@@ -238,7 +238,7 @@ def _are_dataclasses(values: Sequence[object]) -> bool:
 
 def _cell(text: str, tag: str = "td", *, is_number: bool = False) -> str:
     # Colours and lines are the notebook's own, which has a light and a dark theme.
-    wrap = "white-space:nowrap" if len(text) <= _MAX_UNBROKEN else "overflow-wrap:anywhere"
+    wrap = "white-space:nowrap" if len(text) <= _MAX_CELL_CHARS else "overflow-wrap:anywhere"
     return f'<{tag} style="text-align:{"right" if is_number else "left"};{wrap}">{html.escape(text)}</{tag}>'
 
 
@@ -247,10 +247,7 @@ def _caption(title: str) -> str:
 
 
 def find_shown_begin(before: str, after: str, *, max_chars: int) -> int:
-    """Return where to begin, so that `max_chars` show the first difference of two texts. Long values often begin alike.
-
-    It is 0 if both texts are short enough.
-    """
+    """Return the index from which `max_chars` show the first difference of two texts; 0 if both are short enough."""
     if max(len(before), len(after)) <= max_chars:
         return 0
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))

@@ -1,8 +1,8 @@
 """State of the whole process: refuse a fork, warn once, and make garbage collection rare during a call.
 
-A process that was forked from one that has used cloudckpt has none of its parent's threads, shares the sockets of its
-clients, and may find locks held by threads that it lacks. Code that only waits for work of the parent, or frees what
-belongs to it, asks `is_forked` and does nothing.
+A process that was forked from one that has used cloudckpt lacks the parent's threads, shares the sockets of the
+parent's clients, and may find locks that those threads hold. Functions that wait for the parent's work, or free the
+parent's resources, do nothing if `is_forked`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, SupportsIndex
 from cloudckpt.errors import ForkedProcessError
 
 _GC_THRESHOLD = 1_000_000
-_NOT_A_USERS = frozenset({"cloudckpt", "torch", "concurrent", "contextlib", "functools", "threading"})
-"""Packages and modules whose lines a warning does not point at."""
+_LIBRARY_PACKAGES = frozenset({"cloudckpt", "torch", "concurrent", "contextlib", "functools", "threading"})
+"""Packages and modules to whose lines no warning points."""
 _users_line: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("users_line", default=None)
 
 _user_processes: set[int] = set()
@@ -49,13 +49,13 @@ def is_forked() -> bool:
 
 
 def is_first_warning(topic: str, key: str) -> bool:
-    """Return True once in a process for each key of a topic, so that its user warns once. Safe between threads."""
+    """Return True at the first call in this process with this topic and key. Thread-safe."""
     mark = object()
     return given_warnings.setdefault((topic, key), mark) is mark
 
 
 def note_users_line() -> None:
-    """Let `warn_user` point at the line that led to this call, from threads that run in copies of this context."""
+    """Keep the user's line that led to this call for `warn_user` in threads that run in copies of this context."""
     _users_line.set(_find_users_line())
 
 
@@ -66,10 +66,10 @@ def warn_user(text: str) -> None:
 
 def _find_users_line() -> dict[str, Any]:
     frame = sys._getframe()  # noqa: SLF001  # as `warnings` does
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_A_USERS:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARY_PACKAGES:
         frame = frame.f_back
-    if frame.f_back is None and (noted := _users_line.get()) is not None:  # the first frame of a thread
-        return noted
+    if frame.f_back is None and (noted_line := _users_line.get()) is not None:  # the first frame of a thread
+        return noted_line
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     return {"filename": frame.f_code.co_filename, "lineno": frame.f_lineno, "registry": registry}
 
@@ -92,21 +92,21 @@ def rare_collections() -> Iterator[None]:
 
     Planning makes some twenty containers for each tensor, none of them garbage. At Python's own threshold of 700 new
     containers, a save of 20,000 small tensors takes twice the processor time, and so does a load
-    (``docs/design/013-save-balance.md``). Python collects as the context ends, and traverses all
-    containers that variables still hold. So use it as a decorator where a function's own variables hold many.
+    (``docs/design/013-save-balance.md``). Python collects as the context ends, and traverses all containers that
+    variables still hold. So use it as a decorator where a function's own variables hold many.
 
     The thresholds belong to the whole process. The main thread that calls this waits for a save, a load or a snapshot,
     so no training loop runs beside it. The work of a background save runs in other threads, and leaves the thresholds
     alone. Garbage of other threads stays bounded.
     """
-    before = gc.get_threshold()
+    thresholds = gc.get_threshold()
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not 0 < before[0] < _GC_THRESHOLD:
+    if not is_main or not 0 < thresholds[0] < _GC_THRESHOLD:
         yield
         return
-    gc.set_threshold(_GC_THRESHOLD, *before[1:])
+    gc.set_threshold(_GC_THRESHOLD, *thresholds[1:])
     try:
         yield
     finally:
         if gc.get_threshold()[0] == _GC_THRESHOLD:  # otherwise the user's program has set it meanwhile
-            gc.set_threshold(*before)
+            gc.set_threshold(*thresholds)

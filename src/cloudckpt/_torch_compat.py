@@ -2,8 +2,8 @@
 
 Private attributes of objects that torch hands over are used where those objects are handled.
 
-torch may move or drop each one in any release. `PRIVATE_NAMES` says what each is for and what is done without it;
-``tests/test_torch_compat.py`` says which of them the installed torch has.
+torch may move or drop each one in any release. ``tests/test_torch_compat.py`` says what each is for, what is done
+without it, and which of them the installed torch has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +31,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 
 __all__ = [
-    "PRIVATE_NAMES",
     "AsyncCollectiveTensor",
     "DistWrapper",
     "Extension",
     "ExtensionRegistry",
-    "PrivateName",
     "Shard",
     "ShardedTensor",
     "StateDictStager",
@@ -63,174 +60,6 @@ __all__ = [
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrivateName:
-    """One private name of torch: ``name`` in ``module``."""
-
-    module: str
-    name: str
-    use: str
-    without: str
-    """The consequence where torch lacks it."""
-    is_required: bool = False
-
-
-PRIVATE_NAMES = (
-    PrivateName(
-        module=f"{_CHECKPOINT}.utils",
-        name="_DistWrapper",
-        use="run each step of a save or load on all ranks, and collect the failures of all",
-        without="cloudckpt cannot be imported",
-        is_required=True,
-    ),
-    PrivateName(
-        module="torch",
-        name="_neg_view",
-        use="keep negated tensors negated in a snapshot",
-        without="cloudckpt cannot be imported",
-        is_required=True,
-    ),
-    PrivateName(
-        module="torch",
-        name="_C._storage_Use_Count",
-        use="see that a snapshot for another process is still in use",
-        without="cloudckpt cannot be imported",
-        is_required=True,
-    ),
-    PrivateName(
-        module="torch",
-        name="UntypedStorage._new_shared_fd_cpu",
-        use="share snapshots with another process",
-        without="saves by process fail",
-    ),
-    *(
-        PrivateName(
-            module=f"{_CHECKPOINT}._extension",
-            name=name,
-            use="torch's stream extensions (Options.extensions)",
-            without="cloudckpt cannot be imported",
-            is_required=True,
-        )
-        for name in ("Extension", "ExtensionRegistry", "StreamTransformExtension", "ZStandard")
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._state_dict_stager",
-        name="StateDictStager",
-        use="copy tensors within Python objects of a background save",
-        without="cloudckpt cannot be imported",
-        is_required=True,
-    ),
-    PrivateName(
-        module="torch.distributed.tensor",
-        name="DTensor._local_tensor",
-        use="reach a DTensor's shard without recording a gradient",
-        without="DTensor.to_local() is called, without gradients",
-    ),
-    PrivateName(
-        module="torch.distributed",
-        name="ProcessGroup._device_types",
-        use="refuse a background save on a group without a CPU backend before it begins",
-        without="such a save fails in its first collective",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._storage_utils",
-        name="_storage_setup",
-        use="enable() takes over torch's own save and load",
-        without="enable() raises CloudckptError",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}.state_dict_saver",
-        name="_save_state_dict",
-        use="enable() plans saves that are given no planner",
-        without="torch's default planner plans them",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}.state_dict_loader",
-        name="_load_state_dict",
-        use="enable() plans loads that are given no planner",
-        without="torch's default planner plans them",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._fsspec_filesystem",
-        name="FsspecReader",
-        use="enable() reads checkpoints of cloudckpt with a reader that Lightning makes",
-        without="such a load fails",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._async_process_executor",
-        name="_ProcessBasedAsyncCheckpointExecutor",
-        use="enable() takes over torch's async saves in another process",
-        without="such a save needs a storage_writer",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._async_process_executor",
-        name="_AsyncCheckpointProcess",
-        use="end torch's background process that died, and tell why",
-        without="saves by process fail",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}.state_dict",
-        name="_get_fqns",
-        use="name the parameters of a model as get_model_state_dict does",
-        without="the names of wrappers are cut out by their text",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}.planner_helpers",
-        name="_create_chunk_list",
-        use="plan a load from the chunks that a rank needs, not from all of them",
-        without="torch's planner visits all chunks of each tensor",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}.planner_helpers",
-        name="_init_state_dict",
-        use="load into tensors on the meta device",
-        without="such a load fails",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}.default_planner",
-        name="_validate_global_plan",
-        use="find overlapping shards before anything is written",
-        without="the check of the manifest finds them at the commit",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._sharded_tensor_utils",
-        name="_flatten_sharded_tensors",
-        use="save ShardedTensors of FSDP1",
-        without="there are no ShardedTensors",
-    ),
-    PrivateName(
-        module=f"{_SHARDED}.api",
-        name="ShardedTensor",
-        use="save and load ShardedTensors of FSDP1",
-        without="there are none",
-    ),
-    PrivateName(
-        module=f"{_SHARDED}.shard",
-        name="Shard",
-        use="copy ShardedTensors of FSDP1",
-        without="there are none",
-    ),
-    PrivateName(
-        module="torch.distributed._functional_collectives",
-        name="AsyncCollectiveTensor",
-        use="wait for the result of a functional collective before its bytes are read",
-        without="there are none",
-    ),
-    PrivateName(
-        module="torch.utils._python_dispatch",
-        name="is_traceable_wrapper_subclass",
-        use="recognise tensors that consist of other tensors",
-        without="their method __tensor_flatten__ shows it",
-    ),
-    PrivateName(
-        module="torch",
-        name="_foreach_copy_",
-        use="copy many tensors in one call",
-        without="they are copied one by one",
-    ),
-)
 
 
 def find(module: str, name: str) -> Any:

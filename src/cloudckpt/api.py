@@ -13,26 +13,26 @@ import torch.distributed as dist
 from cloudckpt._display import noting_interrupt
 from cloudckpt._this_process import rare_collections
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, own_stager, take_turn
-from cloudckpt.background.process import require_process_support
-from cloudckpt.background.runner import (
-    BackgroundSave,
-    ExternalSnapshot,
-    background_ranks,
-    begin_snapshot,
+from cloudckpt.background.in_flight import (
+    earlier_failure,
+    exclusive_begin,
+    find_busy_rank,
+    own_stager,
+    wait_for_previous,
 )
+from cloudckpt.background.process import require_process_support
+from cloudckpt.background.runner import BackgroundSave, ExternalSnapshot, background_ranks, begin_snapshot
 from cloudckpt.dcp import AsyncCheckpointerType, AsyncStager, LoadPlanner, SavePlanner
 from cloudckpt.dcp.collectives import CollectiveCall, guarded_collectives
+from cloudckpt.dcp.failures import raising_own_interrupt
 from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, find_parameters
+from cloudckpt.dcp.rank_calls import num_ranks_of, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_and_load import (
     RanksContext,
     SavedMetadata,
-    num_ranks_of,
-    raising_own_interrupt,
-    rank_in,
     run_load,
     run_save,
     states_of,
@@ -40,18 +40,18 @@ from cloudckpt.dcp.save_and_load import (
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
-from cloudckpt.options import Options, naming_keywords, require_options
+from cloudckpt.options import Options, require_options, suggest_keywords
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.progress import show_progress
 from cloudckpt.uri import parse_location, redact
 
-__all__ = ["async_save", "entries_of", "load", "prepare_async_save", "save"]
+__all__ = ["async_save", "load", "prepare_async_save", "resolve_state_dict", "save"]
 
 StateDict = dict[str, Any]
 PathOrURI: TypeAlias = str | os.PathLike[str]
 
 
-@naming_keywords
+@suggest_keywords
 def save(
     state_dict: StateDict | PathOrURI | None = None,
     uri: PathOrURI | None = None,
@@ -118,23 +118,23 @@ def save(
     """
     require_collectives(use_collectives=use_collectives)
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-    state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
+    state_dict, uri = resolve_state_dict(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     if storage_writer is not None:
-        await_turn()  # the save in flight may use the same writer
+        wait_for_previous()  # the save in flight may use the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, base=base, options=options)
-    own_rank = rank_in(process_group, no_dist=no_dist)
+    rank = rank_in(process_group, no_dist=no_dist)
     note = noting_interrupt(f"the save to {writer.checkpoint_id} was interrupted. You can repeat it")
-    with note, raising_own_interrupt(own_rank), earlier_failure() as earlier, _show_progress("save", writer):
+    with note, raising_own_interrupt(rank), earlier_failure() as earlier_error, _show_progress("save", writer):
         return run_save(
             state_dict,
             writer,
             planner=planner,
-            ranks_context=_guard(writer, process_group, doing="saving", no_dist=no_dist),
-            refusal=earlier,
+            ranks_context=_ranks_context(writer, process_group, doing="saving", no_dist=no_dist),
+            refusal=earlier_error,
         )
 
 
-@naming_keywords
+@suggest_keywords
 @rare_collections()
 def load(
     state_dict: StateDict | PathOrURI | None = None,
@@ -208,7 +208,7 @@ def load(
 
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-    state_dict, uri = entries_of(
+    state_dict, uri = resolve_state_dict(
         objects, state_dict, uri, process_group, no_dist=no_dist, doing="loading", strict=strict
     )
     reader = storage_reader
@@ -231,12 +231,12 @@ def load(
             state_dict,
             reader,
             planner=planner,
-            new_ranks_context=functools.partial(_guard, reader, process_group, doing=doing, no_dist=no_dist),
+            new_ranks_context=functools.partial(_ranks_context, reader, process_group, doing=doing, no_dist=no_dist),
             rank=rank_in(process_group, no_dist=no_dist),
         )
 
 
-@naming_keywords
+@suggest_keywords
 def async_save(
     state_dict: StateDict | PathOrURI | None = None,
     uri: PathOrURI | None = None,
@@ -304,22 +304,22 @@ def async_save(
     """
     require_collectives(use_collectives=use_collectives)
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-    state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
-    # Before anything else: the save in flight may be one of the same writer.
-    chosen = require_options(
+    state_dict, uri = resolve_state_dict(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
+    # Make no writer yet: the save in flight may use the same one.
+    save_options = require_options(
         options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else None)
     )
-    find_rank_in_flight = functools.partial(
-        _in_flight_here if no_dist else in_flight_on,
+    ask_ranks = functools.partial(
+        _find_own_save if no_dist else find_busy_rank,
         process_group=process_group,
         uri=_shown_location(uri, checkpoint_id, storage_writer),
-        timeout_s=chosen.timeout_s,
+        timeout_s=save_options.timeout_s,
     )
-    with take_turn(chosen.async_in_flight, find_rank_in_flight=find_rank_in_flight):
+    with exclusive_begin(save_options.async_in_flight, find_busy_rank=ask_ranks):
         call: CollectiveCall | None = None
         save: BackgroundSave | None = None
         try:
-            await_turn()
+            wait_for_previous()
             writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, base=base, options=options)
             if async_stager is None and isinstance(writer, AsyncStager):
                 async_stager = writer
@@ -328,8 +328,8 @@ def async_save(
                 require_process_support(writer, no_dist=no_dist)
             ranks = background_ranks(writer, process_group, no_dist=no_dist)
             call = ranks if isinstance(ranks, CollectiveCall) else None
-            with earlier_failure() as earlier:
-                save_of = functools.partial(
+            with earlier_failure() as earlier_error:
+                new_save = functools.partial(
                     BackgroundSave,
                     writer=writer,
                     by_process=by_process,
@@ -337,27 +337,29 @@ def async_save(
                     process_group=process_group,
                     no_dist=no_dist,
                 )
-                if earlier is not None:
-                    save = save_of(snapshot=ExternalSnapshot.from_error(earlier), planner=None)
+                if earlier_error is not None:
+                    save = new_save(snapshot=ExternalSnapshot.from_error(earlier_error), planner=None)
                     save.begin(is_overlapped=False)
             if planner is None:
                 planner = BalancedSavePlanner(
-                    compare=chosen.compare_replicas, synchronized=find_synchronized(state_dict)
+                    compare=save_options.compare_replicas, synchronized=find_synchronized(state_dict)
                 )
             snapshot = begin_snapshot(
                 async_stager,
                 states_of(state_dict),
                 by_process=by_process,
-                parameters=find_parameters(state_dict) if chosen.async_overlap else None,
+                parameters=find_parameters(state_dict) if save_options.async_overlap else None,
             )
-            is_overlapped = snapshot.is_overlapped if isinstance(snapshot, ExternalSnapshot) else chosen.async_overlap
-            save = save_of(snapshot=snapshot, planner=planner)
+            is_overlapped = (
+                snapshot.is_overlapped if isinstance(snapshot, ExternalSnapshot) else save_options.async_overlap
+            )
+            save = new_save(snapshot=snapshot, planner=planner)
             with _show_progress("save", writer, in_background=True) as bar:
                 handle = save.begin(is_overlapped=is_overlapped)
                 end_bar = bar.pop_all().close
                 handle.committed.add_done_callback(lambda _: end_bar())
                 return handle
-        except BaseException as error:  # no caller gets the handle, and the others must not wait for this rank
+        except BaseException as error:  # no caller gets the handle, and the other ranks must not wait for this one
             if save is not None:
                 save.abandon(error)
             elif call is not None:
@@ -368,12 +370,12 @@ def async_save(
 def prepare_async_save(
     state_dict: StateDict, uri: str, *, process_group: dist.ProcessGroup | None, no_dist: bool, options: Options
 ) -> None:
-    """Do beforehand the work that only a first `async_save` has: connect the ranks, allocate, pin and plan the memory.
+    """Do the work of a first `async_save` in advance: connect the ranks, and allocate, pin and plan the memory.
 
     Collective. Raises as `async_save` does. If the state of a rank cannot be copied, this rank alone raises.
     """
-    with take_turn("wait", find_rank_in_flight=_in_flight_here):
-        await_turn()
+    with exclusive_begin("wait", find_busy_rank=_find_own_save):
+        wait_for_previous()
         writer = ObjectStoreWriter(uri, options=options)
         ranks = background_ranks(writer, process_group, no_dist=no_dist)
         with ranks.ending() if isinstance(ranks, CollectiveCall) else contextlib.nullcontext():
@@ -382,7 +384,7 @@ def prepare_async_save(
 
 
 def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writer: ObjectStoreWriter | None) -> str:
-    """Return the URI of the save; invalid arguments as text, because they are refused once all ranks have answered."""
+    """Return the URI of the save, or invalid arguments as text: they are refused once all ranks have answered."""
     if uri is None and checkpoint_id is None:
         return "" if writer is None else writer.agreed_id
     try:
@@ -391,11 +393,11 @@ def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writ
         return f"{uri}, {checkpoint_id}"
 
 
-def _in_flight_here(own_uri: str | None, **_: object) -> tuple[int, str] | None:
+def _find_own_save(own_uri: str | None, **_: object) -> tuple[int, str] | None:
     return None if own_uri is None else (0, own_uri)
 
 
-def entries_of(
+def resolve_state_dict(
     objects: LiveObjects,
     state_dict: StateDict | PathOrURI | None,
     uri: PathOrURI | None,
@@ -407,7 +409,7 @@ def entries_of(
 ) -> tuple[StateDict, PathOrURI | None]:
     """Return the state dict that is passed, or that of the live objects, and the location."""
     if not objects.are_given:
-        _require_state_dict(state_dict, doing=doing)
+        _require_state_dict(state_dict, uri, doing=doing)
         return state_dict, uri  # type: ignore[return-value]  # it is a dict
     if isinstance(state_dict, (str, os.PathLike)) and uri is None:
         state_dict, uri = None, state_dict
@@ -417,25 +419,29 @@ def entries_of(
     return objects.entries(rank=rank, num_ranks=num_ranks, is_strict=strict is not False), uri
 
 
-def _require_state_dict(state_dict: object, *, doing: str) -> None:
+def _require_state_dict(state_dict: object, uri: object, *, doing: str) -> None:
     """Raise ``TypeError`` for an object that is no state dict, such as a module."""
     kind = MutableMapping if doing == "loading" else Mapping
     if not isinstance(state_dict, kind):
         hint = " Pass model=…, or a dict of its state" if hasattr(state_dict, "state_dict") else ""
         if state_dict is None or isinstance(state_dict, (str, os.PathLike)):
             hint = " Pass one before the URI, or live objects: model=…, optimizer=…"
+            if isinstance(uri, Mapping):
+                hint = " The two arguments are swapped: the URI is the second"
+            elif state_dict is not None and doing == "loading":
+                hint += f". cloudckpt.read({redact(state_dict)!r}) returns what was saved"
         given = "None" if state_dict is None else f"a {type(state_dict).__name__}"
         raise TypeError(f"{doing} takes a state dict, which is a dict, and not {given}.{hint}")
 
 
-def _guard(
+def _ranks_context(
     storage: ObjectStoreWriter | ObjectStoreReader,
     process_group: dist.ProcessGroup | None,
     *,
     doing: str,
     no_dist: bool,
 ) -> RanksContext:
-    """Return the ranks of one call, which do not wait for a lost rank."""
+    """Return the context that gives the collectives of one call, which do not wait for a lost rank."""
     uri = storage.agreed_id if isinstance(storage, ObjectStoreWriter) else storage.checkpoint_id
     return guarded_collectives(
         process_group, doing=doing, uri=uri, timeout_s=storage.options.timeout_s, no_dist=no_dist
@@ -445,7 +451,7 @@ def _guard(
 def _show_progress(
     verb: Literal["save", "load"], storage: ObjectStoreWriter | ObjectStoreReader, *, in_background: bool = False
 ) -> contextlib.ExitStack:
-    """Return the context of a bar, which the job's rank 0 shows, also if each rank saves alone."""
+    """Return the context in which the job's rank 0 shows a bar. It does so also if each rank saves alone."""
     is_first = rank_in(None, no_dist=False) == 0 and os.environ.get("RANK", "0") == "0"
     is_wanted = storage.options.progress and is_first
     return show_progress(verb, storage.checkpoint_id, is_wanted=is_wanted, in_background=in_background)
@@ -456,10 +462,10 @@ def _location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None) -> PathOrU
         raise InvalidURIError(
             f"uri and checkpoint_id are two names for one thing, but differ: {redact(uri)!r}, {redact(checkpoint_id)!r}"
         )
-    chosen = uri if uri is not None else checkpoint_id
-    if chosen is None:
+    location = uri if uri is not None else checkpoint_id
+    if location is None:
         raise InvalidURIError("no location was given: pass a URI such as 's3://bucket/run/step-100', or a path")
-    return chosen
+    return location
 
 
 def check_reader(
@@ -470,7 +476,7 @@ def check_reader(
     rename: Rename | None,
     options: Options | None = None,
 ) -> ObjectStoreReader:
-    """Return the reader that a user passes. Raises `InvalidOptionError` for settings beside it, or another class."""
+    """Return the reader that a user passes. Raises `InvalidOptionError` for settings beside it."""
     if allow_pickle or strict is not None or rename is not None or options is not None:
         raise InvalidOptionError(
             "allow_pickle, strict, rename and options belong to the reader: pass them to it, not beside it"

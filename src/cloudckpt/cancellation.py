@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
 from cloudckpt._this_process import OfThisProcess
-from cloudckpt.errors import SaveCancelledError
+from cloudckpt.errors import SaveCancelledError, name_ranks
 from cloudckpt.report import SavePhase, SaveProgress
 
 
@@ -40,9 +40,10 @@ class Cancellation(OfThisProcess):
             )
 
     def cancel(self, ranks: Iterable[int] = ()) -> bool:
-        """Cancel the save in the name of `ranks`, or of this rank. Returns True if the save certainly ends uncommitted.
+        """Cancel the save on behalf of `ranks`; by default of this rank.
 
-        Returns False once `seal` was called: then this rank does not decide any more.
+        Returns True if the save certainly ends without a commit, and False after `seal`, which rules out a cancellation
+        by this rank.
         """
         with self._lock:
             if self._is_sealed:
@@ -76,7 +77,7 @@ class Cancellation(OfThisProcess):
     def seal(self, *, commits: bool) -> None:
         """Rule out that this rank cancels the save from here on. Raises `SaveCancelledError` if it is cancelled.
 
-        The coordinator, which `commits`, calls it before the commit, another rank after it has written its part.
+        The coordinator (`commits`) calls this before the commit. Another rank calls it after it has written its data.
         """
         with self._lock:
             self._is_sealed = not self._cancelled_by
@@ -100,7 +101,7 @@ class Cancellation(OfThisProcess):
     def stopping(self, stop: Callable[[SaveCancelledError], None]) -> Iterator[None]:
         """Call `stop`, in any thread, if the save is cancelled in this context.
 
-        An exception that leaves the context after that is taken for a consequence, and replaced.
+        After a cancellation, `SaveCancelledError` replaces any exception that leaves the context.
         """
         with self._lock:
             self._stop = stop
@@ -117,9 +118,8 @@ class Cancellation(OfThisProcess):
 
     def _error(self) -> SaveCancelledError:
         ranks = tuple(sorted(self._cancelled_by))
-        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         return SaveCancelledError(
-            f"the save to {self._uri} was cancelled by {who} before its commit: nothing of it is visible",
+            f"the save to {self._uri} was cancelled by {name_ranks(ranks)} before its commit: nothing of it is visible",
             uri=self._uri,
             ranks=ranks,
         )

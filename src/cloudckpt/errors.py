@@ -1,4 +1,4 @@
-"""All errors that cloudckpt raises.
+"""The errors to handle. cloudckpt also raises subclasses of them, and torch's ``CheckpointException`` with them.
 
 Classes follow what a handler would do, not where the error came from::
 
@@ -43,13 +43,15 @@ All of them survive pickling, because ``torch.distributed`` carries them from ra
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import itertools
 import pickle
 import re
+import shlex
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +95,8 @@ __all__ = [
 
 
 _MAX_NAMES = 5
-_MAX_COMPARED = 5000
-_MAX_RUNS = 16  # of neighbouring ranks
+_MAX_COMPARED_NAMES = 5000
+_MAX_RANGES = 16  # of neighbouring ranks
 _LONG_WORD = re.compile(r"\S{1001,}")
 MAX_MESSAGE_CHARS = 4000
 
@@ -109,7 +111,7 @@ def name_all(noun: str, names: Sequence[object], max_names: int = _MAX_NAMES) ->
     return f"{noun}{'' if len(names) == 1 else 's'} {join_first([*map(str, names)], max_names, separator=', ')}"
 
 
-def join_first(texts: Sequence[str], max_texts: int, *, separator: str = "; ") -> str:
+def join_first(texts: Sequence[str], max_texts: int = 10, *, separator: str = "; ") -> str:
     """Join the first texts for a message, and say how many more there are."""
     more = f"{separator.rstrip(', ')} and {len(texts) - max_texts:,} more" if len(texts) > max_texts else ""
     return separator.join(texts[:max_texts]) + more
@@ -123,22 +125,22 @@ def find_near(name: object, names: Iterable[object], *, cutoff: float = 0.6) -> 
 def find_near_entry(name: str, names: Iterable[str]) -> str:
     """Return the entry of a checkpoint, or a common prefix, for which `name` may be a slip; "" if none is similar.
 
-    One name is in the other, as with a prefix; or words of it are misspelt. Other layers have similar names, too.
+    One of the two names may lack a part of the other, such as its prefix, or words may be misspelt.
     """
-    names, depth = list(itertools.islice(names, _MAX_COMPARED)), name.count(".") + 1
+    names, depth = list(itertools.islice(names, _MAX_COMPARED_NAMES)), name.count(".") + 1
     pairs = ((entry, *sorted((entry, name), key=len)) for entry in names)
-    within = (entry.partition(f".{name}.")[0] + f".{name}" for entry in names if f".{name}." in entry)
-    close = (entry for entry, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}."))
-    heads = dict.fromkeys(".".join(entry.split(".")[:depth]) for entry in names)
-    misspelt = [head for head in heads if _is_misspelt(name.split("."), head.split("."))]
-    return next(itertools.chain(close, within), "") or find_near(name, misspelt)
+    at_an_end = (entry for entry, short, long in pairs if long.endswith(f".{short}") or long.startswith(f"{short}."))
+    in_the_middle = (entry.partition(f".{name}.")[0] + f".{name}" for entry in names if f".{name}." in entry)
+    prefixes = dict.fromkeys(".".join(entry.split(".")[:depth]) for entry in names)
+    similar = [prefix for prefix in prefixes if _are_similar(name.split("."), prefix.split("."))]
+    return next(itertools.chain(at_an_end, in_the_middle), "") or find_near(name, similar)
 
 
-def _is_misspelt(words: Sequence[str], meant: Sequence[str]) -> bool:
+def _are_similar(words: Sequence[str], others: Sequence[str]) -> bool:
     # In a word of two letters, one letter is half of it. The number of a layer is not misspelt.
     cutoffs = (0.5 if word.isalpha() else 0.6 for word in words)
-    pairs = zip(words, meant, cutoffs, strict=False)
-    return len(words) == len(meant) and all(a == b or find_near(a, [b], cutoff=cutoff) for a, b, cutoff in pairs)
+    pairs = zip(words, others, cutoffs, strict=False)
+    return len(words) == len(others) and all(a == b or find_near(a, [b], cutoff=cutoff) for a, b, cutoff in pairs)
 
 
 def did_you_mean(*near: str) -> str:
@@ -149,12 +151,12 @@ def did_you_mean(*near: str) -> str:
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """Name ranks for a message, as in ``ranks 0-3, 8``."""
-    known = set(ranks)
-    firsts = sorted(rank for rank in known if rank - 1 not in known)
-    lasts = sorted(rank for rank in known if rank + 1 not in known)
-    runs = [str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
-    shown = ", ".join(runs[:_MAX_RUNS]) + (", …" if len(runs) > _MAX_RUNS else "")
-    return f"rank{'s' if len(known) > 1 else ''} {shown}"
+    members = set(ranks)
+    firsts = sorted(rank for rank in members if rank - 1 not in members)
+    lasts = sorted(rank for rank in members if rank + 1 not in members)
+    ranges = [str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
+    text = ", ".join(ranges[:_MAX_RANGES]) + (", …" if len(ranges) > _MAX_RANGES else "")
+    return f"rank{'s' if len(members) > 1 else ''} {text}"
 
 
 def limit_text(text: str) -> str:
@@ -166,11 +168,21 @@ def limit_text(text: str) -> str:
     return escape_control_characters(_cut(_LONG_WORD.sub(lambda word: _cut(word[0], 300), text), MAX_MESSAGE_CHARS))
 
 
+def changed_error(uri: str, *, doing: str, advice: str) -> CheckpointChangedError:
+    """Return the error about a checkpoint that has changed while it was read, as `doing` says."""
+    return CheckpointChangedError(f"{uri} was overwritten or removed while it was being {doing}. {advice}", uri=uri)
+
+
 def escape_control_characters(text: str) -> str:
     """Return `text` with control characters escaped, which a terminal would obey."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def plain_line(text: str) -> str:
+    """Return `text` as one line without control characters, so that a name cannot fake further lines."""
+    return escape_control_characters(text).replace("\n", "\\n")
 
 
 def install_advice(extra: str) -> str:
@@ -199,12 +211,13 @@ class Hint:
     """Advice to pass one argument. The library shows it as Python code, the command line as one of its flags.
 
     ``advice`` is a sentence with ``{option}`` in place of the words that say how to pass it. ``option`` is the keyword
-    of the call, or ``Options.`` and the name of a field. ``value`` is Python code.
+    of the call, or ``Options.`` and the name of a field. ``value`` is Python code. ``other`` is another way.
     """
 
     advice: str
     option: str
     value: str = "…"
+    other: Hint | None = None
 
     def __str__(self) -> str:
         return self.as_python()
@@ -217,14 +230,25 @@ class Hint:
 
         `via` is `CloudckptError.via`.
         """
+        first = _RESTORE_FIRST if via == UNRESTORED and self.option == "overwrite" else ""
+        via = "manager" if via == UNRESTORED else via
         head, dot, name = self.option.rpartition(".")
         code = f"options=cloudckpt.{head}({name}={self.value})" if dot else f"{name}={self.value}"
         form = _FORMS.get(f"{via} {code.partition('=')[0]}") or _FORMS.get(via, "pass {}")
-        return self.advice.format(option=form.format(code))
+        advice = first + self.advice.format(option=form.format(code))
+        return self._with_other(advice, lambda other: other.as_python(via))
 
-    def as_flag(self, flag: str) -> str:
-        """Return the advice for a user of a command that has `flag`."""
-        return self.advice.format(option=f"pass {flag}")
+    def as_flags(self, flags: Mapping[str, str]) -> str:
+        """Return the advice for a user of a command whose flags for the options are `flags`."""
+        flag, texts = flags[self.option], [""]
+        if self.value not in ("True", "…"):
+            value = ast.literal_eval(self.value)
+            texts = [f" {shlex.quote(str(one))}" for one in (value if isinstance(value, list) else [value])]
+        text = self.advice.format(option="pass " + " ".join(f"{flag}{value}" for value in texts))
+        return self._with_other(text, lambda other: other.as_flags(flags))
+
+    def _with_other(self, text: str, say: Callable[[Hint], str]) -> str:
+        return text if self.other is None else f"{text}, or {say(self.other)}"
 
 
 _READER_FORM = "pass storage_reader=cloudckpt.ObjectStoreReader(…, {})"
@@ -237,6 +261,8 @@ _FORMS = {
     "manager options": "give the CheckpointManager {}",
 }
 """Words that say how to pass an argument, by `CloudckptError.via`, and by the keyword where needed."""
+UNRESTORED = "manager without a restore"
+_RESTORE_FIRST = "If this run has saved it, call manager.restore(…) before the first save. "
 OVERWRITE_HINT = Hint(
     advice="Choose another URI (another root if another job saves here), or {option} to replace the checkpoint.",
     option="overwrite",
@@ -255,9 +281,10 @@ def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]
 class CloudckptError(Exception):
     """Base of all errors. The message says what failed, on what, and what to do next.
 
-    ``hint`` is advice to pass an argument, if one helps. ``str()`` appends it to the message as Python code. ``via``
-    says how the user came here, and so how to pass it: by a call of cloudckpt (""), by torch's calls and `enable` or a
-    ``writer`` or ``reader``, or by a ``manager``.
+    ``hint`` is advice to pass an argument, if one helps. ``str()`` appends it to the message as Python code. ``via`` is
+    the API that the user called, which decides how the argument is passed: "" for the functions of cloudckpt,
+    ``enable``, ``writer`` or ``reader`` for torch's functions, ``manager``, and `UNRESTORED` for one that has not
+    restored.
     """
 
     hint: Hint | None = None
@@ -300,7 +327,7 @@ class CloudckptError(Exception):
 
 @contextlib.contextmanager
 def raised_via(via: str) -> Iterator[None]:
-    """Say of the errors of this context, and of their causes on all ranks, how the user came there."""
+    """Set `CloudckptError.via` on each error that leaves this context, and on its causes on all ranks."""
     try:
         yield
     except BaseException as error:
@@ -331,8 +358,8 @@ class StoreError(CloudckptError):
     """One call to a store failed.
 
     ``key`` is the full address of the object, without credentials, and ``operation`` the call. ``had_no_effect`` is
-    True if the call certainly changed nothing, ``is_unsent`` if no request was made, because this process lacked what
-    it takes (credentials from a service that is busy, a file descriptor).
+    True if the call certainly changed nothing. ``is_unsent`` is True if this process made no request, because it lacked
+    credentials (their service was busy) or a file descriptor.
     """
 
     had_no_effect: bool = False

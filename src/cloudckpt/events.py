@@ -11,10 +11,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cloudckpt._display import shown
+from cloudckpt._display import with_short_repr
 
 if TYPE_CHECKING:
-    from cloudckpt.report import LoadReport, SaveReport
+    from cloudckpt.report import LoadReport, Place, SaveReport
 
 EventName = Literal[
     "save.begun",
@@ -77,10 +77,10 @@ LEVELS: dict[EventName, int] = {
 """The level of each event that is written to the log; ranks other than 0 log at INFO at most."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One step of a save or load, as it happens; `Options.on_event` and `cloudckpt.telemetry` receive it."""
+    """One step of a save or load, at the time it happens. `Options.on_event` and `cloudckpt.telemetry` receive it."""
 
     name: EventName
     """Name of the step, such as ``save.committed``."""
@@ -88,14 +88,16 @@ class Event:
     """URI of the checkpoint."""
     rank: int
     """Rank on which it happens."""
+    place: Place = "root"
+    """``fast`` if `uri` is in the fast place of a `CheckpointManager`."""
     key: str = ""
-    """Key of the object concerned, relative to `uri`; empty if it concerns none."""
+    """Key of the object concerned, relative to `uri`; of a ``retry``, the full address. Empty if it concerns none."""
     num_bytes: int = 0
     """Bytes of this step."""
     operation: str = ""
     """Identifier that all events of one save or load on one rank share."""
     seconds: float = 0.0
-    """Seconds that it took, if something has ended."""
+    """Duration of the step that has ended; 0.0 for a step that begins."""
     error: str = ""
     """Class of the error, such as ``ThrottledError``."""
     message: str = ""
@@ -104,6 +106,6 @@ class Event:
     """Report, if a save or load is done."""
 
 
-def log_fields(**known: object) -> dict[str, object]:
+def log_fields(**fields: object) -> dict[str, object]:
     """Return the fields with a value, for a log record's ``extra``."""
-    return {name: value for name, value in known.items() if value not in ("", None)}
+    return {name: value for name, value in fields.items() if value not in ("", None)}

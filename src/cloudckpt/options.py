@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
-from cloudckpt._display import SHOWN_AS, shown
+from cloudckpt._display import SHOWN_AS, with_short_repr
 from cloudckpt.errors import InvalidOptionError, did_you_mean, find_near
 from cloudckpt.uri import redact
 
@@ -33,44 +33,90 @@ DEFAULT_CONNECTIONS = 16
 CONNECTIONS_BESIDE_TRAINING = 2
 """Connections of a copy to the root that no call waits for. More connections slow a training loop by more than 3 %."""
 
-_C = TypeVar("_C")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MAX_OVER_READ = 1000.0
-_OPEN = ("endpoint_url", "region", "region_name", "profile", "profile_name", "project", "anonymous", "addressing_style")
+_SAFE = ("endpoint_url", "region", "region_name", "profile", "profile_name", "project", "anonymous", "addressing_style")
 """Storage options whose values are no secrets."""
+
+_OTHER_NAMES = {
+    "keep_last": "max_to_keep save_total_limit total_limit keep_n_latest keep_latest_k keep_last_n num_to_keep",
+    "keep_best": "save_top_k monitor mode best_fn best_mode metric_for_best_model checkpoint_score_attribute",
+    "keep_every": "keep_period",
+    "keep_one_per": "keep_time_interval keep_checkpoint_every_n_hours",
+    "save_every": "save_interval_steps save_interval save_steps save_freq every_n_train_steps train_time_interval",
+    "async_": "async_save async_mode use_async is_async asynchronous enable_async_checkpointing",
+    "root": "checkpoint_id path dirpath directory folder checkpoint_dir output_dir save_dir uri",
+    "uri": "path filepath checkpoint_path ckpt_path directory folder url f root",
+    "overwrite": "force exist_ok",
+    "model": "module net network pl_module",
+    "optimizer": "optim opt",
+    "scheduler": "lr_scheduler sched",
+    "dataloader": "train_dataloader loader dataset_iterator",
+    "random_state": "rng rng_state rng_states",
+    "state_dict": "state item items obj args pytree",
+    "process_group": "pg group",
+}
+"""The names that other libraries, such as Orbax, torch, Lightning and Transformers, give to each argument."""
+_ADVICE = {
+    "map_location": "Tensors are loaded on the devices of the objects or tensors that they fill",
+    "num_workers": "Options(connections=…) is the number of requests in flight",
+    "weights_only": "Loads are safe without it: no pickle is run by default",
+    "metrics": "CheckpointManager.save(step, …, metrics=…) saves metrics",
+    "step": "End the URI with the step, as in s3://bucket/run/step-4, or use CheckpointManager.save(step, …)",
+    "blocking": "async_save never waits: call result() of what it returns, or call save",
+}
+"""Sentences for names of other libraries that have no argument here."""
 
 
 def _hide_secrets(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return storage options, with ``***`` in place of each value that may be a secret."""
-    values = ((str(name), value if name in _OPEN else "***") for name, value in storage_options.items())
+    values = ((str(name), value if name in _SAFE else "***") for name, value in storage_options.items())
     return {name: redact(value) if isinstance(value, str) else value for name, value in values}
 
 
-def naming_keywords(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let the error for an unknown keyword suggest a known one, as Python does since 3.13."""
-    known = inspect.signature(call).parameters
-    callee = call.__qualname__.removesuffix(".__init__")
+def suggest_keywords(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let the error for an unknown keyword suggest a similar one, as Python does since 3.13."""
+    parameters = inspect.signature(function).parameters
+    function_name = function.__qualname__.removesuffix(".__init__")
 
-    @functools.wraps(call)
+    @functools.wraps(function)
     def checked(*args: _P.args, **keywords: _P.kwargs) -> _T:
-        if unknown := [name for name in keywords if name not in known]:
+        if unknown := [name for name in keywords if name not in parameters]:
             classes = (Options, AdvancedOptions)
-            of_options = {name: f"{cls.__name__}.{name}" for cls in classes for name in cls.__slots__}
-            near = [of_options.get(name) or find_near(name, [*known]) for name in unknown]
-            raise TypeError(f"{callee} has no {', '.join(unknown)}{did_you_mean(*near)}")
-        return call(*args, **keywords)
+            options_by_field = {name: f"{cls.__name__}.{name}" for cls in classes for name in cls.__slots__}
+            known = {
+                other: name for name, others in _OTHER_NAMES.items() if name in parameters for other in others.split()
+            }
+            if "." in function_name:
+                owner = type(args[0])
+                known |= {name: f"{owner.__name__}({name}=…)" for name in inspect.signature(owner).parameters}
+            known |= options_by_field
+            advice = [f". {_ADVICE[name]}" for name in unknown if name in _ADVICE and name not in known]
+            others = [name for name in unknown if name not in _ADVICE]
+            near = [known.get(name) or find_near(name, [*parameters]) for name in others]
+            if "keep_best" in near:
+                metric, mode = keywords.get("monitor", "loss"), keywords.get("mode", "min")
+                advice.append(f". For example, keep_best={(metric, mode, 3)!r}")
+            hint = did_you_mean(*dict.fromkeys(near)) + "".join(advice)
+            raise TypeError(f"{function_name} has no {', '.join(unknown)}{hint}")
+        if "step" in parameters and parameters["step"].default is inspect.Parameter.empty:
+            is_given = "step" in keywords or len(args) > [*parameters].index("step")
+            if not is_given:
+                raise TypeError(f"{function_name} needs the number of the step: save(step, model=…)")
+        return function(*args, **keywords)
 
     return checked
 
 
-def _naming_options(cls: type[_C]) -> type[_C]:
-    cls.__init__ = naming_keywords(cls.__init__)  # type: ignore[method-assign]
+def _suggest_fields(cls: type[_T]) -> type[_T]:
+    options_class: Any = cls
+    options_class.__init__ = suggest_keywords(options_class.__init__)
     return cls
 
 
-@_naming_options
-@shown
+@_suggest_fields
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvancedOptions:
     """Options of saves and loads that few users change. Sizes are in bytes.
@@ -112,8 +158,8 @@ class AdvancedOptions:
         _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)
 
 
-@_naming_options
-@shown
+@_suggest_fields
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of saves and loads. Sizes are in bytes, times in seconds.
@@ -132,8 +178,8 @@ class Options:
     """Options of the store's client: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``). Needed
     where the environment does not have them."""
     timeout_s: float = 60.0
-    """Maximum time without progress, for every wait. Raise it if ranks arrive with a larger delay, or if the store
-    pauses for longer."""
+    """Maximum time without progress, in a request to the store or a wait for other ranks. Raise it if ranks arrive with
+    a larger delay, or if the store pauses for longer."""
     retries: int = 5
     """Number of retries after a transient failure, within `timeout_s` of the last progress. Raise it on an unreliable
     line."""
@@ -141,7 +187,8 @@ class Options:
     """Maximum number of requests of one rank in flight. None stands for 16. If a host has more than eight
     ranks (``LOCAL_WORLD_SIZE``), they share 128. For a path, None stands for the cores of the rank, from 2 to 8. The
     number is halved when the store asks to slow down, or requests time out or cannot be sent, and grows again after
-    that. Raise it if the network has room and the CPU is idle. Lower it if a background save slows training down."""
+    that. Ranks that have less than two cores each make fewer and larger requests. Raise it if the network has room and
+    the CPU is idle. Lower it if a background save slows training down."""
     staging_bytes: int = 512 * MIB
     """Maximum memory that a save uses to copy tensors that cannot be sent in place (GPU, strided tensors). Lower it if
     memory is short. Raise it to 1 GiB for larger parts of GPU tensors."""
@@ -160,6 +207,10 @@ class Options:
     of up to 16 KiB whole, and samples of larger ones: at the beginning, middle and end, and of each 4 MiB.
     ``"whole"`` compares all bytes. ``"never"`` compares nothing, and the lowest rank saves all entries. Set it if ranks
     differ on purpose."""
+    share_reads: Literal["always", "never"] = "never"
+    """Reads that several ranks plan alike, as with DDP and HSDP. With ``"never"``, each rank makes all its reads.
+    With ``"always"``, the ranks make equal parts of them, and send each other the bytes. Set it if the store or the
+    line limits loads, and the ranks have a faster network between them. It takes more CPU, and requests of 2 MiB."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     unchanged: Literal["send", "reference"] = "send"
@@ -257,7 +308,11 @@ _ADVANCED_TYPES: tuple[_Rule, ...] = (
 _TYPES: tuple[_Rule, ...] = (
     ("storage_options", _is_a(Mapping), "a mapping"),
     ("timeout_s", _is_a(numbers.Real), "a number of seconds"),
-    *((name, _is_a(numbers.Integral), "a whole number") for name in ("retries", "staging_bytes", "read_bytes")),
+    ("retries", _is_a(numbers.Integral), "a whole number"),
+    *(
+        (name, _is_a(numbers.Integral), "a whole number, such as 4 * 1024**3")
+        for name in ("staging_bytes", "read_bytes")
+    ),
     ("connections", lambda value: value is None or _is_a(numbers.Integral)(value), "a whole number or None"),
     *(
         (name, _is_a(bool), "True or False")
@@ -296,6 +351,7 @@ _BOUNDS: tuple[_Rule, ...] = (
         lambda options: options.compare_replicas in ("sample", "whole", "never"),
         "'sample', 'whole' or 'never'",
     ),
+    ("share_reads", lambda options: options.share_reads in ("always", "never"), "'always' or 'never'"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
     ("unchanged", lambda options: options.unchanged in ("send", "reference"), "'send' or 'reference'"),
     (
@@ -328,9 +384,9 @@ def _check(options: Any, types: Iterable[_Rule], bounds: Iterable[_Rule]) -> Non
         raise InvalidOptionError(
             "; ".join(f"{name} must be {valid}, not {_format_value(options, name)}" for name, valid in problems.items())
         )
-    for name, _, valid in types:
+    for name, _, _ in types:
         value = getattr(options, name)
-        if valid.startswith("a whole number") and value is not None:  # numpy's integers are not int
+        if _is_a(numbers.Integral)(value):  # numpy's integers are not int
             object.__setattr__(options, name, int(value))
 
 

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from cloudckpt._display import shown
+from cloudckpt._display import with_short_repr
+
+Place = Literal["root", "fast"]
+FAST_KEY = "fast"
+"""The key, in the ``metadata`` of a manifest, of the record that a manager makes of a step in its fast place."""
 
 
-@shown
+def record_of(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a manager's record of a step in its fast place; empty for other metadata."""
+    record = metadata.get(FAST_KEY)
+    return record if isinstance(record, dict) else {}
+
+
+def place_of(metadata: Mapping[str, Any]) -> Place:
+    """Return the place of a manager whose options have this ``metadata``."""
+    return "fast" if "root" in record_of(metadata) else "root"
+
+
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """Report of one save on one rank."""
 
     uri: str
     """URI of the checkpoint."""
+    place: Place = "root"
+    """``"fast"`` if `uri` is in the fast place of a `CheckpointManager`."""
     attempt: str
-    """Identifier of the save."""
+    """Identifier of the attempt that saved: the keys of its objects begin with ``data/<attempt>/``."""
     rank: int
     """This rank in the group that saved."""
     num_bytes: int
@@ -53,7 +71,7 @@ class SaveReport:
 SavePhase = Literal["staging", "planning", "uploading", "committing", "committed", "failed", "cancelled"]
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveProgress:
     """Progress of a background save on one rank (`AsyncSave.progress`)."""
@@ -69,7 +87,7 @@ class SaveProgress:
     """Bytes that this rank sends: 0 before its plan is made, then an estimate, exact at the end."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedCheckpoint:
     """A newer checkpoint that `load_latest` skipped, because it could not load it."""
@@ -82,21 +100,25 @@ class SkippedCheckpoint:
     """True if it was removed meanwhile, False if it is damaged."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """Report of one load on one rank."""
 
     uri: str
     """URI of the checkpoint."""
+    place: Place = "root"
+    """``"fast"`` if `uri` is in the fast place of a `CheckpointManager`."""
     attempt: str
-    """Identifier of the save that was loaded."""
+    """Identifier of the attempt that saved what was loaded."""
     rank: int
     """This rank in the group that loaded."""
     num_bytes_wanted: int
     """Bytes of the tensors and objects that were asked for."""
     num_bytes_read: int
     """Bytes that came from the store for them, in whole tiles and with small gaps."""
+    num_bytes_received: int = 0
+    """Bytes that other ranks have read for this one, and sent (`Options.share_reads`)."""
     num_requests: int
     """Requests to the store, retries included."""
     num_retries: int
@@ -126,7 +148,7 @@ class LoadReport:
         return self.num_bytes_wanted / self.read_s if self.read_s > 0 else 0.0
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """Report of a verification that found no damage. `verify` returns it."""
@@ -134,7 +156,7 @@ class VerifyReport:
     uri: str
     """URI of the checkpoint."""
     attempt: str
-    """Identifier of the save."""
+    """Identifier of the attempt that saved: the keys of its objects begin with ``data/<attempt>/``."""
     num_objects: int
     """Number of data objects."""
     num_tensors: int

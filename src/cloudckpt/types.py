@@ -19,13 +19,14 @@ if TYPE_CHECKING:
         ValueDescription,
         WrapperDescription,
     )
-    from cloudckpt.inspect.removal import Garbage, GarbageReport, KeptObject
-    from cloudckpt.manager.debts import DrainReport
+    from cloudckpt.manager.drain import DrainReport
     from cloudckpt.manager.policies import SaveFailure
     from cloudckpt.manager.preemption import Preemption, PreemptionReport
     from cloudckpt.manager.restore import Restored
     from cloudckpt.manager.retention import RetentionReport
     from cloudckpt.manager.steps import StepInfo
+    from cloudckpt.publication.pull import PullReport
+    from cloudckpt.removal import Garbage, GarbageReport, KeptObject
 
 __all__ = [
     "AsyncSave",
@@ -45,6 +46,7 @@ __all__ = [
     "ObjectDescription",
     "Preemption",
     "PreemptionReport",
+    "PullReport",
     "Restored",
     "RetentionReport",
     "SaveFailure",
@@ -67,13 +69,14 @@ _LAZY = {
     "cloudckpt.inspect.comparison": "Comparison Difference",
     "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription "
     "ValueDescription WrapperDescription",
-    "cloudckpt.inspect.removal": "Garbage GarbageReport KeptObject",
-    "cloudckpt.manager.debts": "DrainReport",
+    "cloudckpt.removal": "Garbage GarbageReport KeptObject",
+    "cloudckpt.manager.drain": "DrainReport",
     "cloudckpt.manager.policies": "SaveFailure",
     "cloudckpt.manager.preemption": "Preemption PreemptionReport",
     "cloudckpt.manager.restore": "Restored",
     "cloudckpt.manager.retention": "RetentionReport",
     "cloudckpt.manager.steps": "StepInfo",
+    "cloudckpt.publication.pull": "PullReport",
 }
 
 if not TYPE_CHECKING:  # a type checker would take it that every name exists

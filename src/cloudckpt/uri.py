@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cloudckpt.errors import InvalidURIError, did_you_mean, find_near
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes with "_", which RFC 3986 has not
-_SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
+_ANY_SCHEME = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
 _COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"\$[{(]|(?:^|/)\$[A-Za-z_]\w*(?:/|$)")  # a name such as best$acc is one
@@ -44,6 +44,11 @@ _ARN = re.compile(
 )
 _S3_BUCKET_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._\-]{{1,61}}[A-Za-z0-9]|{_ARN.pattern}")
 _GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
+_ARN_OF_BUCKET = re.compile(r"arn:aws[a-z\-]*:s3:::(?P<bucket>[^/]+)(?P<path>/.*)?")
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html, and the pages of the console
+_AMAZON_HOST = re.compile(r"(?:(?P<bucket>.+)\.)?s3[a-z0-9.\-]*\.amazonaws\.com(?:\.cn)?(?::[0-9]+)?", re.IGNORECASE)
+STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
+"""The names of the folders in which a manager keeps the steps of a run."""
 # S3 and GCS take keys of 1024 bytes; what is left is for the longest key inside a checkpoint.
 _MAX_PREFIX_BYTES = 900
 
@@ -86,8 +91,9 @@ SERVICES = {
 """The services by their schemes. fsspec's file systems serve every other scheme."""
 _FSSPEC = Service(store="cloudckpt.stores.fsspec_store:FsspecStore")
 _ALIASES = {alias: scheme for scheme, service in SERVICES.items() for alias in service.aliases}
-_OF_BUCKETS = [name for name in (*SERVICES, *_ALIASES) if SERVICES[_ALIASES.get(name, name)].bucket_name is not None]
-_SLIP = re.compile(rf"({'|'.join(_OF_BUCKETS)})(?://|:(?!/))", re.IGNORECASE)  # a job would fill a local folder
+_BUCKETS = [name for name in (*SERVICES, *_ALIASES) if SERVICES[_ALIASES.get(name, name)].bucket_name is not None]
+_MISTYPED_SCHEME = re.compile(rf"({'|'.join(_BUCKETS)})(?://|:(?!/))", re.IGNORECASE)
+"""A scheme of buckets without its colon or slashes. Taken for a path, it would let a job fill a local folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +175,7 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
         )
     if _CONTROL.search(text):
         raise InvalidURIError(f"The location {redact(text)!r} contains a control character.")
-    _refuse_blank(text, of=text)
+    _refuse_blank(text, location=text)
     if _VARIABLE.search(text):
         raise InvalidURIError(
             f"The location {redact(text)!r} has a '$' before a name, as a variable that no shell has replaced: "
@@ -182,7 +188,7 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
             f"('simplecache::s3://…') are not accepted either, because a cache could serve a stale manifest."
         )
     parsed = _parse_uri(text, scheme=match[1].lower(), rest=text[match.end() :]) if match else _parse_path(text)
-    _refuse_blank(parsed.path, of=text)
+    _refuse_blank(parsed.path, location=text)
     return parsed
 
 
@@ -193,9 +199,9 @@ def folder_and_name(location: Location) -> tuple[Location, str]:
     return location.parent, location.name
 
 
-def _refuse_blank(name: str, *, of: str) -> None:
+def _refuse_blank(name: str, *, location: str) -> None:
     if name != name.strip():
-        raise InvalidURIError(f"The location {redact(of)!r} begins or ends with a blank: remove it.")
+        raise InvalidURIError(f"The location {redact(location)!r} begins or ends with a blank: remove it.")
 
 
 def is_remote_uri(location: object) -> bool:
@@ -220,7 +226,7 @@ def mangled_uri_scheme(location: object) -> str | None:
     text = os.fsdecode(os.fspath(location))
     if "://" in text:
         return None
-    if (slip := _SLIP.match(text)) is not None:
+    if (slip := _MISTYPED_SCHEME.match(text)) is not None:
         return slip[1].lower()
     for segment in text.split("/"):
         if segment.endswith(":") and segment[:-1].lower() in known_schemes():
@@ -241,6 +247,8 @@ def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
     shown = redact(text)
     if scheme not in known_schemes():
         raise InvalidURIError(_unknown_scheme_message(shown, scheme))
+    if scheme in ("http", "https"):
+        raise InvalidURIError(f"{shown!r} {_http_problem(scheme, rest.partition('?')[0])}")
     scheme = _ALIASES.get(scheme, scheme)
     if scheme == "file":
         return _parse_file_uri(shown, rest)
@@ -259,6 +267,23 @@ def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
     return Location(scheme=scheme, authority=authority, path=path.removesuffix("/"))
 
 
+def _http_problem(scheme: str, rest: str) -> str:
+    """Say which URI to pass in place of a URL: over HTTP, folders cannot be listed, and commits cannot be made."""
+    host, _, path = rest.rpartition("@")[2].partition("/")
+    if "console.aws.amazon" in host.lower():
+        return "is a page of the AWS console. Pass the URI, 's3://bucket/prefix'."
+    amazon = _AMAZON_HOST.fullmatch(host)
+    key = "/".join(filter(None, [amazon and amazon["bucket"], path])) or "bucket/prefix"
+    words = "is a URL, and a checkpoint can be neither listed nor committed over plain HTTP. Pass"
+    if amazon is not None or host == "storage.googleapis.com":
+        return f"{words} '{'s3' if amazon else 'gs'}://{key}'."
+    endpoint = f"{scheme}://{host or 'host'}"
+    return (
+        f"{words} 's3://{key}' with Options(storage_options={{'endpoint_url': '{endpoint}'}}), or in a shell "
+        f"--storage-option endpoint_url={endpoint}."
+    )
+
+
 def _parse_file_uri(shown: str, rest: str) -> Location:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
@@ -270,7 +295,9 @@ def _parse_file_uri(shown: str, rest: str) -> Location:
 
 
 def _parse_path(text: str) -> Location:
-    if (slip := _SLIP.match(text)) is not None:
+    if (arn := _ARN_OF_BUCKET.fullmatch(text)) is not None:
+        raise InvalidURIError(f"{text!r} is an ARN. Pass the URI, 's3://{arn['bucket']}{arn['path'] or ''}'.")
+    if (slip := _MISTYPED_SCHEME.match(text)) is not None:
         uri = redact(f"{slip[1].lower()}://{text[slip.end() :]}")
         raise InvalidURIError(
             f"A location begins with {slip[0]!r}. Pass the URI, {uri!r}, or './{slip[0]}…' for a path."
@@ -380,7 +407,7 @@ def redact(location: object) -> str:
     """Return the text of a location without credentials (``user:password@``) and query (``?X-Amz-Signature=…``)."""
     text = os.fsdecode(location) if isinstance(location, (str, bytes, os.PathLike)) else str(location)
     text, question, _ = text.partition("?")
-    scheme, slashes, rest = _SCHEME_OF_ANY.match(text).groups()  # type: ignore[union-attr]  # it matches every text
+    scheme, slashes, rest = _ANY_SCHEME.match(text).groups()  # type: ignore[union-attr]  # it matches every text
     # A password may contain slashes, so credentials end at the last "@". A user without a password has no slash.
     user, at_sign, after = rest.rpartition("@")
     if slashes and at_sign and (_COLON.search(user) or "/" not in user):

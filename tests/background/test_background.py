@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import cloudckpt
 from cloudckpt import Options
 from cloudckpt.background import in_flight
-from cloudckpt.background.process import _Staged
+from cloudckpt.background.process import _StagedStateStager
 from cloudckpt.background.runner import ExternalSnapshot
 from cloudckpt.dcp.live_objects import find_parameters
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors import snapshot_plan
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.snapshot import Snapshot
 
 WAIT_S = 60.0
 SIZE_BYTES = 4 * MIB
@@ -74,7 +74,7 @@ class ByHand(AsyncStager):
 
 
 def assert_cancelled(handle: cloudckpt.AsyncSave, memory: Memory) -> None:
-    """As every cancelled save ends: named, and with nothing left."""
+    """Check the end of a cancelled save: its error names it, and nothing is left."""
     error = handle.exception(WAIT_S)
     assert isinstance(error, cloudckpt.errors.SaveCancelledError)
     assert isinstance(error, CheckpointException)
@@ -198,7 +198,7 @@ def fails(memory: Memory) -> cloudckpt.AsyncSave:
     """A background save that failed, without anybody knowing."""
     cloudckpt.save(state_of(1), memory.uri("taken"))
     handle = cloudckpt.async_save(state_of(2), memory.uri("taken"))
-    cloudckpt.background.in_flight.await_turn()
+    cloudckpt.background.in_flight.wait_for_previous()
     assert handle.done()
     return handle
 
@@ -453,7 +453,7 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
 
 def test_a_copy_that_failed_is_not_handed_to_a_process() -> None:
     """If this fails, a stager that fails in the background leaves a checkpoint without entries, as a success."""
-    handed = _Staged(ExternalSnapshot.from_error(ValueError("no memory"))).stage({})
+    handed = _StagedStateStager(ExternalSnapshot.from_error(ValueError("no memory"))).stage({})
     assert isinstance(handed, Future)
     assert isinstance(handed.exception(WAIT_S), ValueError)
 

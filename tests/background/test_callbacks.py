@@ -86,8 +86,8 @@ def assert_ends(memory: Memory, error: BaseException, begin: Callable[[], Any]) 
         cloudckpt.load(found, memory.uri())
         assert all(bool((tensor == 1.0).all()) for tensor in found.values())
     # Nothing is left in the way of the next save.
-    in_flight.await_turn()
-    in_flight.drop(in_flight.find_unsettled())
+    in_flight.wait_for_previous()
+    in_flight.forget(in_flight.find_unreported())
     cloudckpt.async_save(state_of(2.0), memory.uri("next")).result(WAIT_S)
     return is_committed
 
@@ -247,9 +247,9 @@ def test_a_callback_of_a_future_that_raises_changes_nothing(memory: Memory, name
     setter.join()
     gate.set()
     handle.result(WAIT_S)
-    in_flight.await_turn()
+    in_flight.wait_for_previous()
     assert called.is_set()
-    assert in_flight.find_unsettled() is None
+    assert in_flight.find_unreported() is None
 
 
 @every_error
@@ -305,7 +305,6 @@ def test_an_error_ends_one_retention_run_and_not_the_next(memory: Memory, where:
         memory.at("step-0").fail("delete", error=lambda: error)
     manager.save(1, state_of(1.0))
     manager.wait()
-    assert manager._retention.wait(WAIT_S)
     if where not in ("retention.removed", "retention.failed"):
         assert manager.retention is not None
         assert all("by the test" in each.reason for each in manager.retention.failed)

@@ -25,8 +25,8 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from cloudckpt.background.stager import PinnedStager
-from cloudckpt.tensors.copying import Snapshot
 from cloudckpt.tensors.host_memory import SnapshotPool
+from cloudckpt.tensors.snapshot import Snapshot
 from cloudckpt.tensors.snapshot_plan import CopyTask, SnapshotPlan, add_tasks, lay_out_copies
 from cloudckpt.tensors.tensor_bytes import as_carrier, bytes_view, is_short, plain_tensor
 
@@ -50,7 +50,7 @@ def copied(stager: PinnedStager, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Of the values, in row-major order."""
+    """Return the bytes of the values, in row-major order."""
     tensor = plain_tensor(tensor, "", uri="")
     return bytes(bytes_view(as_carrier(tensor).contiguous()))
 
@@ -120,7 +120,7 @@ def test_tied_tensors_stay_tied_and_are_copied_once(stager: PinnedStager) -> Non
 
 
 class Pair(NamedTuple):
-    """Of tensors, as optimizers keep them."""
+    """A pair of tensors, as optimizers keep them."""
 
     first: Any
     second: Any
@@ -259,7 +259,7 @@ def private_stager() -> Iterator[PinnedStager]:
 
 
 def as_values(value: Any) -> Any:
-    """What it is, in Python's own values."""
+    """Return what it is, in Python's own values."""
     if isinstance(value, torch.Tensor):
         there = value.layout is torch.sparse_coo or not is_short(value)
         # In words: NaN, as which some bits of other types are read, is not equal to itself.
@@ -270,12 +270,12 @@ def as_values(value: Any) -> Any:
 
 
 def is_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has some."""
+    """Return True if it has some."""
     return tensor.layout is torch.strided and tensor.numel() > 0 and not is_short(tensor)
 
 
 State = dict[str, Any]
-"""Of tensors, by name, some of which may be of one memory."""
+"""Tensors by name. Some may share memory."""
 Change = Callable[[State, str], None]
 
 
@@ -536,7 +536,8 @@ GPU = torch.device("cuda", 0)
 
 def device_plan(tensors: list[torch.Tensor], *, task_bytes: int) -> SnapshotPlan:
     """The plan of a snapshot of a GPU's tensors, which lie on the CPU here."""
-    copies, segments = lay_out_copies(tensors, SnapshotPool(shared=False), reuse_lent=True)
+    whole = [False] * len(tensors)
+    copies, segments = lay_out_copies(tensors, SnapshotPool(shared=False), reuse_lent=True, urgent=(), whole=whole)
     segments = [msgspec.structs.replace(segment, is_small=False) for segment in segments]  # as a GPU's never are
     tasks: list[CopyTask] = []
     ranges = add_tasks(tasks, segments, device=GPU, task_bytes=task_bytes)
@@ -556,7 +557,7 @@ def device_plan(tensors: list[torch.Tensor], *, task_bytes: int) -> SnapshotPlan
 def copied_by(stream: FakeStream, tensors: list[torch.Tensor]) -> tuple[Snapshot, list[torch.Tensor]]:
     """A snapshot that is copied on `stream`, when it has ended, and the copies."""
     plan = device_plan(tensors, task_bytes=1000)
-    snapshot = Snapshot(plan, tensors, {}, num_threads=1, new_stream=lambda _: stream)
+    snapshot = Snapshot(plan, tensors, {}, num_threads=1, urgent=(), new_stream=lambda _: stream)
     snapshot.start()
     snapshot.completed.exception(WAIT_S)
     return snapshot, plan.copies

@@ -81,6 +81,6 @@ def save(uri: str, state: dict[str, Any] | None = None, **settings: Any) -> None
 
 
 def leave_unfinished(at: Place, name: str, *, attempt: str) -> None:
-    """What a save that died has left."""
+    """Write the remains of a save that died."""
     at.write(f"{name}/data/{attempt}/0-0.safetensors", b"x" * 1000)
     at.write(f"{name}/data/{attempt}/1-0.safetensors", b"x" * 500)

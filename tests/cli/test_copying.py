@@ -33,6 +33,34 @@ def test_a_checkpoint_is_copied(local: LocalPlace, run: Run, tmp_path: Path) -> 
     assert run("cp", local.uri("run/step-1"), local.uri("run/step-1")).code == 2
 
 
+def test_advice_of_a_merge_is_in_the_flags_of_the_command(run: Run, tmp_path: Path) -> None:
+    """If this fails, the command advises Python, or an include that fails once more."""
+    sources = [str(tmp_path / f"step-{step}") for step in range(2)]
+    for step, source in enumerate(sources):
+        ema = {"module": {"w": torch.ones(2)}, "n b": torch.tensor(step)}
+        cloudckpt.save({"model": {"ema": ema, "net": {"w": torch.ones(2)}}}, source)
+    target = str(tmp_path / "mean")
+    ended = run("merge", *sources, target, "--include", "model")
+    advice = "pass --include model.ema.module --include model.net, or pass --from-first 'model.ema.n b' to take it from"
+    assert (ended.code, advice in ended.err) == (2, True), ended.err
+    assert run("merge", *sources, target, "--include", "model.ema.module", "--include", "model.net").code == 0
+    assert run("merge", *sources, target, "--from-first", "model.ema.n b", "--overwrite").code == 0
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_export_names_what_its_prefix_does_not_fit(run: Run, tmp_path: Path, kind: str) -> None:
+    """If this fails, a file has an entry with its whole name among stripped ones, which a strict load refuses."""
+    ema = {"module": {"w": torch.ones(2)}, "n_averaged": torch.tensor(1)}
+    cloudckpt.save({"model": {"ema": ema}}, source := str(tmp_path / "step-1"))
+    told = f"Warning: the prefix 'model.ema.module' does not fit 'model.ema.n_averaged' of {source}, which"
+    for include, is_told in (("model.ema", True), ("model.ema.module", False)):
+        target = str(tmp_path / f"{include}.{kind}")
+        ended = run(
+            "export", source, target, "--include", include, "--strip-prefix", "model.ema.module", "--format", kind
+        )
+        assert (ended.code, told in ended.err, "Warning" in ended.err) == (0, is_told, is_told), ended.err
+
+
 @pytest.mark.every_store
 def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path: Path) -> None:
     """If this fails, a copy or an import into a folder makes that folder a checkpoint, with others inside it."""
@@ -47,6 +75,7 @@ def test_a_folder_does_not_become_a_checkpoint(place: Place, run: Run, tmp_path:
     refused = run("cp", source, f"{place.uri('run/step-1')}/", "--overwrite")
     assert (refused.code, "is a checkpoint, so no other one can be put into it" in refused.err) == (6, True)
     torch.save({"w": torch.ones(2)}, file := tmp_path / "step-9.pt")
+    assert "pass --format torch" in run("import", str(file), place.uri("run/step-9")).err
     refused = run("import", str(file), place.uri("run"), "-f", "torch")
     assert (refused.code, f"cloudckpt import {file} {place.uri('run')}/step-9\n" in refused.err) == (6, True)
     assert f"{place.uri('run')}/step-9: " in run("import", str(file), f"{place.uri('run')}/", "-f", "torch").out
@@ -69,6 +98,16 @@ def test_checkpoints_are_merged(run: Run, tmp_path: Path) -> None:
     assert run("merge", a, b, mean).code == 6
 
 
+def test_folder_in_place_of_a_checkpoint_comes_with_the_flag_for_all(local: LocalPlace, run: Run) -> None:
+    """If this fails, a user copies the steps of a run one by one, since nothing names --all."""
+    save(local.uri("run/step-1"))
+    for command in (["cp", local.uri("run"), local.uri("other")], ["verify", local.uri("run")]):
+        ended = run(*command)
+        assert (ended.code, ended.err.endswith(". For all checkpoints there, pass --all\n")) == (3, True), ended.err
+        assert run(*command, "--all").code == 0
+    assert "--all" not in run("verify", local.uri("none")).err
+
+
 def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> None:
     """If this fails, one damaged checkpoint or a second try keeps a folder from being mirrored, or nobody knows what
     was copied."""
@@ -89,6 +128,20 @@ def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> 
     assert {line.partition("step-")[2][:1] for line in ended.err.splitlines() if "Error" in line} == {"1", "3"}
     assert [one.name for one in cloudckpt.list_checkpoints(local.uri("there"))] == ["step-2", "step-4"]
     assert run("cp", "--all", local.uri("nothing"), local.uri("there")).code == 3
+
+
+def test_cp_all_does_not_take_another_run_for_its_copy(local: LocalPlace, run: Run) -> None:
+    """If this fails, a user believes in a backup, and the folder has the checkpoints of another run."""
+    for uri in ("run/step-1", "run/step-2", "there/step-1"):
+        save(local.uri(uri))
+    before = local.read("there/step-1/manifest.json")
+    for _ in range(2):
+        ended = run("cp", "--all", local.uri("run"), local.uri("there"))
+        assert (ended.code, "step-1 is another checkpoint, and no copy of" in ended.err) == (1, True)
+    assert "step-2 exists already." in ended.err
+    assert local.read("there/step-1/manifest.json") == before
+    assert run("cp", "--all", local.uri("run"), local.uri("there"), "--overwrite").code == 0
+    assert run("cp", "--all", local.uri("run"), local.uri("there")).code == 0
 
 
 def test_a_copy_that_is_complete_is_no_error_with_resume(local: LocalPlace, run: Run) -> None:

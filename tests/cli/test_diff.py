@@ -32,6 +32,20 @@ def test_a_pattern_that_fits_no_entry_is_an_error_of_diff(tmp_path: Path, run: R
     assert run("diff", f"{tmp_path}/a", f"{tmp_path}/a", "--name", "model").code == 0
 
 
+def test_place_of_the_first_difference_in_a_value_is_named(tmp_path: Path, run: Run) -> None:
+    """If this fails, a user with two random states that differ sees two rows of numbers, and not which generator."""
+    before = ((3, (*range(1000, 1624),), None), {"a": [1.0, float("nan")]}, 5)
+    for name, after, where in (
+        ("b", ((3, (*range(1000, 1600), *range(24)), None), before[1], 5), "[0][1][600]"),
+        ("c", (before[0], {"a": [2.0, float("nan")]}, 5), "[1]['a'][0]"),
+        ("d", (before[0], {"b": 1}, 5), "[1]"),
+    ):
+        save(f"{tmp_path}/a{name}", {"random": before})
+        save(f"{tmp_path}/{name}", {"random": after})
+        assert f"values at {where} " in run("diff", f"{tmp_path}/a{name}", f"{tmp_path}/{name}").out
+        assert differences(run, f"{tmp_path}/a{name}", f"{tmp_path}/{name}")["random"]["where"] == where
+
+
 def test_every_kind_of_difference_is_reported(local: LocalPlace, run: Run) -> None:
     """If this fails, a change between two checkpoints goes unseen, or is told as another one."""
     before: dict[str, Any] = {

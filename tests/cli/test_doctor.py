@@ -25,7 +25,7 @@ from cloudckpt.testing.faults import Faults
 
 WRITTEN_MARK = ".cloudckpt-probe-"
 MOTO = {"checksums", "lifecycle"}
-"""What is not well with moto: it takes wrong checksums, and the bucket has no rule."""
+"""Moto fails these checks: it takes wrong checksums, and the bucket has no rule."""
 
 
 def failed(report: DoctorReport) -> set[str]:
@@ -89,6 +89,17 @@ def test_a_fast_place_that_is_too_small_or_read_only_fails_the_check(tmp_path: P
     report = examine(tmp_path / "bucket", fast=tmp_path / "file" / "nvme", options=make_options(connections=1))
     assert report["fast save"].outcome == "failed"
     assert report.is_healthy
+
+
+def test_a_fast_place_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    """If this fails, a mistyped path looks well, and a restart goes back to the last step of the bucket."""
+    report = examine(tmp_path / "bucket", fast=tmp_path / "nvmee", options=make_options(connections=1))
+    assert report["fast place"].found == f"{tmp_path / 'nvmee'} does not exist. The first save makes it"
+    assert "check the path, and that the drive is mounted" in str(report)
+    assert report.is_healthy
+    (tmp_path / "nvme").mkdir()
+    report = examine(tmp_path / "bucket", fast=tmp_path / "nvme", options=make_options(connections=1))
+    assert not report.failures
 
 
 def test_the_doctor_removes_the_folder_that_it_made(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.kit.places import Place
+from tests.manager.test_host_drains import hosts_of
 
 import cloudckpt
 from cloudckpt.cli._app import app
-from cloudckpt.manager.debts import FAST_KEY, make_record
+from cloudckpt.manager.drain import FAST_KEY, make_record
 from cloudckpt.uri import parse_location
 
 Expected = tuple[list[str], Callable[[Place], bool], str]
@@ -48,8 +49,8 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
         "export": ([two, place.uri("out"), "--skip-non-tensors"], _with("out/model.safetensors"), "2 tensors"),
         "import": ([str(folder), place.uri("step-3")], _whole("step-3"), "2 tensors"),
         "merge": (
-            [one, two, place.uri("step-3"), "--include", "model.w"],
-            _whole("step-3"),
+            [one, two, place.uri("mean"), "--include", "model.w"],
+            _whole("mean"),
             "the mean of 1 tensor of 2 checkpoints",
         ),
     }
@@ -90,6 +91,18 @@ def test_every_command_works_on_this_store(place: Place, name: str, run: Run, tm
     state = state_of(0.0)
     cloudckpt.load(state, place.uri("step-2"), no_dist=True)
     assert state["model"]["w"][0, 0] == 1.0
+
+
+@pytest.mark.every_store
+def test_drains_of_two_hosts_complete_a_step_on_this_store(place: Place, run: Run, tmp_path: Path) -> None:
+    """If this fails, hosts with a drive each cannot bring a step to this kind of store, or leave reports there."""
+    hosts = hosts_of(tmp_path, place.root)
+    assert run("drain", str(hosts[0]), place.root).code == 1
+    again = run("drain", str(hosts[0]), place.root)
+    assert (again.code, "no other host has sent them" in again.err) == (1, True)
+    assert run("drain", str(hosts[1]), place.root).code == 0
+    report = cloudckpt.verify(place.uri("step-5"))
+    assert sum("/data/" in key for key in place.contents()) == report.num_objects
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -127,6 +127,13 @@ def test_a_metric_with_the_name_of_a_control_character_is_one_line(local: LocalP
     assert (len(ended.out.splitlines()), "\x1b" in ended.out + ended.err) == (2, False)
 
 
+def test_a_checkpoint_without_a_name_has_a_word_for_it(memory: Memory, run: Run) -> None:
+    """If this fails, the checkpoint at a bucket itself is a row without a name."""
+    cloudckpt.save(state_of(1.0), memory.root)
+    assert run("ls", memory.root, "--columns", "name,state").out.splitlines()[1].split() == ["(whole)", "committed"]
+    assert "(whole)" in run("du", memory.root).out
+
+
 def test_a_folder_with_nothing_but_uploads_is_listed(memory: Memory) -> None:
     """If this fails, what a killed save left is paid for, and no listing of the run shows it."""
     memory.at("step-1").create_multipart(f"data/{new_attempt_id()}/0-0.safetensors")
@@ -151,7 +158,6 @@ def test_a_save_that_died_in_its_first_file_is_listed_on_a_path(tmp_path: Path, 
 def test_watch_follows_a_run(tmp_path: Path) -> None:
     """If this fails, who watches a run misses a checkpoint, or a script that waits for a step waits for ever."""
     root, lines = str(tmp_path), []
-    save(f"{root}/step-1")
     command = [
         sys.executable,
         "-m",
@@ -163,9 +169,14 @@ def test_watch_follows_a_run(tmp_path: Path) -> None:
         "--until-step",
         "2",
     ]  # not the 1 of again-1
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout is not None
+            assert running.stderr is not None
+            waits_for = f"Listing {root} every 1 s until step 2 or a later one is committed.\n"
+            assert running.stderr.readline() == waits_for
+            assert "Nothing is at" in running.stderr.readline()
+            save(f"{root}/step-1")
             lines.append(running.stdout.readline())
             cloudckpt.delete(f"{root}/step-1")
             save(f"{root}/step-2-again-1")

@@ -52,7 +52,12 @@ def test_a_run_is_plotted_over_its_steps(local: LocalPlace, run: Run, tmp_path: 
     _save_run(local)
     leave_unfinished(local, "step-20", attempt=OLD_ATTEMPT)
     output = tmp_path / "run.svg"
-    document = run("plot", local.root, "--json", "-o", str(output)).document
+    ended = run("plot", local.root, "--json", "-o", str(output))
+    document = ended.document
+    assert "replaced" not in ended.err
+    again = run("plot", local.root, "-o", str(output))
+    assert (again.out, "It replaced the run.svg" in again.err) == (f"{output}\n", True)
+    assert f"{local.root} (steps that still exist)" in output.read_text()
     series = {one["name"]: one for one in document["series"]}
     assert list(series) == ["loss", "kl", "size", "duration"]
     assert series["loss"]["points"] == [[1, 0.5], [10, 0.25], [20, 0.75]]
@@ -117,6 +122,7 @@ def test_a_format_that_cannot_be_written_is_refused_before_anything_is_read(
         assert (ended.code, message in ended.err) == (2, True), ended.err
     assert run("plot", local.root).code == run("report", local.root, "-o", "x.html").code == 3
     _save_run(local)
+    assert "has the checkpoints step-" in run("plot", local.root + "/nowhere").err
     assert run("plot", local.root, "-o", local.root + "/nowhere/x.svg").code == 2
     assert run("plot", local.root, "-o", local.root + "/x.png").code == 0
     assert local.read("x.png").startswith(b"\x89PNG")
@@ -155,11 +161,13 @@ def test_a_report_is_one_file_whose_names_are_text(local: LocalPlace, run: Run, 
     for more in ([], ["--values", "--compare", "step-1", "step-2"]):
         ended = run(*command, *more)
         assert ended.code == 0, ended.err
+        assert ("It replaced the report.html that was there." in ended.err) == bool(more)
         page = output.read_text()
+        assert page.index(REMOVED_NOTE) < page.index("<svg")
         parsed = _Page(page)
         drawn = {"svg", "title", "rect", "polyline", "circle", "text"}
         frame = {"html", "head", "meta", "style", "body", "h1", "h2", "p", "div", "figure"}
-        assert parsed.tags == drawn | frame | {"table", "thead", "tbody", "tr", "th", "td"}
+        assert parsed.tags == drawn | frame | {"table", "thead", "tbody", "tr", "th", "td", "wbr"}
         assert not any(name.startswith("on") or name in ("src", "href") for name in parsed.attributes)
         assert "\x1b" not in page
         assert page.count("http") - page.count("http://www.w3.org/2000/svg") == 1  # http-equiv
@@ -186,15 +194,45 @@ def test_a_report_tells_what_takes_the_space_and_what_changed(local: LocalPlace,
     assert "* 0.25" in words
     assert REMOVED_NOTE in words
     run("report", local.root, "-o", output, "--values", "--compare", "step-20", "step-30")
-    assert "optim.stepvalues1718" in " ".join(_Page(Path(output).read_text()).text.split())
+    assert "optim.stepvalues: 17 → 18" in " ".join(_Page(Path(output).read_text()).text.split())
     save(local.uri("step-40"), {f"w{number}": torch.ones(1) for number in range(300)})
     run("report", local.root, "-o", output)
     words = " ".join(_Page(Path(output).read_text()).text.split())
     assert "303 differences" in words
-    assert "The table leaves out 103 more differences." in words
+    assert "The table leaves out 243 more differences: cloudckpt diff lists all." in words
     assert "286 others in w14, w15, w16 and 283 more" in words
     unknown = run("report", local.root, "-o", output, "--compare", "step-20", "step-31")
     assert (unknown.code, "'step-31'" in unknown.err) == (3, True)
+
+
+def test_a_report_leads_with_the_model_and_with_the_size_of_a_change(
+    local: LocalPlace, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a report shows what differs off its edge, tells a private path, or has another order than ls."""
+    for step in (1, 2):
+        weight, moments = torch.ones(4), torch.full((4,), 100.0 * step)
+        weight[0] = step / 2
+        state = {"random_state": "x" * 999, "optimizer": {"m": moments}, "model": {"w": weight, "b": torch.ones(step)}}
+        save(local.uri(f"step-{step}"), state)
+    monkeypatch.chdir(Path(local.root).parent)
+    output = tmp_path / "report.html"
+    run("report", local.root, "-o", str(output), "--values")
+    page = output.read_text()
+    head, _, text = _Page(page).text.partition("Checkpoints\n")
+    assert f"<title>{Path(local.root).name}</title>" in page
+    assert str(tmp_path) not in page
+    assert (text.index("step-1") < text.index("step-2"), "other saves" in head) == (True, False)
+    assert text.index("model: ") < text.index("optimizer: ") < text.index("random_state: ")
+    titles = "namemax differencechangedrelativechange"
+    rows = "model.bshape: float32 [1] → float32 [2]model.w0.525 %0.5values: float32 [4]"
+    assert f"{titles}{rows}optimizer.m100100 %0.5values: float32 [4]" in text
+    bars = [one.text for one in _parse("<svg" + page.split("<svg")[-2].partition("</svg>")[0] + "</svg>").iter()]
+    assert bars.index("model") < bars.index("optimizer") < bars.index("random_state")
+    leave_unfinished(local, "step-2", attempt=OLD_ATTEMPT)
+    run("report", local.root, "-o", str(output), "--title", "a & b")
+    page = output.read_text()
+    assert page.count("a &amp; b</") == 2
+    assert " of other saves, such as unfinished ones" in page, "their bytes are named where there are any"
 
 
 def _span(
@@ -256,7 +294,10 @@ def test_a_timeline_of_many_spans_is_a_file_that_opens() -> None:
     ("first", "last", "labels"),
     [
         (0, 20_000, "0 5,000 10,000 15,000 20,000"),
-        (137, 1291, "500 1,000"),
+        (137, 1291, "500 1,000 1,291"),
+        (0, 150, "0 50 100 150"),
+        (10, 1010, "250 500 750 1,010"),
+        (1, 5_001_000, "2,000,000 5,001,000"),
         (7, 7, "7"),
         (3, 4, "3 4"),
         (2, 8, "2 4 6 8"),

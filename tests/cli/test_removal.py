@@ -95,10 +95,13 @@ def test_rm_keeps_the_last_steps_as_a_manager_does(local: LocalPlace, run: Run, 
     ended = run("rm", local.root, "--keep-last", "2", "--yes")
     assert ended.code == 1
     assert re.findall(r"Deleted .*/step-(\d)\.", ended.out) == ["0", "2"]
-    assert "step-1: left alone: another save is writing there" in ended.err
+    assert "step-1: left alone: another save writes there, or was killed: gc removes its data" in ended.err
     assert "step-3: left alone: " in ended.err
     left = {one.name for one in cloudckpt.list_checkpoints(local.root, all=True)}
     assert left == {"an-import", "step-1", "step-3", "step-4", "step-5", "step-9"}
+    assert "Besides, 2 folders of removed checkpoints: a fence of " in run("ls", "-l", local.root).err, "steps 0 and 2"
+    found = run("gc", local.root, *_GC, "--dry-run").out
+    assert found.count(": the fence of a removed checkpoint (") == 2
     assert run("rm", local.root, "--keep-last", "9", "--yes").code == 0
     assert run("rm", local.uri("nothing"), "--keep-last", "1", "--yes").code == 3
 

@@ -74,8 +74,13 @@ def test_modules_are_summed_up_to_a_depth(local: LocalPlace, run: Run) -> None:
 def test_a_name_with_entries_below_it_shows_them(local: LocalPlace, run: Run) -> None:
     """If this fails, the state of a scaler has to be asked for value by value, or a large tensor is read unasked."""
     moments = {"step": torch.tensor(17.0), "exp_avg": torch.ones(3, 3)}
-    save(local.uri(), {"scaler": {"scale": 65536.0, "x": {"n": [1, 2]}}, "optim": {"0": moments}, "scalers": 1})
-    assert run("cat", local.uri(), "scaler").out == "scaler.scale  65536.0\nscaler.x.n    [1, 2]\n"
+    scaler = {"scale": 65536.0, "x": {"n": [1, 2]}, "off": {}}
+    save(local.uri(), {"scaler": scaler, "optim": {"0": moments}, "scalers": 1})
+    lines = ["scaler.scale  65536.0", "scaler.x.n    [1, 2]", "scaler.off    {}"]
+    assert run("cat", local.uri(), "scaler").out.splitlines() == lines
+    assert run("cat", local.uri(), "scaler.off").out == "{}\n"
+    (shown,) = run("show", local.uri(), "--json", "--values", "--name", "scaler.off").document["values"]
+    assert shown == {"name": "scaler.off", "num_bytes": 0, "value": "{}"}
     below = run("cat", local.uri(), "optim")
     assert below.out == "optim.0.step     tensor(17.)\noptim.0.exp_avg  float32 [3, 3]\n"
     entries = run("cat", local.uri(), "optim.0", "--json").document["entries"]

@@ -1,4 +1,4 @@
-"""What takes part in the life of a checkpoint, in terms of the real functions of `cloudckpt.commit`."""
+"""The actors in the life of a checkpoint: each calls the real functions of `cloudckpt.commit`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
 
+from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key, manifest_number
 from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint, remove_garbage, walk
 from cloudckpt.commit.log import read_log, resolve
-from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -86,7 +86,7 @@ def zombie(attempt: str, *, number: int) -> Actor:
     def act(store: Replayed, client: StoreClient) -> str:
         manifest = manifest_for(attempt)
         try:
-            publish(client, manifest, number=number, conditional=True)
+            put_manifest(client, manifest, number=number, conditional=True)
         except OvertakenError:
             return f"{attempt} overtaken"
         except CommitUnknownError:
@@ -177,7 +177,7 @@ def collector() -> Actor:
 
     def act(store: Replayed, client: StoreClient) -> str:
         try:
-            left = remove_garbage(_place(client), before=LATER, conditional=True).left
+            left = remove_garbage(_place(client), before=LATER, conditional=True).errors
         except (CheckpointChangedError, CommitUnknownError, StoreError):
             return "gave up"
         return "left something" if left else "collected"
@@ -187,7 +187,7 @@ def collector() -> Actor:
 
 def _place(client: StoreClient) -> WalkedLocation:
     inventory = walk(client)
-    return WalkedLocation(client=client, root=client, prefix="", items=inventory.at(""))
+    return WalkedLocation(client=client, root=client, prefix="", items=inventory.items_at(""))
 
 
 def fence(*, keeps: int | None) -> bytes:
@@ -199,7 +199,7 @@ def fence(*, keeps: int | None) -> bytes:
 
 @functools.lru_cache(maxsize=1 << 16)
 def counting_in(world: World) -> tuple[int, Manifest] | None:
-    """What counts, and its number, told without any of the code under test."""
+    """Return what counts, and its number, told without any of the code under test."""
     entries = {number: body for key, body in world if (number := manifest_number(key)) is not None}
     top = max(entries, default=None)
     while top is not None and b"cloudckpt-fence" in entries[top]:

@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the store said: a value, or the kind of error that it raised."""
+    """The store's answer: a value, or the kind of error that it raised."""
 
     value: Any = None
     error: str | None = None
@@ -67,7 +67,7 @@ class Replayed(MemoryStore):
         super().__init__("model")
         self._answers: Iterator[Answer] = iter(answers)
         self.milestones: list[str] = []
-        """What the actor has reached, as it says itself."""
+        """The milestones that the actor has reported."""
 
     def _ask(self, call: Call) -> Any:
         try:
@@ -94,6 +94,9 @@ class Replayed(MemoryStore):
             moment = LATER if is_top and size_bytes <= _MAX_FENCE_BYTES else _EPOCH
             yield ObjectInfo(key=key, size_bytes=size_bytes, modified_at=moment)
 
+    def list_directories(self) -> Iterator[str]:
+        yield from self._ask(Call("list_directories", ""))
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:  # each deletion is a step of its own, as on a store without batches
             if ".cloudckpt-probe-" not in key:  # it asks for the permission, and changes nothing
@@ -116,11 +119,11 @@ class _Ids:
 IDS = _Ids()
 
 Actor = Callable[[Replayed, StoreClient], str]
-"""What an actor does; it returns what came of it."""
+"""An actor's program. It returns its outcome."""
 
 
 class Progress(NamedTuple):
-    """How far an actor is: its next call, or its outcome."""
+    """The progress of an actor: its next call, or its outcome."""
 
     call: Call | None
     outcome: str | None
@@ -132,23 +135,23 @@ class State(NamedTuple):
 
     world: World
     histories: tuple[tuple[Answer, ...] | Progress, ...]
-    """Of an actor that has ended, or died, only what came of it: what it went through makes no difference any more."""
+    """The answers that each actor got; of one that has ended or died, its outcome alone, since no call follows."""
     num_faults_left: int
     num_kills_left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What an exhaustive check looked at."""
+    """The extent of an exhaustive check."""
 
     num_states: int
     num_schedules: int
     outcomes: frozenset[tuple[str, ...]]
-    """Of all actors together, in each end."""
+    """The outcomes of all actors, one tuple for each final state."""
 
 
 def applied(call: Call, world: World) -> tuple[Answer, World]:
-    """What a correct store does."""
+    """Return what a correct store does."""
     objects = dict(world)
     if call.operation == "put":
         if call.if_absent and call.key in objects:
@@ -160,6 +163,8 @@ def applied(call: Call, world: World) -> tuple[Answer, World]:
         tops = set(_tops(tuple(objects)))
         found = tuple((key, len(body), key in tops) for key, body in objects.items() if key.startswith(call.key))
         return Answer(found), world
+    elif call.operation == "list_directories":
+        return Answer(tuple(sorted({key.partition("/")[0] for key in objects if "/" in key}))), world
     elif call.key not in objects:
         return Answer(error="missing"), world
     else:

@@ -42,7 +42,7 @@ def save(uri: str, fill: float = 1.0, **keywords: Any) -> None:
 
 
 def names(root: str) -> list[str]:
-    """As every public way to list them orders them, the oldest first."""
+    """Return them in the order of every public list, the oldest first."""
     listed = [info.name for info in cloudckpt.list_checkpoints(root)]
     newest = cloudckpt.latest(root)
     assert (newest and newest.name) == (listed[-1] if listed else None)

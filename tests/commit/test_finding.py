@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
+import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,13 @@ from tests.commit.actors import data_key_of, fence, manifest_for
 from tests.kit.in_memory import Memory, assert_holds, state_of
 from tests.kit.options import make_options
 from tests.kit.ranks import run_ranks
-from tests.kit.wrapped import Call, FaultyStore, Lies, WrappedStore, watching
+from tests.kit.wrapped import Call, FaultyStore, Lies, WrappedStore, transient, watching
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
 from cloudckpt.commit import entries
-from cloudckpt.commit.entries import FREE_BYTES, manifest_key
+from cloudckpt.commit.entries import ALWAYS_READ_BYTES, manifest_key
 from cloudckpt.commit.log import list_entries, read_log, resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -49,6 +52,10 @@ def client_of(store: Store) -> StoreClient:
     return StoreClient(store, retries=0, timeout_s=100)
 
 
+def require(condition: bool) -> None:  # noqa: FBT001
+    assert condition
+
+
 def put(store: Store, key: str, body: bytes) -> None:
     store.put(key, [memoryview(body)], crc32c=crc32c(body))
 
@@ -66,6 +73,42 @@ class Lying(WrappedStore):
             yield ObjectInfo(
                 key=info.key, size_bytes=self._size_bytes if is_entry else info.size_bytes, modified_at=info.modified_at
             )
+
+
+# A far store, whose first entry is read beside the listing.
+
+
+def far_store(*numbers: int) -> FaultyStore:
+    """Make a store with these manifests that costs round trips."""
+    store = FaultyStore(MemoryStore(uuid.uuid4().hex))
+    store.capabilities = dataclasses.replace(store.capabilities, is_near=False)
+    for number in numbers:
+        put(store, manifest_key(number), encode(manifest_for(f"a{number}")))
+    return store
+
+
+def test_the_first_manifest_of_a_far_store_is_read_beside_the_listing() -> None:
+    """If this fails, each load waits for one round trip more."""
+    store, is_read = far_store(0), threading.Event()
+    store.once_before("read", "manifest.json", is_read.set)
+    store.once_before("list", "manifest", lambda: require(is_read.wait(30)))
+    assert resolve(client_of(store)).manifest.attempt == "a0"
+    assert (store.count("list"), store.count("read")) == (1, 1)
+
+
+@pytest.mark.parametrize("numbers", [(1,), (0, 1), (0, 2)])
+def test_the_first_manifest_is_not_the_current_one_of_an_overwritten_checkpoint(numbers: tuple[int, ...]) -> None:
+    """If this fails, a load gets the data that an overwrite has replaced."""
+    resolved = resolve(client_of(far_store(*numbers)))
+    assert (resolved.number, resolved.manifest.attempt) == (numbers[-1], f"a{numbers[-1]}")
+
+
+@pytest.mark.parametrize("error", [lambda: transient("read"), lambda: ObjectNotFoundError("", key="", operation="")])
+def test_a_first_manifest_that_is_not_had_beside_the_listing_is_read_again(error: Callable[[], Exception]) -> None:
+    """If this fails, one wrong answer hides a checkpoint."""
+    store = far_store(0)
+    store.fail("read", key_part="manifest.json", error=error)
+    assert resolve(client_of(store)).manifest.attempt == "a0"
 
 
 # A path, where one job overwrites a checkpoint while another looks.
@@ -293,7 +336,7 @@ def test_oversized_manifest_is_skipped_unread(tmp_path: Path, monkeypatch: pytes
     read = LocalStore.read
 
     def bounded(store: LocalStore, key: str, *, max_bytes: int) -> bytes:
-        assert max_bytes <= FREE_BYTES, "memory is taken for it"
+        assert max_bytes <= ALWAYS_READ_BYTES, "memory is taken for it"
         return read(store, key, max_bytes=max_bytes)
 
     monkeypatch.setattr(LocalStore, "read", bounded)
@@ -320,7 +363,7 @@ def test_a_manifest_is_as_large_as_its_data_objects_justify(monkeypatch: pytest.
     store = FaultyStore(MemoryStore(f"bounds-{os.urandom(8).hex()}"))
     document = encode(manifest_for("a"))
     put(store.inner, "manifest.json", document)
-    monkeypatch.setattr(entries, "FREE_BYTES", len(document) // 2)
+    monkeypatch.setattr(entries, "ALWAYS_READ_BYTES", len(document) // 2)
     with pytest.raises(InvalidManifestError, match=r"of the 0 data objects beside it has at most"):
         resolve(client_of(store))
     put(store.inner, data_key_of("a"), bytes(len(document)))
@@ -329,8 +372,8 @@ def test_a_manifest_is_as_large_as_its_data_objects_justify(monkeypatch: pytest.
 
 def test_no_manifest_is_committed_that_readers_refuse(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a save succeeds that nobody can load."""
-    monkeypatch.setattr(entries, "FREE_BYTES", 100)
-    monkeypatch.setattr(entries, "BYTES_PER_BYTE", 0)
+    monkeypatch.setattr(entries, "ALWAYS_READ_BYTES", 100)
+    monkeypatch.setattr(entries, "MANIFEST_BYTES_PER_DATA_BYTE", 0)
     with pytest.raises(UnsupportedValueError, match="Nothing was committed"):
         cloudckpt.save(state_of(1.0), memory.uri())
     assert memory.all_keys() == []

@@ -38,7 +38,7 @@ def nothing_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inspect(world: World, before: Sequence[Progress], after: Sequence[Progress]) -> None:
-    """What must hold in every state that can be reached, as long as nobody deletes."""
+    """Check a state that can be reached while nobody deletes."""
     check_whole(world, before, after)
     counting = counting_in(world)
     winners: dict[int, str] = {}
@@ -59,7 +59,7 @@ def inspect(world: World, before: Sequence[Progress], after: Sequence[Progress])
 
 
 def check_whole(world: World, before: Sequence[Progress], after: Sequence[Progress]) -> None:
-    """What must hold in every state also where somebody deletes."""
+    """Check a state that can be reached, also while somebody deletes."""
     counting = counting_in(world)
     counts = None if counting is None else counting[1].attempt
     if counting is not None:
@@ -82,12 +82,12 @@ def checked(
 
 
 def _cells(actor: Actor) -> list[object]:
-    """What the function closes over."""
+    """Return what the function closes over."""
     return [cell.cell_contents for cell in actor.__closure__ or ()]
 
 
 def winners_of(result: Result) -> set[tuple[str, ...]]:
-    """Who committed, in each possible end."""
+    """Return who committed, in each possible end."""
     return {
         tuple(sorted(outcome.split()[0] for outcome in outcomes if outcome.endswith(" committed")))
         for outcomes in result.outcomes

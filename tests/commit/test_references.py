@@ -17,11 +17,11 @@ from tests.commit.model import IDS, LATER, Actor, Check, Inside, Progress, Repla
 from tests.kit.clock import skip_waits
 from tests.kit.options import make_options
 
+from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint, remove_garbage, walk
 from cloudckpt.commit.log import read_log, resolve
-from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
-from cloudckpt.commit.references import claim_key, put_claims, references_of
+from cloudckpt.commit.references import claim_key, put_claims
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -34,7 +34,7 @@ from cloudckpt.format.codec import encode
 from cloudckpt.format.model import REFERENCES_VERSION, Chunk, Manifest, StoredObject, StoredTensor
 from cloudckpt.io.client import StoreClient
 from cloudckpt.options import Options
-from cloudckpt.pipeline.unchanged import Base
+from cloudckpt.pipeline.unchanged import BaseCheckpoint
 from cloudckpt.uri import Location
 
 IS_EXHAUSTIVE = "CLOUDCKPT_EXHAUSTIVE" in os.environ
@@ -91,7 +91,10 @@ def inside(folder: str, manifest: Manifest, *, number: int = 0) -> World:
     """A checkpoint that is there, with its claims on its own folder's siblings."""
     objects: dict[str, bytes] = {f"{folder}/{manifest_key(number)}": encode(manifest)}
     objects |= {f"{folder}/{key}": b"" for key in manifest.own_keys}
-    of_others = {other: keys for other, keys in references_of(manifest, folder=folder).items() if other != folder}
+    of_others: dict[str, set[str]] = {}
+    for stored in manifest.objects:
+        if stored.folder:
+            of_others.setdefault(stored.folder, set()).add(stored.key)
 
     def claim(store: Replayed, client: StoreClient) -> str:
         put_claims(siblings_of(client), of_others, attempt=manifest.attempt, folder=folder)
@@ -115,7 +118,7 @@ B = inside("b", manifest_for("B", uses=[used("A", "a")]))
 
 @dataclasses.dataclass
 class PlaceOfSave:
-    """What `Base` needs of a `Context`."""
+    """The part of a `Context` that `BaseCheckpoint` needs."""
 
     client: StoreClient
     location: Location
@@ -134,7 +137,7 @@ def borrower(folder: str, name: str, *, source: str, own: Sequence[int] = ()) ->
         number = read_log(mine).highest_number + 1
         context: Any = PlaceOfSave(client, Location(scheme="memory", authority="model", path=f"run/{folder}"))
         try:
-            base = Base(context, source, attempt=attempt)
+            base = BaseCheckpoint(context, source, attempt=attempt)
         except (CheckpointNotFoundError, CheckpointChangedError):
             return f"{name} found no source"
         known = base.known_chunks([("t0", (0,)), ("t1", (0,))])
@@ -149,7 +152,7 @@ def borrower(folder: str, name: str, *, source: str, own: Sequence[int] = ()) ->
             for written in own_keys:
                 store.put(written, [], crc32c=0)
             base.keep_claims(manifest)
-            publish(mine, manifest, number=number, conditional=True)
+            put_manifest(mine, manifest, number=number, conditional=True)
         except CommitUnknownError as error:
             return f"{name} {'overtaken' if isinstance(error, OvertakenError) else 'unknown'}"
         except (CheckpointExistsError, StoreError) as error:
@@ -177,7 +180,7 @@ def overwriter(folder: str, name: str) -> Actor:
         number = read_log(mine).highest_number + 1
         try:
             store.put(f"{folder}/{key_of(name)}", [], crc32c=0)
-            publish(mine, manifest, number=number, conditional=True)
+            put_manifest(mine, manifest, number=number, conditional=True)
         except CommitUnknownError:
             return f"{name} unknown"
         except (CheckpointExistsError, StoreError):
@@ -219,7 +222,7 @@ def reader(folder: str) -> Actor:
 
 def place(store: Replayed, client: StoreClient, folder: str) -> WalkedLocation:
     own = client.at(Inside(store, folder))
-    found = walk(client, prefixes=(f"{folder}/",)).at(f"{folder}/")
+    found = walk(client, prefixes=(f"{folder}/",)).items_at(f"{folder}/")
     return WalkedLocation(client=own, root=client, prefix=f"{folder}/", items=found, siblings=siblings_of(client))
 
 

@@ -25,7 +25,7 @@ _DEFAULTS = {"s3": "moto", "gs": "fake-gcs"}
 
 
 def servers_of(config: pytest.Config) -> dict[str, str]:
-    """Of each kind of store that tests are to use, the server."""
+    """Return the server of each kind of store that the tests use."""
     named = [name for name in config.getoption("--places").split(",") if name in SERVERS]
     return {"gs" if name in {"fake-gcs", "gcp-emulator"} else "s3": name for name in named} or _DEFAULTS
 
@@ -59,7 +59,7 @@ def cloudckpt_gcs_server(servers: Servers, pytestconfig: pytest.Config) -> Serve
 
 @pytest.fixture
 def root_of(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
-    """Of a kind of place, a root on it where nothing lies yet; another one each time."""
+    """Make a new, empty root on a kind of place."""
 
     def make(kind: str) -> str:
         name = uuid.uuid4().hex
@@ -74,5 +74,5 @@ def root_of(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
 
 @pytest.fixture
 def copies_by_service(pytestconfig: pytest.Config) -> Callable[[str], bool]:
-    """Whether a kind of place copies by itself. moto's says CRC32 in the place of CRC32C, and is not believed."""
+    """Tell if a kind of place copies within the service. Moto does not: it reports CRC32 instead of CRC32C."""
     return lambda kind: kind in {"gs", "memory"} or (kind == "s3" and servers_of(pytestconfig)["s3"] != "moto")

@@ -41,7 +41,7 @@ def save(state_dict: dict[str, Any], uri: str, **options: Any) -> None:
 
 
 def loaded(like: dict[str, Any], uri: str) -> dict[str, Any]:
-    """What lies at `uri`, in the shape of `like`, of which nothing is left."""
+    """Return what lies at `uri`, in the shape of `like`, of which nothing is left."""
     state_dict = blank(like)
     cloudckpt.load(state_dict, uri, no_dist=True)
     return state_dict
@@ -59,7 +59,7 @@ def blank(value: Any) -> Any:
 
 
 def bits(value: Any) -> Any:
-    """What can be compared with ``==``: of tensors their dtype, shape and bytes."""
+    """Return what can be compared with ``==``: of tensors their dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().contiguous()
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -83,7 +83,7 @@ def store_at(uri: str, **options: Any) -> Store:
 
 
 def torch_saved(state_dict: dict[str, Any]) -> bytes:
-    """As ``torch.save`` writes it."""
+    """Return the bytes that ``torch.save`` writes."""
     target = io.BytesIO()
     torch.save(state_dict, target)
     return target.getvalue()

@@ -16,8 +16,7 @@ from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save
 from tests.kit.options import make_options
 
 import cloudckpt
-from cloudckpt.convert.conversion import check_apart
-from cloudckpt.convert.copying import _is_one_service
+from cloudckpt.convert.conversion import check_apart, is_one_service
 from cloudckpt.options import KIB, MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores.base import RequestRunner, run_once
@@ -57,7 +56,7 @@ def test_two_endpoints_of_one_scheme_are_two_services(
         Context(parse_location(f"{scheme}://bucket/run"), Options(storage_options=options), rank=0)
         for options in (mine, its)
     ]
-    assert _is_one_service(*sides) == is_one
+    assert is_one_service(*sides) == is_one
     if is_one:
         with pytest.raises(cloudckpt.errors.InvalidURIError, match="both the source and the target"):
             check_apart(*sides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tests.convert.states import bits, save, small
 from tests.kit.options import make_options
 from tests.kit.ranks import run_ranks
 from tests.kit.wrapped import Call, FaultyStore
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel
 
 import cloudckpt
 from cloudckpt.errors import (
@@ -30,7 +33,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.options import KIB
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def mean_of(tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -170,6 +173,47 @@ def test_sources_that_differ_are_refused_by_name(tmp_path: Path, change: Any, na
         cloudckpt.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
     assert named in str(caught.value)
     assert not (tmp_path / "mean").exists()
+    follow_both_ways(caught.value, [tmp_path / "a", tmp_path / "b"])
+
+
+def test_different_models_come_without_advice_to_take_one(tmp_path: Path) -> None:
+    """If this fails, the error proposes a merge that is a copy of the first of two different models."""
+    for name, size in (("a", 4), ("b", 8)):
+        save({"model": {"w": torch.ones(size), "b": torch.ones(size)}, "extra": size}, f"{tmp_path}/{name}")
+    with pytest.raises(UnsupportedValueError, match="cannot be merged") as caught:
+        cloudckpt.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
+    assert "pass" not in str(caught.value)
+
+
+def follow_both_ways(error: UnsupportedValueError, sources: list[Path], **given: Any) -> list[dict[str, Any]]:
+    """Merge as the error says to, by each of its two ways. Return what each merge has made."""
+    ways = re.findall(r"pass ((?:include|from_first)=(?:'[^']*'|\[[^\]]*\]))", str(error))
+    assert len(ways) == 2, error
+    merged = []
+    for way in ways:
+        target = sources[0].parent / f"mean-{len(merged)}"
+        cloudckpt.merge(sources, target, overwrite=True, **{**given, **eval(f"dict({way})")})  # noqa: S307  # text of our own
+        merged.append(cloudckpt.read(target))
+    return merged
+
+
+def test_error_over_the_count_of_an_average_says_how_to_merge_it(tmp_path: Path) -> None:
+    """If this fails, the EMA of a run cannot be merged as the error says, or the error shows one source at a time."""
+    sources = [tmp_path / f"step-{step}" for step in range(3)]
+    net = nn.Linear(2, 2)
+    ema = AveragedModel(net)
+    for step, source in enumerate(sources):
+        cloudckpt.save(source, model={"net": net, "ema": ema}, extra={"a": min(step, 1), "b": step // 2})
+        ema.update_parameters(net)
+    with pytest.raises(UnsupportedValueError, match=r"'extra\.a' .*'extra\.b' ") as caught:
+        cloudckpt.merge(sources, tmp_path / "mean")
+    for choice in ({}, {"include": "model"}, {"include": "model.ema"}):
+        with pytest.raises(UnsupportedValueError, match=r"n_averaged' \(values\)") as caught:
+            cloudckpt.merge(sources, tmp_path / "mean", **choice)
+        left_out, first = follow_both_ways(caught.value, sources, **choice)
+        assert "n_averaged" not in left_out["model"]["ema"]
+        assert first["model"]["ema"]["n_averaged"].item() == 0
+        assert ("net" in left_out["model"]) == (choice.get("include") != "model.ema")
 
 
 def test_entries_of_the_first_source_alone(tmp_path: Path) -> None:
@@ -178,12 +222,38 @@ def test_entries_of_the_first_source_alone(tmp_path: Path) -> None:
         norm = {"num_batches_tracked": torch.tensor(step), "running_mean": torch.full((2,), float(step))}
         save({"model": norm, "step": step}, f"{tmp_path}/{name}")
     sources, mean = [tmp_path / "a", tmp_path / "b"], tmp_path / "mean"
-    with pytest.raises(UnsupportedValueError, match="take such entries from the first one"):
+    with pytest.raises(UnsupportedValueError, match="num_batches_tracked") as caught:
         cloudckpt.merge(sources, mean, from_first="step")
+    follow_both_ways(caught.value, sources, from_first="step")
+    with pytest.raises(InvalidOptionError, match=r"from_first='model.running_men'.*'model.running_mean'"):
+        cloudckpt.merge(sources, mean, from_first=["step", "model.running_men"])
     cloudckpt.merge(iter(sources), mean, from_first=["step", "model.num*"])
     merged = cloudckpt.read(mean)
     assert (merged["step"], merged["model"]["num_batches_tracked"].item()) == (3, 3)
     assert merged["model"]["running_mean"].tolist() == [4.0, 4.0]
+
+
+def test_one_name_of_tied_tensors_from_the_first_source(tmp_path: Path) -> None:
+    """If this fails, a tensor that the first source alone should give becomes the mean of its tied name."""
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        weight = torch.full((5,), value)
+        save({"embed": weight, "head": weight}, f"{tmp_path}/{name}")
+    cloudckpt.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "mean", from_first="head")
+    merged = cloudckpt.read(tmp_path / "mean")
+    assert (merged["embed"].tolist(), merged["head"].tolist()) == ([2.0] * 5, [1.0] * 5)
+
+
+def test_floats_of_8_bits_are_not_averaged(tmp_path: Path) -> None:
+    """If this fails, quantized weights and their scales are averaged apart, to a model that is no mean of the two."""
+    for name, scale in (("a", 1.0), ("b", 0.5)):
+        quantized = {"weight": (torch.tensor([8.0, 4.0]) / scale).to(torch.float8_e4m3fn), "scale": torch.tensor(scale)}
+        save(quantized | {"norm": torch.ones(2)}, f"{tmp_path}/{name}")
+    save({"weight": torch.ones(2)}, f"{tmp_path}/wide")
+    for sources, named in (("ab", r"'weight' \(values\)"), (("wide", "a"), "dtype: float32 and float8_e4m3fn")):
+        with pytest.raises(UnsupportedValueError, match=named):
+            cloudckpt.merge([tmp_path / name for name in sources], tmp_path / "mean", include="weight")
+    cloudckpt.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "mean", from_first=["weight", "scale"])
+    assert bits(cloudckpt.read(tmp_path / "mean")) == bits(cloudckpt.read(tmp_path / "a"))
 
 
 def test_arguments_that_fit_no_merge_are_refused(tmp_path: Path) -> None:
@@ -191,9 +261,11 @@ def test_arguments_that_fit_no_merge_are_refused(tmp_path: Path) -> None:
     for name in "ab":
         save({"w": torch.ones(3)}, f"{tmp_path}/{name}")
     both = [tmp_path / "a", tmp_path / "b"]
-    for weights in ([1.0], [1.0, -1.0], [float("nan"), 1.0], ["1", "2"]):
+    for weights in ([1.0], 0.5, [1.0, -1.0], [float("nan"), 1.0], ["1", "2"]):
         with pytest.raises(InvalidOptionError, match="weights"):
             cloudckpt.merge(both, tmp_path / "mean", weights=weights)
+    with pytest.raises(InvalidOptionError, match="their sum not 0"):  # in floats it is 2.8e-17
+        cloudckpt.merge([*both, tmp_path / "a"], tmp_path / "mean", weights=[0.1, 0.2, -0.3])
     for sources in ([tmp_path / "a"], f"{tmp_path}/a", []):
         with pytest.raises(InvalidOptionError, match="two or more"):
             cloudckpt.merge(sources, tmp_path / "mean")
@@ -207,13 +279,35 @@ def test_arguments_that_fit_no_merge_are_refused(tmp_path: Path) -> None:
     assert bits(cloudckpt.read(tmp_path / "c")) == bits({"w": torch.zeros(3)})
 
 
+def test_a_mean_does_not_become_a_step_of_its_run(tmp_path: Path) -> None:
+    """If this fails, the next restart of a run takes the mean of its steps for the newest one."""
+    sources = [tmp_path / "run/step-1", tmp_path / "run/step-2"]
+    for source in sources:
+        save({"w": torch.ones(3)}, str(source))
+    with pytest.raises(InvalidURIError, match=rf"run/step-3 would be the newest .*{tmp_path}/run-mean/step-3"):
+        cloudckpt.merge(sources, tmp_path / "run/step-3")
+    for target in ("run/mean", "run-mean/step-3"):
+        assert cloudckpt.merge(sources, tmp_path / target).num_averaged == 1
+
+
 def test_a_mean_that_does_not_fit_its_dtype_is_refused(tmp_path: Path) -> None:
     """If this fails, an extrapolated model has infinite weights, without a word."""
     for name, value in (("a", 60_000.0), ("b", -60_000.0)):
         save({"w": torch.full((3,), value, dtype=torch.float16)}, f"{tmp_path}/{name}")
     with pytest.raises(UnsupportedValueError, match="'w' does not fit its dtype"):
         cloudckpt.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "mean", weights=[2, -1])
-    assert cloudckpt.list_checkpoints(tmp_path, all=True)[-1].name == "b"
+    save({"w": torch.full((3,), 1e300, dtype=torch.float64)}, f"{tmp_path}/wide")
+    with pytest.raises(UnsupportedValueError, match="'w' does not fit its dtype"):
+        cloudckpt.merge([tmp_path / "a", tmp_path / "wide"], tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_infinite_elements_of_a_source_stay(tmp_path: Path) -> None:
+    """If this fails, a mask of minus infinity cannot be merged, or its mean is another one."""
+    for name in "ab":
+        save({"mask": torch.tensor([0.0, -math.inf, math.nan])}, f"{tmp_path}/{name}")
+    cloudckpt.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
+    assert bits(cloudckpt.read(tmp_path / "mean")) == bits(cloudckpt.read(tmp_path / "a"))
 
 
 def test_damage_in_any_source_is_found(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, body: bytes, what: st
 def test_file_of_another_format_or_none_is_named(tmp_path: Path) -> None:
     """If this fails, a user who imports a file of torch.save is told to import it, or two sentences run together."""
     (tmp_path / "w.pt").write_bytes(b"of torch.save")
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"w\.pt is no \.safetensors file\. .* format 'torch'"):
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"w\.pt is no \.safetensors file\. .*format='torch'"):
         cloudckpt.import_checkpoint(tmp_path / "w.pt", tmp_path / "step-1")
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"no such object\. Check the URI$"):
         cloudckpt.import_checkpoint(tmp_path / "none.safetensors", tmp_path / "step-1")

@@ -14,11 +14,12 @@ import torch.distributed.checkpoint as dcp
 from tests.convert.conftest import Root
 from tests.convert.states import bits, blank, contents, loaded, save, small, store_at, torch_saved
 from tests.kit.options import make_options
+from tests.kit.wrapped import watching
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 import cloudckpt
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Faults, Rule, Tell
+from cloudckpt.testing.faults import Call, Faults, Rule, Tell
 
 KINDS = ["path", "s3"]
 
@@ -57,6 +58,26 @@ def test_an_export_of_named_tuples_needs_no_class(tmp_path: Path) -> None:
     (moments,) = found["moments"]
     assert type(moments) is tuple
     assert (moments[0]["w"].tolist(), moments[1]) == ([1.0, 1.0], 3)
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "torch", "dcp"])
+def test_a_conversion_counts_its_requests(tmp_path: Path, format_: Any) -> None:
+    """If this fails, `ConversionReport.num_requests` lacks those of the loads, saves and files within."""
+    calls: list[Call] = []
+    options = make_options(wrap_store=watching(before=calls.append))
+    both: dict[str, Any] = {"options": options, "target_options": options, "format": format_}
+    save({"w": torch.ones(300)}, str(tmp_path / "a"))
+    source = tmp_path / ("file.pt" if format_ == "torch" else "files.safetensors")
+    if format_ == "dcp":
+        dcp.save({"w": torch.ones(300)}, checkpoint_id=source, no_dist=True)
+        both["allow_pickle"] = True
+    else:
+        report = cloudckpt.export_checkpoint(tmp_path / "a", source, **both)
+        assert report.num_requests == len(calls)
+        calls.clear()
+    report = cloudckpt.import_checkpoint(source, tmp_path / "b", **both)
+    # Not counted are the probe, which the process makes once, and looks that explain or check.
+    assert 0.7 * len(calls) <= report.num_requests < len(calls)
 
 
 def test_torch_makes_its_own_format_of_an_export(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from cloudckpt.dcp.completeness import (
     check_completeness,
     check_empty,
     fill_placeholders,
-    find_left_of_objects,
+    find_unasked_entries,
     refuse_unloaded,
 )
 from cloudckpt.dcp.load_items import LoadItems, whole_item
@@ -136,7 +136,7 @@ def test_objects_are_given_entries_beside_those_they_ask_for(
     saved: Sequence[str], asked: Sequence[Sequence[str]], keys: Sequence[str], left: Sequence[str]
 ) -> None:
     """If this fails, an object that fills its state lazily gets less than was saved, or another object's state."""
-    assert find_left_of_objects([plan_of(names) for names in asked], metadata_of(saved), keys) == list(left)
+    assert find_unasked_entries([plan_of(names) for names in asked], metadata_of(saved), keys) == list(left)
 
 
 Left = Sequence[tuple[tuple[Any, ...], int, int]]

@@ -98,7 +98,7 @@ def listed(value: Any) -> Any:
 
 
 def has_entries(value: Any) -> bool:
-    """Whether there is a tensor or a named tuple at any depth."""
+    """Return True if there is a tensor or a named tuple at any depth."""
     if isinstance(value, Moments):
         return True
     if isinstance(value, (list, tuple, Mapping)):
@@ -107,7 +107,7 @@ def has_entries(value: Any) -> bool:
 
 
 def form(value: Any) -> Any:
-    """What a rebuilt state dict has of it: dicts and lists alone, as far as torch looks into them, and typed keys."""
+    """Return the form that a rebuilt state dict has: dicts and lists as deep as torch looks, and typed keys."""
     if isinstance(value, Mapping):
         return {repr(key): form(each) for key, each in value.items()}
     if isinstance(value, list) and looks_into(value):
@@ -118,7 +118,7 @@ def form(value: Any) -> Any:
 
 
 def looks_into(values: list[Any]) -> bool:
-    """Whether a tensor or a dict is in the list, or in a list in it, or a tensor or a named tuple in a tuple."""
+    """Return True if a tensor or a dict is in the list, or in a list in it, or a tensor or a named tuple in a tuple."""
     return any(
         isinstance(one, (torch.Tensor, Mapping))
         or (isinstance(one, list) and looks_into(one))

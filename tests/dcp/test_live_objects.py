@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import re
@@ -18,7 +19,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
@@ -26,6 +29,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
@@ -295,6 +299,26 @@ def test_groups_of_which_one_has_a_setting_more_are_not_merged() -> None:
         cloudckpt.load(uri, model=model, optimizer=SGD(params))
 
 
+def test_settings_that_one_saved_group_makes_equal_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, parameters without weight decay get it in a resume, and nobody is told; or each resume warns."""
+    model, uri, uri_of_two = make_two(), new_uri(), new_uri()
+
+    def two_groups() -> Optimizer:
+        decay, no_decay = {"params": model[0].parameters()}, {"params": model[1].parameters(), "weight_decay": 0.0}
+        return AdamW([decay, no_decay], weight_decay=0.5)
+
+    cloudckpt.save(uri, model=model, optimizer=AdamW(model.parameters(), lr=0.2), no_dist=True)
+    cloudckpt.save(uri_of_two, model=model, optimizer=two_groups(), no_dist=True)
+    optimizer = two_groups()
+    cloudckpt.load(uri_of_two, model=model, optimizer=optimizer, no_dist=True)
+    assert "settings equal" not in caplog.text
+    cloudckpt.load(uri, model=model, optimizer=optimizer, no_dist=True)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "made settings equal in which they differed: 'weight_decay' of groups [0, 1]. Set" in warning
+    cloudckpt.load(uri, model=model, optimizer=optimizer, no_dist=True)  # they are equal by now
+    assert caplog.text.count("settings equal") == 1
+
+
 @pytest.mark.parametrize(
     ("saved", "held"),
     [(5, {}), ({"a": 1}, 5), ({"a": {"b": 2}}, {"a": 1}), ([1, {"x": 2}], {"y": {}}), ({"y": 1}, [1, {"x": 2}])],
@@ -365,6 +389,24 @@ def test_extra_with_fewer_names_takes_all_that_was_saved(
         cloudckpt.load(uri, extra=held, strict=strict)
         assert held == expected
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_scaler_that_was_disabled_at_the_save_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a run that was begun on a CPU cannot go on on a GPU, and the advice does not help."""
+    uri = new_uri()
+    cloudckpt.save(uri, extra={"scaler": torch.amp.GradScaler("cpu", enabled=False), "epoch": 5})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    extra = {"scaler": scaler, "epoch": 0}
+    with pytest.raises(StateDictMismatchError, match=r"'extra\.scaler'.*disabled.*Load without it.*strict=False"):
+        cloudckpt.load(uri, extra=extra)
+    assert extra["epoch"] == 0
+    cloudckpt.load(uri, extra=extra, strict=False)
+    assert (extra["epoch"], extra["scaler"], scaler.get_scale()) == (5, scaler, 8.0)
+    assert "'extra.scaler'" in caplog.text
+    assert "it stays as it is" in caplog.text
+    without: dict[str, Any] = {"epoch": 0}
+    cloudckpt.load(uri, extra=without)
+    assert without["epoch"] == 5
 
 
 def test_a_slip_in_a_rename_to_extra_is_an_error() -> None:
@@ -506,6 +548,54 @@ def test_a_group_of_schedulers_is_refused_for_one() -> None:
             cloudckpt.load(uri, scheduler=scheduler, no_dist=True)
 
 
+class Own(CosineAnnealingLR):
+    """Converts the states of others."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({"last_epoch": state_dict["last_epoch"]})
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "refused", "warned"),
+    [
+        (lambda o: StepLR(o, 3), lambda o: CosineAnnealingLR(o, 10), "'gamma', 'step_size', and .* 'T_max'", ""),
+        (lambda o: StepLR(o, 3), lambda o: LambdaLR(o, lambda _: 1.0), "and LambdaLR has 'lr_lambdas' instead", ""),
+        (lambda o: StepLR(o, 3), ReduceLROnPlateau, "'gamma', 'step_size', and ReduceLR", ""),
+        (lambda o: StepLR(o, 3), lambda o: ExponentialLR(o, 0.5), "", "has 'step_size', which ExponentialLR ignores"),
+        (lambda o: ExponentialLR(o, 0.5), lambda o: StepLR(o, 3), "", "was saved without 'step_size'. If it"),
+        (lambda o: StepLR(o, 3), lambda o: Own(o, 10), "", ""),
+        *((make, make, "", "") for make in (
+            lambda o: StepLR(o, 3),
+            ReduceLROnPlateau,
+            lambda o: LambdaLR(o, lambda _: 1.0),
+            lambda o: SequentialLR(o, [StepLR(o, 1), ExponentialLR(o, 0.5)], [2]),
+            lambda o: ChainedScheduler([StepLR(o, 1), ExponentialLR(o, 0.5)]),
+        )),
+    ],
+)  # fmt: skip
+def test_the_state_of_another_class_of_schedulers_is_named(
+    saved: Callable[[Any], Any], live: Callable[[Any], Any], refused: str, warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, training goes on with the schedule of no run, and nobody is told; or a right load is refused."""
+    uri, optimizer = new_uri(), SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    cloudckpt.save(uri, scheduler=saved(optimizer), no_dist=True)
+    with pytest.raises(StateDictMismatchError, match=refused) if refused else contextlib.nullcontext():
+        cloudckpt.load(uri, scheduler=live(optimizer), no_dist=True)
+    assert warned in caplog.text
+    assert bool(warned) == any(record.levelname == "WARNING" for record in caplog.records)
+
+
+def test_a_scheduler_of_another_torch_is_loaded() -> None:
+    """If this fails, no run goes on after an update of torch: versions add and remove names of schedulers."""
+    uri, optimizer = new_uri(), SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = ReduceLROnPlateau(optimizer, patience=3)
+    state = {**scheduler.state_dict(), "verbose": False, "old": 1, "_old": 2, "num_bad_epochs": 2}
+    del state["default_min_lr"]
+    cloudckpt.save({"scheduler": state}, uri, no_dist=True)
+    cloudckpt.load(uri, scheduler=scheduler, no_dist=True)
+    assert scheduler.num_bad_epochs == 2
+
+
 class Calibrated(nn.Module):
     def __init__(self, extra: Any) -> None:
         super().__init__()
@@ -638,6 +728,7 @@ def test_a_loader_that_draws_from_the_generators_of_all_is_named_once(caplog: py
         ("needs model=", {"optimizer": SGD(make_two().parameters())}),
         ("not in the model that was passed", {"model": make_two(), "optimizer": SGD(make_two().parameters())}),
         ("must be a torch.optim.Optimizer.*not an int", {"model": make_two(), "optimizer": 3}),
+        ("pass the optimizer itself", {"model": make_two(), "optimizer": SGD(make_two().parameters()).state_dict()}),
         ("model must be a torch.nn.Module or a dict", {"model": "model"}),
         ("extra must be a dict", {"extra": [1]}),
         ("StatefulDataLoader", {"dataloader": torch.utils.data.DataLoader([1])}),
@@ -868,3 +959,17 @@ def test_loader_in_extra_of_several_ranks_is_refused() -> None:
     assert "loader" in alone.state_at("extra")
     with pytest.raises(InvalidOptionError, match=r"'loader'.* is a data loader.*each of the 2 ranks"):
         objects.entries(rank=0, num_ranks=2, is_strict=True)["extra"].state_at("extra")
+
+
+def test_a_load_tells_the_settings_that_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, an lr that was edited in the script is replaced without a word, or Adam trains on as AdamW."""
+    model, uri = nn.Linear(2, 2), "memory://settings/changed"
+    cloudckpt.save(uri, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+    with caplog.at_level("INFO", "cloudckpt"):
+        cloudckpt.load(uri, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+        assert "settings of" not in caplog.text
+        cloudckpt.load(uri, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=9.0))
+    assert "the load changes settings of AdamW: lr: 9.0 -> 0.1" in caplog.text
+    assert "the reverse" not in caplog.text
+    cloudckpt.load(uri, model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1))
+    assert "the weight decay of this Adam is that of the optimizer that was saved" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,13 +111,35 @@ def test_a_load_of_some_ranks_says_that_all_must_make_the_call(three: list[Rende
     assert "committed" not in str(errors[0])
 
 
+@pytest.mark.parametrize(
+    ("doing", "advice"),
+    [
+        ("saving", "may have been committed"),
+        ("beginning to save", ""),
+        ("loading model of", "load again"),
+        ("pulling from", "pull again"),
+    ],
+)
+def test_a_failed_call_says_what_it_may_have_left(three: list[Rendezvous], doing: str, advice: str) -> None:
+    """If this fails, a call that wrote nothing says that it did, or one that filled a model partly does not."""
+
+    def come_or_leave(one: Rendezvous) -> None:
+        one.barrier() if one.rank < 2 else one.end(1, ValueError("no"))
+
+    error = str(on_all(three, lambda one: begin(one, 1, doing=doing), come_or_leave)[0])
+    assert advice in error
+    assert [one for one in ("committed", "load again", "pull again") if one in error and one not in advice] == []
+
+
 def test_a_rank_that_is_slow_but_alive_is_waited_for(three: list[Rendezvous]) -> None:
     """If this fails, a save breaks where one rank has more to send than the others."""
 
     def come(one: Rendezvous) -> None:
         begin(one, 1, timeout_s=TIMEOUT_S)
         if one.rank == 1:
-            threading.Event().wait(2.5 * TIMEOUT_S)
+            # A rank posts eight heartbeats within the timeout.
+            while json.loads(one.store.get(str(one.rank)))["beat"] < 20:
+                time.sleep(0.01)
         one.barrier()
 
     assert on_all(three, come) == [None] * 3

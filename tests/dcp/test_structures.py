@@ -1,4 +1,4 @@
-"""What was saved loads into a structure of the same form, and is exported as it was."""
+"""A saved structure loads into one of the same form, and is exported unchanged."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def filled(form: Any, number: Iterator[int], mesh: DeviceMesh | None) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """What can be compared with ``==``, with the types of containers, keys and leaves."""
+    """Return what can be compared with ``==``, with the types of containers, keys and leaves."""
     if isinstance(value, DTensor):
         return "DTensor", value.full_tensor().tolist()
     if isinstance(value, torch.Tensor):

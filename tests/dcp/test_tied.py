@@ -45,7 +45,7 @@ RELATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two names must have in common to be one tensor: the address of each element, and what it means."""
+    """Return what two names must have in common to be one tensor: the address of each element, and what it means."""
     steps = itertools.product(*map(range, tensor.shape))
     offsets = tuple(sum(at * stride for at, stride in zip(step, tensor.stride(), strict=True)) for step in steps)
     is_bare = tensor.is_conj() or not offsets

@@ -43,7 +43,7 @@ def tensor_entry(rows: list[int], *, dtype: torch.dtype = torch.float32, require
 
 
 def receipts_of(metadata: Metadata, num_ranks: int, *, lost: MetadataIndex | None = None) -> list[ItemReceipts]:
-    """What ranks report that wrote all that was planned, in turn, but for what was `lost`."""
+    """Return what ranks report that wrote all that was planned, in turn, but for what was `lost`."""
     items: list[tuple[MetadataIndex, str | None, tuple[int, ...], int]] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.write_items import prepare_items
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.tensors.body import PieceBody, StagedItem, new_piece
+from cloudckpt.tensors.data_objects import PieceBody, StagedItem, new_piece
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view

@@ -142,7 +142,7 @@ def test_nothing_is_sent_to_a_place_with_a_checkpoint(memory: Memory) -> None:
     memory.at().calls.clear()
     with pytest.raises(CheckpointExistsError, match="nothing was written"):
         cloudckpt.save(state_of(), memory.uri())
-    assert {call.operation for call in memory.at().calls} == {"list"}
+    assert {call.operation for call in memory.at().calls} <= {"list", "list_directories"}
 
 
 def test_a_store_without_the_condition_needs_consent(memory: Memory) -> None:
@@ -338,7 +338,7 @@ def test_a_reader_of_torchs_finds_the_checkpoint_while_enabled(memory: Memory) -
 
 
 def test_torch_does_not_save_beside_a_checkpoint_while_enabled(tmp_path: Path) -> None:
-    """What torch saved there would never be loaded again, since loads find the manifest."""
+    """If this fails, torch saves beside a manifest, and no load finds that save, because it finds the manifest."""
     path = str(tmp_path / "c")
     cloudckpt.save(state_of(1.0), path)
     try:

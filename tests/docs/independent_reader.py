@@ -217,7 +217,7 @@ def hashable(step: Any) -> Any:
 
 
 def positions(shape: list[int], offsets: list[int], lengths: list[int]) -> Iterator[int]:
-    """Where a block's elements lie in the whole, both in row-major order."""
+    """Yield the positions of a block's elements in the whole, both in row-major order."""
     if not shape:
         yield 0
         return

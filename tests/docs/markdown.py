@@ -36,6 +36,6 @@ def links_of(path: Path) -> list[str]:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """What a link's ``#…`` may name, as GitHub makes it of the headings."""
+    """Return what a link's ``#…`` may name, as GitHub makes it of the headings."""
     headings = _HEADING.findall(_FENCE.sub("", path.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

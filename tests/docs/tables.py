@@ -85,7 +85,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def marked(text: str, name: str) -> str:
-    """What stands between the table's two comments."""
+    """Return what stands between the table's two comments."""
     match = re.search(rf"<!-- table: {name} -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
     if match is None:
         raise LookupError(f"no comments '<!-- table: {name} -->' and '<!-- end -->'")

@@ -25,7 +25,7 @@ from cloudckpt.testing.servers import S3Server
 
 _MADE_FOR_USERS = {"AsyncSave", "Event", "LoadReport", "Preemption", "SaveReport"}
 """Classes that users get, and do not make."""
-_OF_THE_PACKAGE = {"begin", "begin_call", "discard", "end", "end_call", "flush_trace", "follow", "stop_sharing"}
+_INTERNAL = {"begin", "begin_call", "discard", "end", "end_call", "flush_trace", "set_background_state", "stop_sharing"}
 """Methods that other parts of the package call."""
 _SECTION = re.compile(r"^(Args|Returns|Yields|Raises):\n((?:    .*\n|\n)*)", re.MULTILINE)
 _EXAMPLE = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
@@ -93,7 +93,7 @@ def _needs_example(name: str) -> bool:
 
 def _is_hidden(value: type, method: str) -> bool:
     of_torch = (base for base in value.__mro__ if base.__module__.startswith("torch."))
-    return method.startswith("_") or method in _OF_THE_PACKAGE or any(method in vars(base) for base in of_torch)
+    return method.startswith("_") or method in _INTERNAL or any(method in vars(base) for base in of_torch)
 
 
 def _problems_in(name: str, node: ast.AST) -> Iterator[str]:

@@ -36,7 +36,8 @@ _WITH_PYTHON = [
     path
     for path in DOCUMENTS
     if any(snippet.language == "python" for snippet in snippets_of(path))
-    and path.name not in {"frameworks.md", "quickstart.md"}  # `make frameworks` runs the one, the next test the other
+    and path.name not in {"frameworks.md", "quickstart.md"}  # `make frameworks` runs the one, a test below the other
+    and path != ROOT / "README.md"  # likewise
 ]
 
 _RUN = """
@@ -56,7 +57,7 @@ if torch.distributed.is_initialized():
 
 
 _ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""What torchrun gives a program on one GPU."""
+"""The variables that torchrun sets for a program on one GPU."""
 
 
 def read(name: str) -> str:
@@ -80,6 +81,43 @@ def test_python_snippets_run(path: Path, tmp_path: Path, s3_bucket: S3Server) ->
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def test_the_program_of_the_readme_starts_and_resumes_as_told(tmp_path: Path, s3_bucket: S3Server) -> None:
+    """If this fails, the first program that a reader copies does not start by the command below it, or starts anew."""
+    assert s3_bucket.endpoint_url
+    install, program, start, shown, for_ranks = (snippet.text for snippet in snippets_of(ROOT / "README.md"))
+    assert install.startswith("pip ")
+    on_ranks = program.replace("\noptimizer = ", f"\n{for_ranks}optimizer = ")
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    torchrun = "torchrun --nproc-per-node 2 train.py"
+    assert torchrun in read("README.md")
+
+    def run(text: str, command: str) -> str:
+        (tmp_path / "train.py").write_text(text)
+        done = subprocess.run(
+            ["bash", "-euc", command],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "Warning" not in done.stderr
+        return done.stdout
+
+    first, *listed = run(program, start).splitlines()
+    assert first == "begins with step 0"
+    assert [_words_of(line) for line in listed] == [_words_of(line) for line in shown.splitlines()]
+    assert run(on_ranks, torchrun).count("begins with step 301\n") == 2  # on another number of ranks
+    assert run(on_ranks.replace("bucket/run", "bucket/ranks"), torchrun).count("begins with step 0\n") == 2
+
+
+def _words_of(line: str) -> list[str]:
+    """Return the words of a line of `ls` that are the same in each run."""
+    return [word for word in line.split() if not re.fullmatch(r"[\d.]+|s|min|[KM]iB|\*", word)]
+
+
 def test_the_quickstart_runs(tmp_path: Path) -> None:
     """If this fails, a beginner's first attempt fails: by a snippet, a command, or the servers beside them."""
     pasted, files = [], []
@@ -94,7 +132,9 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
                 pasted += [line for line in printed if line.startswith("export ")]
             elif snippet.text.startswith("# train.py"):
                 (tmp_path / "train.py").write_text(snippet.text)
-            elif not re.match("pip |python3 -m venv ", snippet.text):  # `make package` installs
+            elif snippet.language != "text" and not re.match(
+                "pip |python3 -m venv ", snippet.text
+            ):  # `make package` installs
                 files.append(tmp_path / f"{number}-line-{snippet.line}.{snippet.language}")
                 files[-1].write_text(snippet.text)
         command = ["bash", "-euc", f'{"".join(pasted)}exec "$@"', "", sys.executable, "-c", _RUN, *map(str, files)]

@@ -19,7 +19,7 @@ from tests.docs.tables import ROOT
 
 import cloudckpt
 from cloudckpt.cli import main
-from cloudckpt.manager.debts import FAST_KEY, make_record
+from cloudckpt.manager.drain import FAST_KEY, make_record
 from cloudckpt.testing.servers import S3Server, fake_gcs_server
 from cloudckpt.uri import parse_location
 
@@ -34,7 +34,7 @@ DOCUMENTS = [
 
 @pytest.fixture
 def places(tmp_path: Path, s3_bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the documents take to be there: two runs, and buckets to copy to."""
+    """Make the places that the documents assume: two runs, and buckets to copy to."""
     monkeypatch.chdir(tmp_path)
     s3_bucket.create_bucket("other")
     state = {"model": {"layer.weight": torch.arange(6.0)}, "extra": {"scaler": {"scale": 65536.0}}}
@@ -113,8 +113,11 @@ def lines_of_shell() -> Iterator[ShellLine]:
 
 
 PROGRAMS = {
-    "cloudckpt": {*DOCUMENTS, "docs/quickstart.md"},  # the test above, test_the_quickstart_runs
-    "torchrun": {"docs/quickstart.md", "docs/frameworks.md"},  # the same, tests/examples/test_elastic.py
+    # The test above, test_the_quickstart_runs, test_the_program_of_the_readme_starts_and_resumes_as_told
+    "cloudckpt": {*DOCUMENTS, "docs/quickstart.md", "README.md"},
+    # test_the_quickstart_runs, tests/examples/test_elastic.py
+    "torchrun": {"docs/quickstart.md", "docs/frameworks.md"},
+    "python": {"README.md"},  # test_the_program_of_the_readme_starts_and_resumes_as_told
     "python3 -m venv": {"docs/quickstart.md"},
     ".": {"docs/quickstart.md"},
     "python examples/prometheus_metrics.py": {"docs/telemetry.md"},  # tests/examples

@@ -25,7 +25,7 @@ from tests.kit.places import BucketPlace, GCSPlace, LocalPlace, Place, S3Place
 from cloudckpt.testing.servers import S3Server, Server
 
 FIXTURES = {"local": "local", "s3": "s3"} | dict.fromkeys(SERVERS, "on_server")
-"""Of each place that can be chosen: a directory, moto in this process, or a server of the integration tests."""
+"""The fixture of each place: a directory, moto in this process, or a server of the integration tests."""
 
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "cli")
 
@@ -94,7 +94,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Place:
 
 @pytest.fixture
 def on_server(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], BucketPlace]]:
-    """Of a server's name, an empty bucket on it."""
+    """Make an empty bucket on the server of a name."""
     with ExitStack() as stack:
 
         def make(name: str) -> BucketPlace:

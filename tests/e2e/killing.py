@@ -58,7 +58,7 @@ def check_gc(place: Place, *, has_checkpoint: bool, must_find: bool = False) -> 
 
 
 def assert_nothing_needless(place: Place, *, num_manifests: int) -> frozenset[str]:
-    """What lies there: manifests, whatever they name, and at most one fence."""
+    """Return what lies there: manifests, whatever they name, and at most one fence."""
     keys = frozenset(place.keys())
     contents = {key: place.read(key) for key in place.manifest_keys()}
     manifests = {key: content for key, content in contents.items() if len(content) > MAX_FENCE_BYTES}
@@ -77,7 +77,7 @@ def assert_nothing_needless(place: Place, *, num_manifests: int) -> frozenset[st
 
 
 def _is_part(key: str) -> bool:
-    """Of an unfinished upload: a file of a path's, or an object of GCS's."""
+    """Return True for the key of an unfinished upload: a file of a path's, or an object of GCS's."""
     return "/.cloudckpt-tmp." in key or key.endswith(".~part")
 
 
@@ -106,7 +106,7 @@ class Sizes:
 
     @property
     def num_elements(self) -> int:
-        """Of float32, in a large tensor: with the header two parts and a half."""
+        """The float32 elements of a large tensor. With the header, they take two parts and a half."""
         return 5 * self.part_bytes // 8
 
 
@@ -116,15 +116,15 @@ SMALL_SIZES = Sizes(part_bytes=64 * KIB, tile_bytes=4 * KIB, all_ranks_large=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What each rank is told."""
+    """The orders for each rank."""
 
     uri: str
     kill: Kill
     sizes: Sizes
     scratch: Path
-    """Where ranks leave their process ids, and the watching one a sign that it has come to its step."""
+    """Directory for the process ids of the ranks, and for the watching rank's sign that it has come to its step."""
     storage_options: Mapping[str, Any]
-    """Of the watching rank alone: the way over the wire."""
+    """The options of the watching rank alone, whose requests cross the wire."""
     has_wire: bool
 
     def options(self, **more: Any) -> cloudckpt.Options:
@@ -138,12 +138,12 @@ class Job:
         )
 
     def values(self, version: Version) -> dict[str, Any]:
-        """What this rank saves."""
+        """Return what this rank saves."""
         rank = dist.get_rank()
         return _values(version, [rank], self._large_ranks)
 
     def all_values(self, version: Version) -> dict[str, Any]:
-        """What the checkpoint holds."""
+        """Return what the checkpoint holds."""
         return _values(version, range(self.kill.world_size), self._large_ranks)
 
     @property
@@ -184,7 +184,7 @@ def _armed(job: Job) -> Path:
 
 
 def kill_victims(job: Job) -> None:
-    """As by the kernel's hand; the process that calls, if it is one of them, last."""
+    """Kill as the kernel does. The calling process, if it is one of them, is killed last."""
     pids = set()
     for path in job.scratch.glob("*.*"):
         rank, pid = (int(number) for number in path.name.split("."))
@@ -295,7 +295,7 @@ def die(job: Job) -> None:
 
 
 def version_there(job: Job) -> Version | None:
-    """Of the checkpoint, which must be whole, to the bit; None where there is none."""
+    """Return the version of the checkpoint, which must be whole, to the bit; None if there is none."""
     state = job.all_values("again")
     try:
         cloudckpt.load(state, job.uri, no_dist=True)

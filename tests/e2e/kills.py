@@ -79,7 +79,7 @@ class Kill:
 
     @property
     def moment(self) -> Step:
-        """What its step is."""
+        """The step at which it kills."""
         return STEPS[self.step]
 
     @property

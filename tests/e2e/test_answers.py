@@ -315,7 +315,7 @@ EVERYTHING = {
 
 
 def shown(value: Any) -> Any:
-    """What a loaded value is, so that it can be compared."""
+    """Return what a loaded value is, so that it can be compared."""
     if isinstance(value, scaled.Scaled):
         return [shown(value.data_), shown(value.scale)]
     if isinstance(value, torch.Tensor):

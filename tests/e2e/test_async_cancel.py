@@ -18,7 +18,7 @@ from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt.background.in_flight import await_turn
+from cloudckpt.background.in_flight import wait_for_previous
 from cloudckpt.options import MIB
 
 pytestmark = pytest.mark.multirank
@@ -28,7 +28,7 @@ TIMEOUT_S = 16.0  # signs of life, and with them the word of a cancel, come eigh
 
 
 def values(fill: float) -> dict[str, torch.Tensor]:
-    """Of each rank's own, in several parts."""
+    """Return tensors of this rank alone, in several parts."""
     return {f"own-{dist.get_rank()}": torch.full((12 * MIB // 4,), fill)}
 
 
@@ -37,7 +37,7 @@ def options_of(**settings: Any) -> cloudckpt.Options:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Until another thread has come so far, by its own doing."""
+    """Wait until another thread has come so far."""
     deadline_s = time.monotonic() + WAIT_S
     while not is_so():
         assert time.monotonic() < deadline_s
@@ -76,7 +76,7 @@ def cancel_on_one(root: str, canceller: int, moment: str) -> None:
 
 
 def names_at(place: Place) -> set[str]:
-    """Of the checkpoints of which anything is there."""
+    """Return the names of the checkpoints that have an object."""
     keys = place.keys()
     return {key.partition("/")[0] for key in keys}
 
@@ -103,7 +103,7 @@ def test_a_failure_that_one_rank_has_not_seen_is_told_to_all(root: str, place: P
     handle = cloudckpt.async_save(values(2.0), f"{root}/taken", options=options_of())
     if dist.get_rank() == 0:
         assert handle.exception(WAIT_S) is not None
-    await_turn()
+    wait_for_previous()
     begun_s = time.monotonic()
     with pytest.raises(cloudckpt.CheckpointExistsError, match="the background save to") as caught:
         cloudckpt.save(values(3.0), f"{root}/not-made", options=options_of())

@@ -54,6 +54,14 @@ def test_a_missing_bucket_is_named(bucket: BucketPlace, name: str) -> None:
         CALLS[name](f"{bucket.scheme}://no-such-bucket/run")
 
 
+def test_a_save_to_a_bucket_itself_is_named(bucket: BucketPlace, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a save in which a folder was forgotten makes a whole bucket one checkpoint, without a word."""
+    root = f"{bucket.scheme}://{bucket.bucket}"
+    cloudckpt.save(values(), root)
+    cloudckpt.delete(root)
+    assert f"{root} becomes a checkpoint as a whole. To keep several in it, save each to a folder" in caplog.text
+
+
 @pytest.fixture
 def silent_endpoint() -> Iterator[str]:
     """Takes connections and never says a word."""

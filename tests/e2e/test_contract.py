@@ -1,4 +1,4 @@
-"""What torch's DCP and its own tests expect of a storage backend."""
+"""The expectations that torch's DCP and its own tests have of a storage backend."""
 
 from __future__ import annotations
 

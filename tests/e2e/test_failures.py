@@ -41,7 +41,7 @@ def break_calls(inner: Store, broken: Broken) -> FaultyStore:
 
 
 def train(root: str, broken_by_rank: dict[int, Broken], last: int, way: str) -> tuple[str, list[str], list[int]]:
-    """What ended it, the failures that it survived or died of, and the steps that are there."""
+    """Return what ended it, the failures that it survived or died of, and the steps that are there."""
     rank = dist.get_rank()
     options = make_options(wrap_store=lambda store: break_calls(store, broken_by_rank.get(rank, {})))
     manager = CheckpointManager(root, on_failure="warn", keep_last=2, async_=way == "async", options=options)
@@ -74,7 +74,7 @@ def test_all_ranks_decide_alike(place: Place, way: str) -> None:
 
 
 def train_beside_a_slow_save(root: str, gate: Path) -> tuple[list[str], list[int], list[int]]:
-    """What the saves returned, the steps that were skipped, and those that are there."""
+    """Return what the saves returned, the steps that were skipped, and those that are there."""
     rank = dist.get_rank()
     # The data of the first step on rank 1 is put once somebody writes to `gate`.
     wait = Rule(fault=Tell(before=lambda _: gate.read_text()), operations={"put"}, key="data/")

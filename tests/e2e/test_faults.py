@@ -36,7 +36,7 @@ READER_METHODS = {
     "read": "read_data",
     "async_read": "read_data",
 }
-"""Of each step, the method that torch calls; a step in the background fails by the method's future."""
+"""The method that torch calls at each step. A step in the background fails by the method's future."""
 COORDINATOR_STEPS = {"global_plan", "finish"}
 
 
@@ -45,11 +45,11 @@ class InjectedError(ValueError):
 
 
 class OwnWriter(cloudckpt.ObjectStoreWriter):
-    """Of a user."""
+    """A user's own writer."""
 
 
 class OwnReader(cloudckpt.ObjectStoreReader):
-    """Of a user."""
+    """A user's own reader."""
 
 
 def faulty_writer(uri: str, step: str, ranks: Sequence[int]) -> OwnWriter:

@@ -41,8 +41,8 @@ LARGE_BYTES = 24 * MIB
 
 
 def most_copies_left(uri: str, num_rounds: int) -> int:
-    """How many copies of a large state exist at most between saves in the background and failures of all kinds, while
-    nobody collects garbage: what holds one by then would hold it until Python happens to look for cycles.
+    """Count the most copies of a large state between saves in the background and failures of all kinds, while nobody
+    collects garbage: an object that holds one by then would hold it until Python looks for cycles.
     """
     state = {"large": torch.zeros(LARGE_BYTES, dtype=torch.uint8)}
     cloudckpt.save(state, uri)
@@ -97,7 +97,7 @@ class Holding:
     rss_bytes: int
     """Resident, as the system counts it (VmRSS): what the allocator keeps for later is in it."""
     own_bytes: int
-    """What lines of cloudckpt's allocated of Python and still hold (tracemalloc)."""
+    """Python memory that lines of cloudckpt allocated and still hold (tracemalloc)."""
     num_files: int
     num_threads: int
     num_children: int

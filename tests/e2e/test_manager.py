@@ -218,7 +218,9 @@ KILLS = [
 def _dies_in_retention(root: str, operation: str, part_of_key: str) -> None:
     save_all(CheckpointManager(root), 1, 2, 3)
     options = make_options(wrap_store=watching(operation, key=re.escape(part_of_key), after=die))
-    save_all(CheckpointManager(root, keep_last=1, options=options), 4)
+    manager = CheckpointManager(root, keep_last=1, options=options)
+    restored(manager)
+    save_all(manager, 4)
 
 
 @pytest.mark.faults

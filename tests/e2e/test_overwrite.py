@@ -103,7 +103,7 @@ class MeetsBeforeCommit(cloudckpt.ObjectStoreWriter):
 
 
 def outcome_of_save(uri: str, meeting_point: str, fill: float, overwrite: bool) -> str:  # noqa: FBT001
-    """What one of two jobs that save to one URI at once is told; each of its ranks hears the same."""
+    """Return what one of two jobs that save to one URI at once is told; each of its ranks hears the same."""
     writer = MeetsBeforeCommit(uri, meeting_point, fill, overwrite=overwrite)
     try:
         cloudckpt.save(values(fill), storage_writer=writer)

@@ -14,9 +14,13 @@ from tests.kit.models import (
 )
 from tests.kit.places import Place
 from tests.kit.ranks import on_ranks
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import cloudckpt
+from cloudckpt.errors import StateDictMismatchError
 
 
 @pytest.mark.every_store
@@ -81,6 +85,54 @@ def test_ranks_may_have_nothing_to_save(root: str) -> None:
         loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
         cloudckpt.load(loaded, f"{root}/{name}")
         assert_same(loaded, state)
+
+
+class TakesMore:
+    """Asks for one name while it is fresh, and takes what was saved under others."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"begun": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_load_that_fits_nothing_is_refused(place: Place) -> None:
+    """If this fails, a mistyped name loads nothing, reports success, and training begins anew; or the error advises
+    to pass the planner that does so.
+    """
+    cloudckpt.save({"model": {"w": torch.ones(4)}, "counter": {"seen": 7}}, place.uri())
+    with pytest.raises(StateDictMismatchError, match=r"'net\.w' is not in it") as caught:
+        cloudckpt.load({"net": {"w": torch.zeros(4)}}, place.uri())
+    assert "allow_partial_load" not in str(caught.value)
+    with pytest.raises(StateDictMismatchError, match=r"has none of 'net\.(w|weight)'.*, only .*'model\.w'"):
+        cloudckpt.load({"net": {"w": torch.zeros(4)}}, place.uri(), planner=DefaultLoadPlanner(allow_partial_load=True))
+    with pytest.raises(StateDictMismatchError, match=r"has none of 'net\.weight'.*, only .*'model\.w'"):
+        cloudckpt.load({"net": nn.Linear(2, 2)}, place.uri(), planner=DefaultLoadPlanner(allow_partial_load=True))
+    for empty in ({}, {"net": {}}):
+        with pytest.raises(StateDictMismatchError, match=r"asks for nothing of .*cloudckpt\.read"):
+            cloudckpt.load(empty, place.uri())
+    state = {"counter": TakesMore()}  # a second plan asks for what fits
+    cloudckpt.load(dict(state), place.uri(), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert state["counter"].state["seen"] == 7
+
+
+@on_ranks(2)
+def test_a_rank_may_ask_for_nothing_that_fits(uri: str) -> None:
+    """If this fails, a partial load in which one rank wants nothing fails or hangs; or one in which no rank loads
+    anything reports success on a rank.
+    """
+    rank = dist.get_rank()
+    cloudckpt.save({"w": torch.ones(4)}, uri)
+    loaded = {"added" if rank else "w": torch.zeros(4)}
+    cloudckpt.load(loaded, uri, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_same(loaded, {"added": torch.zeros(4)} if rank else {"w": torch.ones(4)})
+    other: dict[str, Any] = {"added": torch.zeros(4)} if rank else {}
+    with pytest.raises(CheckpointException, match="has none of 'added', only 'w'"):
+        cloudckpt.load(other, uri, planner=DefaultLoadPlanner(allow_partial_load=True))
 
 
 @on_ranks(4)

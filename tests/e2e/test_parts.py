@@ -20,7 +20,7 @@ Verb = Literal["save", "thread", "process"]
 
 
 def parts(content: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """Of `content`, the rows of `rank`: all that it is modulo `num_ranks`, between rows of padding."""
+    """Return the rows of `content` whose index modulo `num_ranks` is `rank`, between rows of padding."""
     rows = range(rank, len(content), num_ranks)
     held: Any = torch.full((len(rows) + 2 * PADDING, *content.shape[1:]), -1.0)
     held[PADDING:-PADDING] = content[rank::num_ranks]

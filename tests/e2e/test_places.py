@@ -40,10 +40,12 @@ LAST = 7
 LAST_OF_FIRST = 4
 _WRITES = frozenset({"put", "create_multipart", "upload_part", "complete_multipart", "delete"})
 Harm: TypeAlias = Literal["none", "no fast place", "damaged nearby"]
+Unchanged: TypeAlias = Literal["send", "reference"]
 HARMS: tuple[Harm, ...] = ("none", "no fast place", "damaged nearby")
 IS_THOROUGH = os.environ.get("CLOUDCKPT_KILLS") == "all"
-NUM_WRITES = 66
-"""Of one rank in its first life, about."""
+NUM_WRITES = 74
+"""The writes of one rank in its first life, about."""
+NUM_WRITES_OF_REFERENCES = 78
 KILLS = [
     (at, harm)
     for at in range(1, NUM_WRITES, 1 if IS_THOROUGH else 4)
@@ -54,13 +56,18 @@ KILLS = [
 
 def state_of(step: int) -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return {f"own-{rank}": torch.full((3000,), float(step)), "shared": torch.full((100,), float(step)), "step": step}
+    return {
+        f"own-{rank}": torch.full((3000,), float(step)),
+        "shared": torch.full((100,), float(step)),
+        "step": step,
+        f"frozen-{rank}": torch.full((2000,), float(min(step, 0))),
+    }
 
 
 def check_whole(state: dict[str, Any], step: int) -> None:
     for name, value in state.items():
         numbers = set(value.tolist()) if isinstance(value, torch.Tensor) else {value}
-        assert numbers == {step}, name
+        assert numbers == {0 if name.startswith("frozen") else step}, name
 
 
 def manager_of(directory: Path, **settings: Any) -> CheckpointManager:
@@ -75,11 +82,11 @@ def manager_of(directory: Path, **settings: Any) -> CheckpointManager:
     )
 
 
-def _first_life(directory: Path, at: int, async_: bool) -> None:  # noqa: FBT001
+def _first_life(directory: Path, at: int, async_: bool, unchanged: Unchanged) -> None:  # noqa: FBT001
     rank = dist.get_rank() if dist.is_initialized() else 0
     kill = Rule(fault=Tell(after=die), operations=_WRITES, skip=at - 1)
     more: dict[str, Any] = {"wrap_store": Faults(kill)} if rank == 0 else {}
-    options = make_options(tile_bytes=4096, object_bytes=8192, part_bytes=8192, **more)
+    options = make_options(tile_bytes=4096, object_bytes=8192, part_bytes=8192, unchanged=unchanged, **more)
     with manager_of(directory, async_=async_, options=options) as manager:
         manager.restore(state_of(-1))
         for step in range(1, LAST_OF_FIRST + 1):
@@ -92,7 +99,7 @@ def _first_life(directory: Path, at: int, async_: bool) -> None:  # noqa: FBT001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondLife:
-    """What the job that was started again has found and done."""
+    """The results of the job that was started again."""
 
     restored: int | None
     newest_in_bucket: int
@@ -101,8 +108,8 @@ class SecondLife:
     """The manager's words about what the bucket lacks at the end."""
 
 
-def _second_life(directory: Path, can_restore: bool) -> SecondLife | None:  # noqa: FBT001
-    manager = manager_of(directory)
+def _second_life(directory: Path, can_restore: bool, unchanged: Unchanged) -> SecondLife | None:  # noqa: FBT001
+    manager = manager_of(directory, options=make_options(tile_bytes=4096, unchanged=unchanged))
     state = state_of(-1)
     if not can_restore:
         with pytest.raises(cloudckpt.CorruptCheckpointError):
@@ -168,16 +175,29 @@ def check_nothing_left(place: Path) -> None:
         cloudckpt.gc(place, older_than=0, dry_run=False)
     named = set()
     for path in place.glob("step-*/manifest*.json"):
-        name = path.parent.name
-        keys = [stored["key"] for stored in json.loads(path.read_bytes()).get("objects", [])]  # a fence has none
-        named |= {f"{name}/{path.name}", *(f"{name}/{key}" for key in keys)}
+        name, manifest = path.parent.name, json.loads(path.read_bytes())
+        objects = [(stored.get("folder") or name, stored["key"]) for stored in manifest.get("objects", [])]
+        named |= {f"{name}/{path.name}", *(f"{holder}/{key}" for holder, key in objects)}  # a fence has none
+        holders = {holder for holder, _ in objects} - {name}
+        named |= {f"{holder}/data/{manifest['attempt']}/{name}.claim" for holder in holders}
     assert files_in(place) == named
 
 
-def check_kill(directory: Path, at: int, harm: Harm, world_size: int, *, async_: bool) -> None:
+def check_kill(
+    directory: Path, at: int, harm: Harm, world_size: int, *, async_: bool, unchanged: Unchanged = "send"
+) -> None:
     fast, root = directory / "fast", directory / "bucket"
     with pytest.raises(RankError):  # else it made fewer writes than `at`, and nothing was tried
-        run_ranks(_first_life, directory, at, async_, world_size=world_size, grace_s=0, process_group=world_size > 1)
+        run_ranks(
+            _first_life,
+            directory,
+            at,
+            async_,
+            unchanged,
+            world_size=world_size,
+            grace_s=0,
+            process_group=world_size > 1,
+        )
     if harm == "no fast place":
         shutil.rmtree(fast, ignore_errors=True)
     elif harm == "damaged nearby":
@@ -190,7 +210,9 @@ def check_kill(directory: Path, at: int, harm: Harm, world_size: int, *, async_:
     if harm == "none":
         assert (expected or 0) >= max(committed, default=0)
     can_restore = expected is not None or not names_in(fast)
-    life, *_ = run_ranks(_second_life, directory, can_restore, world_size=world_size, process_group=world_size > 1)
+    life, *_ = run_ranks(
+        _second_life, directory, can_restore, unchanged, world_size=world_size, process_group=world_size > 1
+    )
     if not can_restore:
         return
     assert life.restored == expected
@@ -263,7 +285,7 @@ def test_the_last_save_before_a_host_goes_away_uses_the_time_that_is_left(
     assert is_owed(Path(whole_steps(tmp_path / "fast")[step]))
     assert list(whole_steps(tmp_path / "bucket")) == ([step] if bucket_answers else [])
     can_restore = True
-    (life,) = run_ranks(_second_life, tmp_path, can_restore, world_size=1, process_group=False)
+    (life,) = run_ranks(_second_life, tmp_path, can_restore, "send", world_size=1, process_group=False)
     assert (life.restored, life.newest_in_bucket) == (step, step)
 
 
@@ -279,3 +301,9 @@ def test_a_killed_job_resumes_from_the_newest_step_of_both_places(tmp_path: Path
 def test_two_ranks_that_die_go_on_from_the_newest_step_of_both_places(tmp_path: Path, at: int) -> None:
     """If this fails, what holds for one rank does not hold for two."""
     check_kill(tmp_path, at, "none", 2, async_=at % 4 == 0)
+
+
+@pytest.mark.parametrize("at", range(2, NUM_WRITES_OF_REFERENCES, 1 if IS_THOROUGH else 9))
+def test_a_killed_job_that_names_what_has_not_changed_loses_nothing(tmp_path: Path, at: int) -> None:
+    """If this fails, a step of the bucket names data that a crash has kept from it, or that a removal has taken."""
+    check_kill(tmp_path, at, HARMS[at % len(HARMS)], 1, async_=at % 2 == 0, unchanged="reference")

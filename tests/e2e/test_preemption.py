@@ -33,7 +33,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def tell(preemption: cloudckpt.Preemption) -> None:
-    """As a scheduler does; on return, Python has seen it."""
+    """Send SIGTERM as a scheduler does. On return, Python has seen it."""
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: preemption.requested)
 
@@ -50,7 +50,7 @@ def value_at(uri: str) -> float:
 
 
 def forget_other_handlers() -> None:
-    """That of coverage, for one, ends whatever is told to stop."""
+    """Remove the handlers of other packages: that of coverage ends the process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

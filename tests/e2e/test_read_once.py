@@ -40,7 +40,7 @@ def values(fill: float = 1.0) -> dict[str, Any]:
 
 
 def manifest_reads(uri: str) -> list[int]:
-    """How often this rank lists and reads manifests, in a load, in one that is made again, and in `load_latest`."""
+    """Count this rank's listings and reads of manifests: in a load, in a repeated one, and in `load_latest`."""
     root = uri.rpartition("/")[0]
     cloudckpt.save(values(), uri)
     found = []

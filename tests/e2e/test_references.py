@@ -10,7 +10,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.commit.log import resolve
-from cloudckpt.commit.references import claim_key, put_claims, references_of
+from cloudckpt.commit.references import claim_key, put_claims
 from cloudckpt.errors import CorruptCheckpointError, InvalidManifestError
 from cloudckpt.format.codec import encode
 from cloudckpt.format.model import REFERENCES_VERSION
@@ -40,7 +40,7 @@ def refer(root: Path, *, version: tuple[int, int] = REFERENCES_VERSION) -> None:
     (root / "a" / "manifest.json").write_bytes(encode(held))
     own = resolve(client_of("b")).manifest
     uses = [msgspec.structs.replace(stored, folder="a") for stored in held.objects]
-    put_claims(client_of, {"a": references_of(held, folder="a")["a"]}, attempt=own.attempt, folder="b")
+    put_claims(client_of, {"a": {stored.key for stored in held.objects}}, attempt=own.attempt, folder="b")
     (root / "b" / "manifest.json").write_bytes(
         encode(msgspec.structs.replace(held, version=version, attempt=own.attempt, objects=uses))
     )

@@ -6,7 +6,7 @@ import ast
 import copy
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from tests.kit.models import assert_same, local
 from tests.kit.places import Place
 from tests.kit.ranks import on_ranks
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -181,6 +183,22 @@ def test_entries_of_no_object_are_taken_into_extra_as_the_error_says(tmp_path: P
     assert manager.restore(model=NET, optimizer=OPTIMIZER, extra={}, rename=rename) is not None
 
 
+def test_a_value_beside_renamed_objects_is_taken_into_extra_as_the_error_says(tmp_path: Path) -> None:
+    """If this fails, who brings the dict of another loop to a manager loses the step in it, with ``strict=False``."""
+    net = nn.Linear(2, 2)
+    cloudckpt.save({"net": net.state_dict(), "step": 7}, tmp_path / "step-7", no_dist=True)
+    with pytest.raises(StateDictMismatchError) as caught:
+        cloudckpt.load(tmp_path / "step-7", model=net, no_dist=True)
+    advised = re.search(
+        r"pass rename=(\{[^}]+\}).*To take 'step' into extra, add ('step': 'extra.step')", str(caught.value)
+    )
+    assert advised is not None
+    rename = {**ast.literal_eval(advised[1]), **ast.literal_eval(f"{{{advised[2]}}}")}
+    extra = {"step": 0}
+    cloudckpt.load(tmp_path / "step-7", model=net, extra=extra, rename=rename, no_dist=True)
+    assert extra == {"step": 7}
+
+
 MENDED: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("dict", {"nett": "model", "optimm": "optimizer"}, {"net": "model", "optim": "optimizer"}),
     ("dict", {"nett": "modle", "optim": "optimizer", "stp": "extra.step"}, {"net": "model", "optim": "optimizer"}),
@@ -210,6 +228,15 @@ def test_one_error_has_the_whole_map_that_is_meant(
     assert all(repr(old) in str(caught.value) for old in wrong.keys() - right.keys() - {"model"}), caught.value
     cloudckpt.load(tmp_path / "a", **objects, rename=right, no_dist=True)
     assert_same(dict(module.named_parameters()), oracle(module))
+
+
+def test_restore_of_a_step_with_no_common_name_speaks_of_another_run(tmp_path: Path) -> None:
+    """If this fails, a new run on the root of another one is told to rename, and takes over the other's steps."""
+    cloudckpt.save(tmp_path / "step-1", model=NET)
+    for load, is_told in ((cloudckpt.CheckpointManager(tmp_path).restore, True), (cloudckpt.load_latest, False)):
+        with pytest.raises(StateDictMismatchError) as caught:
+            load(*([] if is_told else [tmp_path]), model=nn.Linear(4, 4))
+        assert ("If another run has saved it, use another root." in str(caught.value)) == is_told
 
 
 def test_a_model_that_is_a_level_off_is_passed_as_advised(tmp_path: Path) -> None:
@@ -291,14 +318,75 @@ def test_every_suggestion_loads_as_it_is_written(name: str, tmp_path: Path) -> N
         keywords = eval(f"dict({call.replace('…', 'module')})", {"module": module})  # noqa: S307  # text of our own
         if "without its optimizer" in message:
             del given["optimizer"]
-        if "and strict=False" in message:
-            keywords["strict"] = False
         before = copy.deepcopy(module)
         cloudckpt.load(uri, **{**given, "rename": None, **keywords}, no_dist=True)
         loaded = module["net"] if isinstance(module, dict) else module
         assert any(torch.equal(one, NET.encoder[0].weight) for one in loaded.parameters()), call
         if "shape" in name:
             assert_same(module.head.state_dict(), before.head.state_dict())
+
+
+class Other(nn.Module):
+    """A model of another program, with a part that was saved; perhaps with a part of its own."""
+
+    def __init__(self, *, has_more: bool) -> None:
+        super().__init__()
+        self.backbone = Net()
+        if has_more:
+            self.more = nn.Linear(3, 3)
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "other": lambda: Other(has_more=False),
+    "other with more": lambda: Other(has_more=True),
+    "plain": Net,
+    "wrapped": lambda: nn.ModuleDict({"module": Net()}),
+    "part": lambda: Net().encoder,
+}
+CALLS: dict[str, Callable[..., object]] = {
+    "load": lambda root, model, **given: cloudckpt.load(root / "step-1", model=model, **given),
+    "load_latest": lambda root, model, **given: cloudckpt.load_latest(root, model=model, **given),
+    "restore": lambda root, model, **given: cloudckpt.CheckpointManager(root).restore(model=model, **given),
+    "dict": lambda root, model, **given: cloudckpt.load({"model": model.state_dict()}, root / "step-1", **given),
+    "torch's": lambda root, model, **given: dcp.load(
+        {"model": model.state_dict()}, checkpoint_id=(root / "step-1").as_uri(), **given
+    ),
+}
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    cloudckpt.enable()
+    yield
+    cloudckpt.disable()
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("call", CALLS)
+def test_each_of_several_maps_loads_what_it_says(call: str, other: str, tmp_path: Path) -> None:
+    """If this fails, a pasted rename is refused for what it leaves behind, or the other of two models is loaded."""
+    net, ema = Net(), torch.optim.swa_utils.AveragedModel(Net())
+    cloudckpt.save(tmp_path / "step-1", model={"net": net, "ema": ema}, optimizer=train(net), no_dist=True)
+    with pytest.raises((StateDictMismatchError, CheckpointException)) as caught:
+        CALLS[call](tmp_path, OTHERS[other]())
+    causes = [error for error, _ in getattr(caught.value, "failures", {}).values()]
+    (message,) = {str(error) for error in causes or [caught.value]}
+    offers = re.search(r"under (?:another|other) names?, pass (.*?)(?:, which fit equally well)?$", message)
+    assert offers is not None, message
+    names = {"cloudckpt": cloudckpt, "DefaultLoadPlanner": DefaultLoadPlanner, "dict": dict}
+    for offer in offers[1].split(" or "):
+        code, _, left = offer.partition(" (leaves ")
+        given = eval(f"dict({code.replace('…', repr(str(tmp_path / 'step-1')))})", names)  # noqa: S307  # our own text
+        model = OTHERS[other]()
+        CALLS[call](tmp_path, model, **given)
+        source = ema.module if "model.ema" in code else net
+        held = next(value for value in model.parameters() if value.shape == (4, 4))
+        assert torch.equal(held, source.encoder[0].weight), offer
+        whole = other.startswith("other") and call.startswith("load")
+        assert ("'model.net'" if "model.ema" in code else "'model.ema'") in left or not whole, offer
+    assert "model.ema" in message.rpartition("pass ")[2]
 
 
 def test_maps_that_fit_equally_well_are_all_named(tmp_path: Path) -> None:
@@ -346,7 +434,7 @@ def test_the_part_of_a_model_that_fits_is_named(tmp_path: Path) -> None:
     """If this fails, a model with more layers than its pretrained part finds nothing of it, and no advice."""
     cloudckpt.save(tmp_path / "a", model=NET)
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "backbone": Net(), **{f"n{at}": nn.Linear(3, 3) for at in range(9)}})
-    with pytest.raises(StateDictMismatchError, match=r"pass rename=\{'model': 'model.backbone'\}$"):
+    with pytest.raises(StateDictMismatchError, match=r"pass rename=\{'model': 'model.backbone'\}, strict=False$"):
         cloudckpt.load(tmp_path / "a", model=model)
     cloudckpt.load(tmp_path / "a", model=model, rename={"model": "model.backbone"}, strict=False)
     assert_same(dict(model.backbone.named_parameters()), oracle(model.backbone))

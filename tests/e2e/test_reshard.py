@@ -29,7 +29,7 @@ import cloudckpt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a tensor lies on a mesh: its ranks per mesh dimension, and a placement for each of them."""
+    """The layout of a tensor on a mesh: its ranks per mesh dimension, and a placement for each dimension."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
@@ -223,7 +223,7 @@ def layers() -> nn.Module:
 
 
 def parameter_of(name: str, tensor: Tensor) -> Tensor:
-    """What a test can tell from any other: each name's own numbers."""
+    """Return what a test can tell from any other: each name's own numbers."""
     first = sum(map(ord, name))
     return torch.arange(first, first + tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
 

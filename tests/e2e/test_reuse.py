@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.dcp.collectives import begin_call
-from cloudckpt.dcp.save_and_load import failure_of
+from cloudckpt.dcp.failures import failure_of
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from cloudckpt.manager.restore import Candidate, load_newest
+from cloudckpt.manager.newest import Candidate, load_newest
 from cloudckpt.report import LoadReport
 
 
@@ -76,7 +76,7 @@ def load_by_fates(
         return cloudckpt.load(state_dict, "memory://reused/whole", no_dist=True)
 
     cloudckpt.save({"w": torch.ones(1)}, "memory://reused/whole", no_dist=True, overwrite=True)
-    monkeypatch.setattr("cloudckpt.manager.restore.load", load)
+    monkeypatch.setattr("cloudckpt.manager.newest.load", load)
     found = load_newest(
         {"w": torch.zeros(1)},
         "memory://reused",

@@ -208,6 +208,7 @@ def test_folder_file_and_index_load_from_each_store(place: Place, name: str) -> 
         place.write(f"hub/{file}", body)
     report = cloudckpt.load(place.uri(name), model=net)
     assert bits(plain(net)) == bits(expected)
+    assert report.uri == place.uri(name), "the file, if it is named"
     assert report.num_bytes_wanted == sum(tensor.nbytes for tensor in expected.values())
     assert bits(cloudckpt.read(place.uri(name), include="head")) == bits(
         {n: expected[n] for n in expected if "head" in n}
@@ -339,6 +340,16 @@ def test_dtype_that_torch_lacks_hinders_only_what_wants_it(tmp_path: Path, caplo
         cloudckpt.load({"new": torch.zeros(4)}, tmp_path / "hub", no_dist=True)
     with pytest.raises(UnsupportedValueError, match="F6_E2M3"):
         cloudckpt.import_checkpoint(tmp_path / "hub", tmp_path / "step-1")
+
+
+def test_a_tensor_that_the_index_does_not_name_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a tensor that other programs load from these files is left out without a word."""
+    (tmp_path / "hub").mkdir()
+    save_file({"w": torch.ones(2), "unlisted": torch.ones(2)}, tmp_path / "hub" / "a.safetensors")
+    index = json.dumps({"weight_map": {"w": "a.safetensors"}}).encode()
+    put(f"{tmp_path}/hub", {INDEX: index})
+    assert [*cloudckpt.read(tmp_path / "hub")] == ["w"]
+    assert "its index does not name, left out: 'unlisted'" in caplog.text
 
 
 def header_of(members: dict[str, Any]) -> bytes:

@@ -168,7 +168,7 @@ def blank(values: Any) -> Any:
 
 
 def of_a_program() -> dict[str, Any]:
-    """What schedulers, samplers, random generators and data loaders hold."""
+    """Return what schedulers, samplers, random generators and data loaders hold."""
     return {
         "weight": torch.ones(3),
         "random": (random.getstate(), np.random.RandomState(0).get_state(), torch.get_rng_state()),

@@ -76,7 +76,7 @@ def go(way: Way, uri: str, options: cloudckpt.Options) -> None:
 
 
 def outcome_of(call: Callable[[], object]) -> tuple[float, BaseException | None]:
-    """How long it took, and what it raised."""
+    """Return the seconds that it took, and its error."""
     begun_s = time.monotonic()
     try:
         call()
@@ -136,7 +136,7 @@ class Ranks:
     readers: list[Connection]
 
     def told_by(self, rank: int) -> Any:
-        """What the rank's function returned."""
+        """Return what the rank's function returned."""
         assert wait([self.readers[rank]], WAIT_S), f"rank {rank} does not come back"
         return pickle.loads(self.readers[rank].recv_bytes())
 

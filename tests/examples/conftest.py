@@ -1,4 +1,4 @@
-"""Where the examples write to in these tests."""
+"""The places to which the examples write in these tests."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def train(root: str, *args: str, num_ranks: int) -> str:
 
 
 def losses_in(output: str) -> dict[int, float]:
-    """Of each step; of one that was done twice, the second time's."""
+    """Return the loss of each step; the second one of a step that was done twice."""
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", output, re.MULTILINE)}
 
 

@@ -72,7 +72,9 @@ def shapes_of(notebook: Path) -> list[tuple[str, str, str]]:
             for kind, content in output.get("data", {output["output_type"]: output.get("text", "")}).items():
                 text = re.sub(r' style="[^"]*"', "", "".join(content))  # it depends on the length of a path
                 text = re.sub(r"[^'\s<>]*first-hour-\w+", "ROOT", text)
-                shapes.append((str(number), kind, re.sub(r"\d[\w.,:+-]*( (m?s|B|[KM]iB|[MG]B/s))?", "0", text)))
+                shapes.append(
+                    (str(number), kind, re.sub(r"\d[\w.,:+-]*( (m?s|min|h|B|[KMGT]i?B|[kMG]B/s)\b)?", "0", text))
+                )
     return shapes
 
 

@@ -98,7 +98,7 @@ def test_the_plan_from_narrowed_metadata_is_torchs(name: str) -> None:
 
 @pytest.fixture
 def num_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many of torch's chunks, and of our locations, have been made."""
+    """Count the chunks of torch and our locations that were made."""
     counts = [0]
     for name in ("_torch_chunk", "locate_chunk"):
         made = getattr(torch_metadata, name)

@@ -14,7 +14,7 @@ from tests.scaled import ALLOWED, Limits, Recipe, Rounding, Scaled, make_scaled
 
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.wrappers import Registry, describe_difference, encode, take_apart
+from cloudckpt.format.wrappers import Registry, describe_difference, encode_context, take_apart
 
 LEAVES = st.one_of(
     st.none(),
@@ -45,7 +45,7 @@ def stored(context: Any) -> StoredWrapper:
 @given(METADATA)
 def test_metadata_comes_back_as_it_was(value: Any) -> None:
     """If this fails, a wrapper is made anew with other metadata, and so with other values."""
-    encoded = msgspec.json.decode(msgspec.json.encode(encode(value, "it")))
+    encoded = msgspec.json.decode(msgspec.json.encode(encode_context(value, "it")))
     with torch.serialization.safe_globals([*ALLOWED, len]):
         _, decoded = Registry(uri="u").find("w", stored(encoded))
     assert decoded == value
@@ -55,7 +55,7 @@ def test_metadata_comes_back_as_it_was(value: Any) -> None:
 def test_nan_in_metadata_comes_back() -> None:
     """If this fails, NaN in the metadata is null in the manifest."""
     with torch.serialization.safe_globals([Scaled]):
-        _, decoded = Registry(uri="u").find("w", stored(encode(math.nan, "it")))
+        _, decoded = Registry(uri="u").find("w", stored(encode_context(math.nan, "it")))
     assert math.isnan(decoded)
 
 
@@ -70,7 +70,7 @@ def test_a_part_without_a_valid_name_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_the_first_difference_is_named() -> None:
     """If this fails, an error shows all metadata, and nobody sees which of it differs."""
     one, other = ({"a": [1, 2], "recipe": Recipe(Rounding(number))} for number in (1, 2))
-    found = describe_difference(stored(encode(one, "it")), stored(encode(other, "it")))
+    found = describe_difference(stored(encode_context(one, "it")), stored(encode_context(other, "it")))
     assert found is not None
     assert found.startswith("metadata.recipe.")
     assert found.endswith("'DOWN']")

@@ -83,7 +83,7 @@ class Told:
 
 @pytest.fixture(scope="session")
 def all_places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]]:
-    """Those that were asked for, each with its server. A server that cannot be started fails the tests."""
+    """Start the server of each place that was asked for. A server that does not start fails the tests."""
     found: dict[str, Place] = {}
     with ExitStack() as stack:
         for name in request.config.getoption("--places").split(","):
@@ -114,7 +114,7 @@ class Jobs:
         is_torchrun: bool = True,
         max_restarts: int = 0,
     ) -> Any:
-        """What rank 0 of that job told of this place. On other ranks than two, it finds what two have saved."""
+        """Return what rank 0 of that job told of this place. On other ranks than two, it finds what two have saved."""
         wanted = (place,) if num_ranks != 2 else tuple(self.places)[: None if job in EVERYWHERE else 2]
         key = (job, args, num_ranks, is_torchrun, wanted)
         if key not in self._told:

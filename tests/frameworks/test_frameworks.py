@@ -80,7 +80,7 @@ def test_lightnings_next_release_on_shards(kind: str, every_place: str, jobs: Jo
 
 
 def test_lightning_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
-    """What two ranks saved under Lightning would not go on on one."""
+    """If this fails, training under Lightning that two ranks saved does not resume on one rank."""
     whole = jobs.at(one_place, "lightning_sharded")["fsdp2"]["whole"]
     resumed = jobs.at(one_place, "lightning_sharded", num_ranks=1)["fsdp2"]["resumed"]
     assert resumed == pytest.approx(whole[len(whole) - len(resumed) :], rel=1e-5)
@@ -98,7 +98,7 @@ def test_accelerate(kind: str, place: str, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_accelerate_on_fewer_ranks(kind: str, one_place: str, jobs: Jobs) -> None:
-    """What an accelerator of two ranks saved would not load on one, where the generators are left alone."""
+    """If this fails, one rank cannot load the state of an accelerator of two ranks, or changes the generators."""
     jobs.at(one_place, "accelerate_state")
     alone = jobs.at(one_place, "accelerate_state", num_ranks=1)[kind]
     assert alone["first"] == 6
@@ -152,7 +152,7 @@ def test_transformers_trainer_keeps_the_best(kind: str, one_place: str, jobs: Jo
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_transformers_trainer_on_fewer_ranks(kind: str, one_place: str, jobs: Jobs) -> None:
-    """What two ranks of a Trainer saved, shards too, would not go on on one, or would go on with other samples."""
+    """If this fails, one rank cannot resume what two ranks of a Trainer saved, or resumes it with other samples."""
     whole = jobs.at(one_place, "trainer")[kind]["whole"]
     alone = jobs.at(one_place, "trainer", num_ranks=1)[kind]
     assert "with samples_per_step=16, and this job has samples_per_step=8" in alone["refused"]
@@ -182,7 +182,7 @@ def test_torchtitan(mode: str, place: str, jobs: Jobs) -> None:
 
 
 def test_torchtitan_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
-    """What two ranks of torchtitan saved would not go on on one."""
+    """If this fails, one rank cannot resume what two ranks of torchtitan saved."""
     jobs.at(one_place, "titan")
     alone = jobs.at(one_place, "titan", num_ranks=1)["disabled"]
     assert alone["resumed"]["first"] == 9
@@ -198,7 +198,7 @@ def test_ray_train(one_bucket: str, jobs: Jobs) -> None:
 
 
 def test_the_snippets_of_the_document_run(one_bucket: str, jobs: Jobs) -> None:
-    """What a user copies from docs/frameworks.md would not work with the framework."""
+    """If this fails, a snippet of docs/frameworks.md does not work with the framework."""
     found = jobs.at(one_bucket, "document", num_ranks=1)
     exported = {name: found.pop(name) for name in list(found) if name.endswith(", exported")}
     assert set(found) == {
@@ -234,7 +234,7 @@ def test_a_uri_that_lightnings_release_breaks_is_refused() -> None:
 
 
 def test_unsupported_settings_of_frameworks_are_refused_before_training() -> None:
-    """What cannot be kept would be found out in training, not before."""
+    """If this fails, an unsupported setting stops a run in training, not before it."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="Remove save_distributed_checkpoint"):
         CloudModelParallelStrategy(save_distributed_checkpoint=False)
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="Remove state_dict_type"):
@@ -243,8 +243,8 @@ def test_unsupported_settings_of_frameworks_are_refused_before_training() -> Non
 
 
 def test_torch_checkpointing(every_place: str, jobs: Jobs) -> None:
-    """What torch_checkpointing's manager saves would come back changed, or not at all; a second save would replace the
-    first; damage would be loaded; or torchtitan, which calls it, would find no step to resume from, or keep others.
+    """If this fails, a save of torch_checkpointing's manager loads changed or not at all, a second save replaces the
+    first, damage is loaded, or torchtitan, which calls the manager, finds no step to resume from, or keeps others.
     """
     titan = {"before": False, "found": [1, 2, 3, 4], "kept": ["step-3", "step-4"], "step": 4, "model": True}
     assert check_torch_checkpointing(every_place, jobs, num_ranks=2)["titan"] == [titan] * 2
@@ -252,7 +252,7 @@ def test_torch_checkpointing(every_place: str, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_torch_checkpointing_on_other_ranks(num_ranks: int, one_place: str, jobs: Jobs) -> None:
-    """What two ranks of torch_checkpointing saved would not load on some other number of ranks."""
+    """If this fails, another number of ranks cannot load what two ranks of torch_checkpointing saved."""
     jobs.at(one_place, "checkpoint_files")
     check_torch_checkpointing(one_place, jobs, num_ranks=num_ranks)
 
@@ -289,8 +289,8 @@ def check_torch_checkpointing(place: str, jobs: Jobs, *, num_ranks: int) -> dict
 
 
 def test_torch_checkpointing_after_a_crash(every_place: str, jobs: Jobs) -> None:
-    """What a rank that was killed in the middle of a save had written would be taken for a checkpoint, get into the
-    next save, or stay for ever.
+    """If this fails, the files of a rank that was killed in a save count as a checkpoint, enter the next save, or stay
+    for ever.
     """
     found = jobs.at(every_place, "checkpoint_crash", max_restarts=len(jobs.places))
     assert found["before"] == [[], False, False]
@@ -334,7 +334,7 @@ def test_verl(place: str, jobs: Jobs) -> None:
 
 
 def test_verl_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
-    """What two of verl's workers saved would not load on one, as it does not with verl's own manager."""
+    """If this fails, one worker of verl cannot load what two saved, as with verl's own manager."""
     jobs.at(one_place, "verl_fsdp")
     alone = jobs.at(one_place, "verl_fsdp", num_ranks=1)
     assert alone["lr"] == [1e-2 / 8]

@@ -54,8 +54,8 @@ def told_by(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
 
 
 def test_megatrons_saves_load_on_other_ranks(root: str) -> None:
-    """What two tensor-parallel ranks of Megatron save, at once, in the background or with its parallel wrapper, would
-    not load on two ranks, or on one or four, or would replace what is there; or Megatron would not find the newest.
+    """If this fails, one, two or four ranks cannot load a save of two tensor-parallel ranks of Megatron (at once, in
+    the background or with its parallel wrapper), the save replaces another one, or Megatron does not find the newest.
     """
     for answer in told_by(run("save", root, num_ranks=2)):
         assert "already exists" in str(answer.pop("exists"))

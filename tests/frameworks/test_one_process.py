@@ -1,4 +1,4 @@
-"""What takes one process: what a save changes, what an evaluation adds, and what a framework may remove."""
+"""Frameworks in one process: the changes by a save, the additions by an evaluation, and removals by a framework."""
 
 from __future__ import annotations
 
@@ -362,6 +362,12 @@ def test_trainer_that_has_evaluated_resumes(evaluates: dict[str, Any], tmp_path:
     assert losses[0] == losses[1]
     assert losses[0]
     resumed.evaluate()
+
+
+def test_trainer_that_saves_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a Trainer with a cloud_root and without a strategy trains, and leaves nothing without a word."""
+    trainer_of(tmp_path / "root", tmp_path / "out", max_steps=1, save_strategy="no").train()
+    assert f'save_strategy="no": nothing is saved under {tmp_path}/root' in caplog.text
 
 
 @pytest.mark.parametrize(

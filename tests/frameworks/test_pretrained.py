@@ -40,7 +40,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000, 20_000], ids=["one file", "several files"])
 def test_an_export_opens_with_from_pretrained(tmp_path: Path, name: str, max_shard_bytes: int) -> None:
-    """What was trained would not open where it is used: weights missing, left as they were drawn, or not tied."""
+    """If this fails, ``from_pretrained`` opens an export with weights missing, left as they were drawn, or not tied."""
     model = made(name, 1)
     cloudckpt.save({"model": model.state_dict(), "step": 3}, tmp_path / "step-3", no_dist=True)
     report = cloudckpt.export_checkpoint(

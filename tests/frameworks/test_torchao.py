@@ -85,7 +85,7 @@ def test_torchao_training_on_shards_resumes_to_the_bit(place: str, jobs: Jobs) -
 
 
 def test_torchao_tensors_load_on_fewer_ranks(one_place: str, jobs: Jobs) -> None:
-    """What two ranks saved of torchao's tensors would be something else on one."""
+    """If this fails, one rank loads other values than two ranks saved of torchao's tensors."""
     jobs.at(one_place, "torchao_sharded")
     found = jobs.at(one_place, "torchao_sharded", num_ranks=1)
     assert all(found["weights"].values()), found

@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs/frameworks.md"
 
 
 def snippets() -> list[str]:
-    """Those of the section, one for each tracker."""
+    """Return the snippets of the section, one for each tracker."""
     section = DOCUMENT.read_text().partition("## Experiment trackers")[2].partition("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
 

@@ -155,7 +155,7 @@ def save_on_rank(rank: int, directory: Path, port: int) -> None:
 
 
 def expected() -> dict[str, Any]:
-    """What a load must give."""
+    """Return what a load must give."""
     return {
         "tensors": {
             name: {

@@ -28,7 +28,7 @@ class Cipher(StreamTransformExtension):
 
     @staticmethod
     def registry_name() -> str:
-        """As in the manifest."""
+        """Return the name that the manifest has."""
         return "golden.cipher"
 
     @staticmethod
@@ -37,7 +37,7 @@ class Cipher(StreamTransformExtension):
         return Cipher()
 
     def get_descriptor(self) -> str:
-        """As in the manifest."""
+        """Return the descriptor that the manifest has."""
         return "golden.cipher/1"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:

@@ -33,7 +33,7 @@ class Switch:
     has_killed: bool = False
     has_restarted: bool = False
     errors: list[Exception] = field(default_factory=list)
-    """What went wrong with the server itself."""
+    """Errors of the server itself."""
 
     def serve(self, listener: connection.Listener) -> None:
         """Fulfil wishes, one after the other, until it is asked to end."""

@@ -27,7 +27,7 @@ ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1
 
 @pytest.fixture(scope="session")
 def connection_string() -> Iterator[str]:
-    """How to reach a fresh, empty Azurite."""
+    """Start an empty Azurite, and yield its connection string."""
     program = from_servers_environment("azurite-blob", folder="node_modules/.bin")
     with reserved_port() as port:
         endpoint_url = f"http://127.0.0.1:{port}/{ACCOUNT}"

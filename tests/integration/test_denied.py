@@ -30,7 +30,8 @@ def check_refusals(root: str, options: Options) -> None:
         with pytest.raises(AccessDeniedError, match="Nothing was deleted, and the checkpoint can be loaded as before"):
             cloudckpt.delete(f"{root}/step-1", options=options)
         with CheckpointManager(root, keep_last=1, async_=False, no_dist=True, options=options) as manager:
-            manager.save(3, {"w": torch.full((3,), 3.0)}, overwrite=True)
+            manager.restore({"w": torch.zeros(300)})
+            manager.save(3, {"w": torch.full((300,), 3.0)}, overwrite=True)
         assert manager.retention is not None
         assert manager.retention.removed == ()
         assert sorted(one.uri for one in manager.retention.failed) == [f"{root}/step-{step}" for step in range(3)]

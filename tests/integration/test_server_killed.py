@@ -47,7 +47,7 @@ PATIENT: Mapping[str, Any] = {"timeout_s": 60.0, "retries": 50}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """When the server dies: at the `nth` event of this name that `rank` has for one object."""
+    """The moment of the server's death: at the `nth` event of this name that `rank` has for one object."""
 
     rank: int
     event: EventName
@@ -90,7 +90,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the caller of a save or load on one rank gets to hear."""
+    """The outcome that the caller of a save or load on one rank gets."""
 
     error: str | None
     classes: frozenset[str] = frozenset()
@@ -139,7 +139,7 @@ def save_and_lose_a_load(calm: Job, fatal: Job) -> Told:
 
 
 def version_there(job: Job) -> float | None:
-    """Of the checkpoint, which must be whole; None where there is none."""
+    """Return the version of the checkpoint, which must be whole; None if there is none."""
     state = values(-1.0)
     try:
         cloudckpt.load(state, job.uri, options=job.options())
@@ -169,7 +169,7 @@ class Scene:
         return self.switch.server
 
     def keeps(self, moment: Moment) -> bool:
-        """Whether the server still has, after its death, what a save had given to it by then."""
+        """Return True if the server still has, after its death, what a save had given to it by then."""
         # MiniStack writes objects to its disk, and unfinished uploads only to its memory.
         forgets_uploads = self.server.name == "ministack"
         return self.server.keeps_data and not (forgets_uploads and moment.event == "save.part_uploaded")

@@ -1,4 +1,4 @@
-"""What modules for frameworks say where there are none; with the real packages: tests/frameworks."""
+"""Messages of the framework modules without the frameworks. tests/frameworks has the real packages."""
 
 from __future__ import annotations
 

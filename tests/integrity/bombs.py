@@ -31,7 +31,7 @@ Bomb = tuple[dict[str, Any], dict[str, bytes], dict[str, Any]]
 
 
 def manifest(*, size: int, tile_bytes: int = 2**30) -> dict[str, Any]:
-    """Of one object that claims `size` bytes."""
+    """Return the manifest of one object that claims `size` bytes."""
     found = as_json()
     num_tiles = -(-size // tile_bytes)
     return found | {

@@ -26,12 +26,12 @@ def _done_here(items: Sequence[Any], work: Callable[[Any], None], **settings: ob
 
 @pytest.fixture
 def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads in the test's own thread: starting others takes longer than all the rest of a small load."""
+    """Read in the test's own thread: starting others takes longer than all the rest of a small load."""
     monkeypatch.setattr("cloudckpt.pipeline.reader.each_done", _done_here)
-    monkeypatch.setattr("cloudckpt.inspect.verification.each_done", _done_here)
+    monkeypatch.setattr("cloudckpt._workers.each_done", _done_here)
 
 
 @pytest.fixture
 def tiny(saved: dict[str, bytes]) -> Tiny:
-    """That checkpoint in memory, whole."""
+    """Put the checkpoint into memory, whole."""
     return Tiny(f"tiny-{next(_numbers)}", saved)

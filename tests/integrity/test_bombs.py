@@ -18,7 +18,7 @@ OUTCOMES = {
     "huge_shape": (INVALID, INVALID),
     "huge_size_without_tiles": (INVALID, INVALID),
 }
-"""Of a load and of `verify`."""
+"""The outcome of a load, and that of `verify`."""
 
 
 def test_decompression_bombs_are_refused_before_they_take_memory() -> None:

@@ -91,7 +91,7 @@ def test_any_bytes_as_a_manifest_are_refused(document: bytes) -> None:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of everything in a JSON document."""
+    """Yield the path of each value in a JSON document."""
     if path:
         yield path
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -174,7 +174,7 @@ HEADER = json.loads(OBJECT[LENGTH_BYTES:HEADER_END])
 
 
 def verified_with(data: bytes) -> str:
-    """What `verify` says of an object whose checksums were made to fit; empty where it is content."""
+    """Return what `verify` says of an object whose checksums were made to fit; empty where it is content."""
     manifest = copy.deepcopy(MANIFEST)
     assert len(data) == manifest["objects"][0]["size"]
     manifest["objects"][0]["crc32c"] = tiles_text([crc32c(data)])
@@ -204,5 +204,5 @@ def test_any_header_that_contradicts_the_manifest_is_found(place: tuple[Any, ...
 
 
 def is_free(metadata: Any) -> bool:
-    """Whether a header's own metadata may be this."""
+    """Return True if a header's own metadata may be this."""
     return isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())

@@ -1,4 +1,4 @@
-"""Whoever can write to the bucket gets nothing to run: not by any call that opens it, unless the caller consents."""
+"""A writer to the bucket cannot run code in a reader: no call runs it, unless the caller consents."""
 
 from __future__ import annotations
 

@@ -125,6 +125,29 @@ def test_a_state_dict_that_does_not_fit_is_raised(run: Memory) -> None:
         cloudckpt.load_latest({**state_of(-1.0), "new": torch.zeros(1)}, run.root)
 
 
+def test_the_one_before_a_newest_checkpoint_that_does_not_fit_is_named(
+    run: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a mean among the steps stops each restart, and nobody learns which step would do."""
+    cloudckpt.save({"mean": torch.ones(1)}, run.uri("step-4"))
+    with caplog.at_level(logging.INFO), pytest.raises(cloudckpt.errors.StateDictMismatchError):
+        cloudckpt.CheckpointManager(run.root).restore(state_of(-1.0))
+    named = f"{run.uri('step-4')} was chosen, because it was committed last"
+    assert (named in caplog.text, f"the one before it, {run.uri('step-3')}: " in caplog.text) == (True, True)
+
+
+def test_a_newest_checkpoint_that_is_no_step_is_named(run: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, an evaluation measures the mean of a merge, and takes it for the newest step."""
+    cloudckpt.save(state_of(7.0), run.uri("best"))
+    cloudckpt.save(state_of(8.0), run.uri("step-8"))
+    assert cloudckpt.load_latest(state_of(), run.root).uri == run.uri("step-8")
+    assert "no step" not in caplog.text
+    cloudckpt.save(state_of(9.0), run.uri("mean"))
+    assert cloudckpt.load_latest(state_of(), run.root).uri == run.uri("mean")
+    assert f"takes {run.uri('mean')}, which was committed last and is no step. The newest step" in caplog.text
+    assert "beside it is step-8" in caplog.text
+
+
 def test_a_newer_format_is_raised(run: Memory) -> None:
     """If this fails, an old cloudckpt that meets the checkpoints of a newer one resumes from before the upgrade."""
     document = b'{"format":"cloudckpt","version":[99,0]' + b" " * 200 + b"}"

@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 
 
 def values(rank: int, fill: int = 0) -> dict[str, Any]:
-    """What a rank saves; no two bytes in a row are the same, so that nothing can be swapped unseen."""
+    """Return what a rank saves; no two bytes in a row are the same, so that nothing can be swapped unseen."""
     numbers = torch.arange(1 + fill, 21 + fill)
     if rank == 0:
         return {
@@ -48,7 +48,7 @@ NAMES = [list(values(rank)) for rank in range(2)]
 
 
 def blank() -> dict[str, Any]:
-    """Of the whole checkpoint, to load into."""
+    """Return a blank state dict of the whole checkpoint, to load into."""
     state = values(0) | values(1)
     return {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
 
@@ -117,7 +117,7 @@ class Tiny:
         return self.state
 
     def problems(self) -> list[str]:
-        """What `verify` finds, with the manifest that was read at first."""
+        """Return what `verify` finds, with the manifest that was read at first."""
         return Verification(self._verified).run()
 
     def names_in(self, key: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is tried again, how long, and when it is given up; on a clock of the tests' own."""
+"""The errors that are retried, how long, and the end of the retries, on a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests are in flight, on simulated stores: no clock, no thread, no socket."""
+"""The number of requests in flight, on simulated stores, without a clock, threads or sockets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tests.kit.options import make_options
 
 from cloudckpt.io.hedging import ConcurrencyLimit
+from cloudckpt.io.upload import choose_part_bytes
+from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.uri import parse_location
 
@@ -96,3 +98,17 @@ def test_the_default_of_connections_follows_the_ranks_of_the_host(
     context = context_at("s3://bucket/run")
     assert context.connections == context.client.hedger.connections() == expected
     assert context_at("s3://bucket/run", connections=12).client.hedger.connections() == 12
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "ranks_of_host", "expected"), [(2, 1, 4), (64, 8, 4), (3, 2, 3), (2, 2, 2), (4, 8, 1), (2, 8, 1)]
+)
+def test_ranks_that_share_cores_make_fewer_requests(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, ranks_of_host: int, expected: int
+) -> None:
+    """If this fails, ranks without cores to spare make small requests, or any rank leaves connections without work."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(num_cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_host))
+    num_bytes = 16 * 128 * MIB
+    part_bytes = choose_part_bytes(num_bytes, connections=16, max_bytes=num_bytes, buffer_bytes=None)
+    assert num_bytes // part_bytes == 16 * expected

@@ -158,7 +158,7 @@ class LyingStore(WrappedStore):
             self.inner.put(KEY, [memoryview(body)], crc32c=slow_crc32c(body))
         self.lies = {"read_into": list(reads), "head": list(heads)}
         self.told: Counter[str] = Counter()
-        """How often each call gave which answer."""
+        """The number of answers of each kind, by call."""
 
     def around(self, call: Call, action: Callable[[], _T]) -> _T:
         lies = self.lies.get(call.operation, [])

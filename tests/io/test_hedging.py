@@ -92,7 +92,7 @@ def make(hedger: Hedger, name: object, first: Callable[[], str], second: Callabl
         assert second is not None
         return second()
 
-    with hedger.request("download", name, num_bytes=SIZE_BYTES, held_bytes=SIZE_BYTES, second=repeat) as request:
+    with hedger.request("download", name, num_bytes=SIZE_BYTES, hedge_bytes=SIZE_BYTES, send_hedge=repeat) as request:
         request.result = first()
     assert request.result is not None
     return request.result
@@ -144,7 +144,7 @@ def test_a_straggler_takes_three_times_as_long_as_four_peers_of_its_size(
     """If this fails, requests are repeated that are as fast as their peers, or none that stalls."""
     times = PeerTimes()
     for size_bytes, took_s in peers:
-        times.add(num_bytes=size_bytes, took_s=took_s)
+        times.add(num_bytes=size_bytes, duration_s=took_s)
     assert times.patience_s(100) == expected_s
 
 
@@ -299,7 +299,7 @@ def test_a_range_comes_whole_from_the_second_request(hedger: Hedger, clock: Cloc
 
 
 class Keyed(WrappedStore):
-    """As where the encryption's key is not ours: each upload of a part has an ETag of its own; the last one counts."""
+    """Give each upload of a part an ETag of its own, as with a foreign encryption key. The last one counts."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore("keyed"))

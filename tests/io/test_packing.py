@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.io.upload import plan_parts
 from cloudckpt.stores.base import Limits, Part
-from cloudckpt.tensors.body import pack
+from cloudckpt.tensors.data_objects import pack
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 120))

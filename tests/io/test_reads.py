@@ -24,7 +24,7 @@ def wants(draw: st.DrawFn) -> list[WantedRange]:
 
 
 def num_wanted(wanted: list[WantedRange], object_index: int) -> Counter[int]:
-    """How many of `wanted` want each byte of the object."""
+    """Count the ranges of `wanted` that have each byte of the object."""
     members = (want for want in wanted if want.object_index == object_index)
     return Counter(byte for want in members for byte in range(want.begin, want.end))
 

@@ -8,8 +8,8 @@ import time
 import pytest
 from typing_extensions import override
 
+from cloudckpt import _clock
 from cloudckpt.io.client import Clock
-from cloudckpt.stores import clock
 
 
 class InstantClock(Clock):
@@ -48,12 +48,12 @@ def skip_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def set_time(monkeypatch: pytest.MonkeyPatch, time_ns: int | None = None, *, ahead_s: float = 0.0) -> None:
     """Set this machine's clock: stop it at a time, or let it run ahead of the real one."""
     read = (lambda: time.time_ns() + int(ahead_s * 1e9)) if time_ns is None else lambda: time_ns
-    monkeypatch.setattr(clock.MACHINE, "time_ns", read)
+    monkeypatch.setattr(_clock.MACHINE, "time_ns", read)
 
 
 def set_time_in_new_process(
     monkeypatch: pytest.MonkeyPatch, time_ns: int | None = None, *, ahead_s: float = 0.0
 ) -> None:
     """Set the clock of a process that has seen no other."""
-    monkeypatch.setattr(clock, "MACHINE", clock.MachineClock())
+    monkeypatch.setattr(_clock, "MACHINE", _clock.MachineClock())
     set_time(monkeypatch, time_ns, ahead_s=ahead_s)

@@ -55,7 +55,7 @@ PRELOAD = [
     "hypothesis",
     "cloudckpt.api",
     "cloudckpt.dcp.enable",
-    "cloudckpt.inspect.removal",
+    "cloudckpt.removal",
     "cloudckpt.manager.restore",
     "cloudckpt.manager.preemption",
     "cloudckpt.stores.fsspec_store",

@@ -82,7 +82,7 @@ class ScriptedServer:
     before_each_mib: Callable[[], object] = lambda: None
     """Called before a MiB of a body is read."""
     certificate: Path | None = None
-    """Where given, connections are TLS's: the file holds a private key and a certificate."""
+    """File with a private key and a certificate; None for connections without TLS."""
     requests: list[Recorded] = field(default_factory=list)
     num_connections: int = 0
     closing: threading.Event = field(default_factory=threading.Event)

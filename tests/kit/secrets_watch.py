@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 _SECRETS = re.compile(r"testing-secret|(?<![a-z0-9])(?:hush)+(?![a-z0-9])|PRIVATE KEY-----", re.IGNORECASE)
-"""Of the servers of the tests; of all that tests make up, four letters that base64 has too; of any service account."""
+"""The secrets of test servers, those that tests make up (``hush``, which base64 has, too), and keys of accounts."""
 
 _FIRST = "cloudckpt"
 _lock = threading.Lock()
@@ -83,7 +83,7 @@ def install() -> None:
 def _watch_what_is_made() -> None:
     from cloudckpt import errors, events, options, report  # noqa: PLC0415  # coverage begins before it
     from cloudckpt.background import handle  # noqa: PLC0415  # coverage begins before it
-    from cloudckpt.commit import publish  # noqa: PLC0415
+    from cloudckpt.commit import commit  # noqa: PLC0415
     from cloudckpt.dcp import reader, writer  # noqa: PLC0415  # coverage begins before it
     from cloudckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415
     from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
@@ -97,7 +97,7 @@ def _watch_what_is_made() -> None:
         *(S3Store, GCSStore, FsspecStore, writer.ObjectStoreWriter, reader.ObjectStoreReader, handle.AsyncSave),
     ):
         _after_init(kind, lambda made: f"{made!r} {made}")
-    encode = publish.encode
+    encode = commit.encode
 
     @functools.wraps(encode)
     def searching(*args: Any, **kwargs: Any) -> bytes:
@@ -105,7 +105,7 @@ def _watch_what_is_made() -> None:
         search(document.decode(), "a manifest")
         return document
 
-    publish.encode = searching
+    commit.encode = searching
 
 
 def _after_init(kind: Any, text_of: Callable[[Any], str]) -> None:

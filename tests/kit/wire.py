@@ -136,7 +136,7 @@ GCS_RETAINED = _gcs_error(
     "retentionPolicyNotMet",
     "Object is subject to bucket's retention policy and cannot be deleted until 2036-01-01.",
 )
-"""Of an object in a bucket with a retention policy (https://cloud.google.com/storage/docs/bucket-lock)."""
+"""The refusal to delete an object in a bucket with a retention policy (https://cloud.google.com/storage/docs/bucket-lock)."""
 
 
 _UPLOAD_ID = re.compile(r"(?<=[?&])(uploadId|upload_id)=[^&]*")

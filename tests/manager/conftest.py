@@ -1,4 +1,4 @@
-"""What the tests of managers share."""
+"""Helpers that the tests of managers share."""
 
 from __future__ import annotations
 

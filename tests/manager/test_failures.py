@@ -228,7 +228,7 @@ def test_ranks_decide_alike_in_whichever_order_they_see_it() -> None:
     decisions = []
     for order in ([1, 2, 3], [1, 3, 2]):
         failures = Failures("warn", 2)
-        goes_on = {step: failures.take(step, "memory://step", outcomes[step]) is not None for step in order}
+        goes_on = {step: failures.record(step, "memory://step", outcomes[step]) is not None for step in order}
         decisions.append((sorted(goes_on.items()), failures.in_a_row))
     assert decisions == [([(1, True), (2, False), (3, True)], 2)] * 2
 

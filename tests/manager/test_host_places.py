@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,10 @@ from tests.kit.ranks import on_ranks
 from tests.manager.test_places import Places, damage, full, names, unreadable
 from torch.distributed.checkpoint.api import CheckpointException
 
+import cloudckpt
 from cloudckpt import CheckpointManager
 from cloudckpt.commit.times import note_commit_time_ns
-from cloudckpt.dcp.hosts import HeldObjects, Transfer, choose_groups, plan_transfers
+from cloudckpt.dcp.hosts import HeldObjects, HostTransfer, choose_groups, plan_transfers
 from cloudckpt.errors import CorruptCheckpointError, StoreError
 from cloudckpt.testing.faults import Call
 
@@ -97,21 +99,21 @@ def on_rank(rank: int, action: Callable[[], object]) -> None:
 @on_ranks(2)
 def test_each_host_has_its_objects_and_the_manifest(tmp_path: Path, async_: bool) -> None:  # noqa: FBT001
     """If this fails, a job whose hosts share no directory saves nothing there, or cannot read what it has saved."""
-    with manager_of(tmp_path, async_=async_) as manager:
+    with manager_of(tmp_path, async_=async_, fast_keep=3) as manager:
         assert restore(manager) is None
         save_all(manager, 9, 10, 11)
     dist.barrier()
     mine = host_of(tmp_path)
-    assert (names(mine), names(tmp_path / "bucket")) == (["step-9", "step-11"], ["step-10"])
+    assert (names(mine), names(tmp_path / "bucket")) == (["step-9", "step-10", "step-11"], ["step-10"])
     manifests = [(host_of(tmp_path, host) / "step-11/manifest.json").read_bytes() for host in (0, 1)]
     assert manifests[0] == manifests[1]
     rank = dist.get_rank()
     assert {name.partition("-")[0] for name in objects_of(mine / "step-11")} == {str(rank)}
     dist.barrier()
-    again = manager_of(tmp_path)
+    again = manager_of(tmp_path, fast_keep=3)
     assert restore(again) == (11, "fast")
     assert restore(again, step=9) == (9, "fast")
-    assert [(info.step, info.place) for info in again.steps()] == [(9, "fast"), (10, "root"), (11, "fast")]
+    assert [(info.step, info.place) for info in again.steps()] == [(9, "fast"), (10, "both"), (11, "fast")]
 
 
 @on_ranks(2)
@@ -176,6 +178,22 @@ def test_hosts_that_change_places_find_their_shards(tmp_path: Path) -> None:
         save_all(manager, 1)
     dist.barrier()
     assert restore(manager_of(tmp_path, 1 - dist.get_rank())) == (1, "fast")
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@on_ranks(2)
+def test_a_directory_lost_in_a_run_sends_all_ranks_to_the_root(tmp_path: Path, *, is_shared: bool) -> None:
+    """If this fails, one host makes its lost directory anew, or ranks save the parts of a step in two places."""
+    log, fast = Warnings(), host_of(tmp_path, 0 if is_shared else None)
+    with manager_of(tmp_path, fast=fast) as manager:
+        save_all(manager, 1)
+        on_rank(1, lambda: shutil.rmtree(fast))
+        save_all(manager, 2)
+    dist.barrier()
+    assert names(tmp_path / "bucket") == ["step-2"]
+    on_rank(1, lambda: None if not fast.exists() else pytest.fail("the directory was made anew"))
+    if dist.get_rank() == 0:
+        assert any(f"rank {0 if is_shared else 1}: its directory" in text for text in log.texts)
 
 
 @on_ranks(2)
@@ -294,6 +312,31 @@ def test_a_host_that_cannot_write_the_manifest_costs_no_step(tmp_path: Path) -> 
 
 
 @on_ranks(2)
+def test_a_host_that_removes_an_older_save_of_the_name_meanwhile_commits_the_new_one(tmp_path: Path) -> None:
+    """If this fails, a host has a part of a step and no manifest, so that the root is owed the step for long."""
+    step, removals = host_of(tmp_path) / "step-11", list[bool]()
+    lock = threading.Lock()  # a deletion also removes the objects that a save puts meanwhile
+
+    def remove_first(call: Call) -> None:
+        if call.operation in ("put", "create_multipart") and call.key.startswith("data/"):
+            with lock:
+                if not removals:
+                    removals.append(True)
+                    cloudckpt.delete(step)
+
+    places = Places()
+    with manager_of(tmp_path, async_=False, options=make_options(wrap_store=places)) as manager:
+        save_all(manager, 11)
+        if dist.get_rank() == 1:
+            places.fail(step, remove_first)
+        manager.save(11, state_of(11.0), overwrite=True)
+    dist.barrier()
+    assert removals == [True][: dist.get_rank()]
+    assert names(host_of(tmp_path)) == ["step-11"]
+    assert restore(manager_of(tmp_path)) == (11, "fast")
+
+
+@on_ranks(2)
 def test_a_commit_is_later_than_those_that_other_hosts_know(tmp_path: Path) -> None:
     """If this fails, a host whose clock is behind commits steps that a restore takes for older ones."""
     if dist.get_rank() == 1:
@@ -349,7 +392,7 @@ def test_a_host_that_has_the_save_before_under_the_same_name_mixes_nothing(tmp_p
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     assert {number for tensor in tensors for number in tensor.tolist()} == {12.0}
     on_rank(0, lambda: shutil.rmtree(host_of(tmp_path)))  # the new save's objects of rank 0 are gone, and the old ones
-    assert restore(manager_of(tmp_path)) == (10, "bucket")
+    assert restore(manager_of(tmp_path)) == (10, "fast")
 
 
 @on_ranks(2)
@@ -360,9 +403,9 @@ def test_forced_save_reaches_the_root(tmp_path: Path) -> None:
         manager.save(1, state_of(1.0), force=True)
         manager.save(2, state_of(2.0), force=True)
     dist.barrier()
-    assert names(tmp_path / "bucket") == ["step-1", "step-2"]
-    assert names(host_of(tmp_path)) == ["step-1"]
-    assert restore(manager_of(tmp_path)) == (2, "bucket")
+    assert names(tmp_path / "bucket") == names(host_of(tmp_path)) == ["step-1", "step-2"]
+    on_rank(1, lambda: shutil.rmtree(host_of(tmp_path)))
+    assert restore(manager_of(tmp_path)) == (2, "fast")  # with the root's copy of what is gone
 
 
 @on_ranks(2)
@@ -387,9 +430,9 @@ def test_transfers_bring_each_object_where_it_is_wanted_from_the_lowest_rank_tha
 
     ranks = [held({0}, {0, 4}), held({1, 9}, set()), held({0, 2}, {1, 2, 4}), held({4}, {1})]
     assert plan_transfers(ranks, leaders) == [
-        Transfer(object_index=0, source=0, targets=frozenset({2})),
-        Transfer(object_index=1, source=2, targets=frozenset({0})),
-        Transfer(object_index=4, source=0, targets=frozenset({3})),
+        HostTransfer(object_index=0, source=0, targets=frozenset({2})),
+        HostTransfer(object_index=1, source=2, targets=frozenset({0})),
+        HostTransfer(object_index=4, source=0, targets=frozenset({3})),
     ]
 
 

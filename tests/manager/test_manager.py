@@ -26,11 +26,10 @@ from tests.kit.wrapped import Lies, permanent
 from tests.manager.conftest import WAIT_S, save_all
 
 import cloudckpt
-from cloudckpt import AsyncSave, CheckpointManager, Options
+from cloudckpt import AsyncSave, CheckpointManager, Options, _clock
 from cloudckpt.commit.entries import encode_fence, new_fence
 from cloudckpt.commit.times import datetime_of
-from cloudckpt.errors import AccessDeniedError
-from cloudckpt.stores import clock
+from cloudckpt.errors import AccessDeniedError, StateDictMismatchError
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
@@ -56,7 +55,7 @@ def denied(operation: str) -> AccessDeniedError:
 
 
 def names(found: Iterable[Any]) -> list[str]:
-    """Of what a report names by URI."""
+    """Return the last names of the URIs in a report."""
     return [str(getattr(one, "uri", one)).rpartition("/")[2] for one in found]
 
 
@@ -90,13 +89,44 @@ def test_saved_and_restored(memory: Memory, *, async_: bool) -> None:
 def test_step_that_is_not_due_costs_nothing(memory: Memory) -> None:
     """If this fails, every step of training asks the store, or is held up by the save of an earlier one."""
     manager = CheckpointManager(memory.root, save_every=10)
-    assert [manager.save(step, state_of()) for step in (1, 9, 11)] == [None] * 3
+    loss: Any = object()  # a tensor on a GPU, of which the number would wait for the GPU
+    assert [manager.save(step, state_of(), metrics={"loss": loss}) for step in (1, 9, 11)] == [None] * 3
     assert memory.stores == {}
     assert [step for step in range(31) if manager.is_due(step)] == [0, 10, 20, 30]
     save_all(manager, 20)
     manager.save(21, state_of(21.0), force=True)
     manager.wait(WAIT_S)
     assert numbers(manager) == [20, 21]
+
+
+def test_a_run_that_does_not_save_its_last_step_says_so(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, the last steps of a run, or a run shorter than `save_every`, are lost without a word."""
+
+    def run(*steps: int, force: bool = False) -> str:
+        caplog.clear()
+        with CheckpointManager(memory.root, save_every=4) as manager:
+            manager.restore(state_of())
+            for step in steps:
+                manager.save(step, state_of(), force=force)
+        return "".join(warnings_in(caplog))
+
+    assert "because no step up to 3 was due. A new start begins from scratch" in run(1, 2, 3)
+    assert "manager.save(3, …, force=True)" in caplog.text
+    assert run() == run(3, force=True) == ""
+    assert "because no step up to 7 was due. A new start begins after step 3" in run(5, 6, 7)
+    end = f"step 10, the last one, is not saved under {memory.root}: no step after 8 was due. A new start begins after"
+    assert f"{end} step 8" in run(8, 9, 10)
+    assert run(11, 12) == run(13, 14, 16) == ""
+
+    def fail() -> None:
+        with CheckpointManager(memory.uri("other"), save_every=4) as manager:
+            manager.save(0, state_of())
+            manager.save(1, state_of())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert "the last one" not in caplog.text
 
 
 def test_saves_by_time_follow_each_other_without_a_wait(memory: Memory) -> None:
@@ -122,9 +152,9 @@ def test_the_first_save_after_prepare_makes_no_memory(memory: Memory, monkeypatc
     cloudckpt.close()
     manager.prepare(model=model)
     assert manager.steps() == []
-    for name in ("cloudckpt.background.stager.plan_snapshot", "cloudckpt.tensors.host_memory.Block"):
+    for name in ("cloudckpt.background.stager.plan_snapshot", "cloudckpt.tensors.host_memory.MemoryBlock"):
         monkeypatch.setattr(name, None)
-    monkeypatch.setattr(manager._steps, "list_folders", None)
+    monkeypatch.setattr("cloudckpt.manager.steps.Steps.list_folders", None)
     handle = manager.save(0, model=model)
     assert isinstance(handle, AsyncSave)
     handle.result(WAIT_S)
@@ -134,12 +164,23 @@ def test_the_first_save_after_prepare_makes_no_memory(memory: Memory, monkeypatc
     assert torch.equal(restored.weight, model.weight)
 
 
-def test_a_save_of_an_existing_step_is_refused(memory: Memory) -> None:
-    """If this fails, a job that was started twice overwrites what the first one saved."""
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_save_of_an_existing_step_is_refused(memory: Memory, *, async_: bool) -> None:
+    """If this fails, a job that was started twice overwrites what the first one saved; or one that has forgotten its
+    `restore` is told to choose another URI.
+    """
     save_all(CheckpointManager(memory.root), 5)
+    for restores in (False, True):
+        again = CheckpointManager(memory.root, async_=async_)
+        if restores:
+            again.restore(state_of())
+        with pytest.raises(cloudckpt.CheckpointExistsError) as refused:
+            committed(again, 5)
+        advice = str(refused.value).partition("nothing was written. ")[2]
+        others = "Choose another URI (another root if another job saves here), or pass overwrite=True to replace the"
+        first = "" if restores else "If this run has saved it, call manager.restore(…) before the first save. "
+        assert advice == f"{first}{others} checkpoint"
     again = CheckpointManager(memory.root, async_=False)
-    with pytest.raises(cloudckpt.CheckpointExistsError):
-        again.save(5, state_of(6.0))
     with pytest.raises(cloudckpt.CheckpointExistsError):
         again.save(5, state_of(6.0), force=True)  # it is not this manager's
     again.save(5, state_of(6.0), overwrite=True)
@@ -396,6 +437,46 @@ if end == "interactive":  # as the shell of Python does
 """
 
 
+def test_a_step_that_lacks_an_object_of_an_earlier_one_warns(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a save without the optimizer lets retention remove the last step that a run can resume from."""
+    model = torch.nn.Linear(2, 2)
+    objects: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "extra": {"epoch": 1}}
+    with CheckpointManager(memory.root, keep_last=1) as manager:
+        manager.save(1, **objects)
+        manager.save(2, **objects)
+        assert warnings_in(caplog) == []
+        manager.save(3, model=model)
+        manager.save(4, model=model)
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith("step 3 is saved without 'optimizer', 'extra', which step 2 has.")
+    assert "Retention may remove the last step that has it" in warning
+    caplog.clear()
+    with CheckpointManager(memory.uri("all")) as manager:
+        manager.save(1, {"model": {}, "optim": {"lr": 1}})
+        manager.save(2, {"model": {}})
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith("step 2 is saved without 'optim', which step 1 has.")
+    assert "Retention" not in warning
+
+
+def test_an_error_in_training_names_the_last_committed_step(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a user whose loss fails has to search for what is saved; or an early error has a useless note."""
+    caplog.set_level(logging.INFO, "cloudckpt")  # a note is logged, too
+
+    def fail_after(*steps: int) -> None:
+        with CheckpointManager(memory.root) as manager:
+            save_all(manager, *steps)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_after()
+    assert "committed step" not in caplog.text
+    assert "no step was committed" not in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        fail_after(1, 2)
+    assert f"the last committed step is 2 ({memory.uri('step-2')})" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("end", "is_told"),
     [
@@ -457,6 +538,19 @@ def test_the_latest_step_has_its_metrics_after_one_manifest(memory: Memory) -> N
     assert (newest.step, newest.metrics) == (2, {}), "it was removed meanwhile, and the look came before"
 
 
+def test_a_look_at_the_run_of_another_job_writes_nothing(memory: Memory) -> None:
+    """If this fails, a notebook that looks for the best step disturbs the job that trains, or needs its permissions."""
+    writer = CheckpointManager(memory.root)
+    committed(writer, 1, metrics={"loss": 0.5})
+    memory.stores.clear()
+    reader = CheckpointManager(memory.root, keep_last=1)
+    assert memory.stores == {}
+    assert (reader.best("loss"), reader.latest()) == (reader.steps()[0], writer.latest())
+    reader.close()
+    writes = ("put", "create_multipart", "delete", "abort_multipart")
+    assert sum(store.count(operation) for store in memory.stores.values() for operation in writes) == 0
+
+
 def test_best_metric_has_the_direction_of_its_name(memory: Memory) -> None:
     """If this fails, `best("acc")` returns the worst step, or guesses where the name tells nothing."""
     manager = CheckpointManager(memory.root)
@@ -487,9 +581,15 @@ def test_metrics_that_no_step_has_are_named(memory: Memory, caplog: pytest.LogCa
     save_all(manager, 8)
     found = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
     (message,) = [one for one in found if "without the metric" in one]
-    assert message.startswith("step 4 is saved without the metric 'val_loss', passed for step 3")
+    assert message.startswith("step 4 is saved without the metric 'val_loss': they were passed for step 3")
     assert "force=True" in message
     assert "is_due" in message
+    caplog.clear()
+    with CheckpointManager(memory.uri("other"), save_every=2) as other:
+        other.save(3, state_of(3.0), metrics={"val_loss": 1.0})
+        other.save(3, state_of(3.0), force=True)
+    (message,) = [record.getMessage() for record in caplog.records if "without the metric" in record.getMessage()]
+    assert message.endswith("Pass metrics= to this one, too")
 
 
 def test_unknown_metric_is_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
@@ -512,8 +612,10 @@ def test_unknown_metric_is_named(memory: Memory, caplog: pytest.LogCaptureFixtur
         f"no step is the best under {memory.root}: {message}",
         f"no step is the best under {memory.root}: no step has the metric 'accuracy'; {message.partition('; ')[2]}",
     ], "once for each"
-    assert manager.best("val_loss") is None, "it is finite nowhere"
-    assert len(caplog.records) == 2
+    caplog.clear()
+    assert manager.best("val_loss") is manager.best("val_loss") is None
+    told = f"no step is the best under {memory.root}: no step has a finite value of 'val_loss'"
+    assert [record.getMessage() for record in caplog.records] == [told]
 
 
 @pytest.mark.parametrize(
@@ -584,6 +686,25 @@ def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
         CheckpointManager(memory.uri("step-5")).restore(state_of())
 
 
+def test_a_checkpoint_around_steps_is_named(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a save to the root of a run, in place of a step, succeeds without a word."""
+    save_all(CheckpointManager(memory.root), 5, 6)
+    cloudckpt.save(state_of(), memory.uri("best"))
+    assert warnings_in(caplog) == []
+    cloudckpt.save(state_of(), memory.root)
+    assert f"{memory.root} becomes a checkpoint itself, and has steps in it, such as step-6" in caplog.text
+
+
+def test_files_of_another_program_are_no_silent_fresh_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a job that moves from torch.save to the manager trains from nothing without a word."""
+    torch.save(state_of(), tmp_path / "step-1.pt")
+    assert CheckpointManager(tmp_path).restore(state_of()) is None
+    assert "files of another program are: step-1.pt. To go on with one" in caplog.text
+    assert f"cloudckpt import {tmp_path}/step-1.pt {tmp_path}/step-<n> --format torch" in caplog.text
+    cloudckpt.import_checkpoint(tmp_path / "step-1.pt", tmp_path / "step-1", format="torch")
+    assert CheckpointManager(tmp_path).restore(state_of(-1.0)) is not None
+
+
 def test_a_root_of_runs_is_no_silent_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a job with checkpoints one folder deeper starts anew, and nothing says so."""
     cloudckpt.save(state_of(), f"{memory.root}/logs/deep/down/c")
@@ -599,6 +720,20 @@ def test_a_root_of_runs_is_no_silent_fresh_start(memory: Memory, caplog: pytest.
     assert names in caplog.text
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match=names):
         cloudckpt.load_latest(state_of(), memory.root)
+
+
+def test_a_root_with_a_slip_is_no_silent_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a mistyped root trains from nothing beside the run; or each new run of a series warns."""
+    for name in ("adam/step-1", "seed-1/step-1", "empty/notes/a"):
+        cloudckpt.save(state_of(), f"{memory.root}/{name}")
+
+    def warnings_of(name: str) -> list[str]:
+        caplog.clear()
+        assert CheckpointManager(f"{memory.root}/{name}").restore(state_of()) is None
+        return warnings_in(caplog)
+
+    assert [f"but {memory.root}/adam has steps" in warning for warning in warnings_of("adamm")] == [True]
+    assert warnings_of("seed-2") == warnings_of("emptyy") == warnings_of("other") == []
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
@@ -867,10 +1002,14 @@ def test_retention_leaves_a_step_alone_while_it_is_overwritten(memory: Memory) -
     other.start()
     assert gate.reached.wait(WAIT_S)
     manager = CheckpointManager(memory.root, keep_last=1, async_=False)
+    manager.restore(state_of())
     save_all(manager, 3)
     assert manager.retention is not None
     assert [(one.uri, one.reason) for one in manager.retention.failed] == [
-        (memory.uri("step-1"), "another save is writing there")
+        (
+            memory.uri("step-1"),
+            "another save writes there, or was killed: gc removes its data after 24 h, or with --older-than 1s",
+        )
     ]
     assert manager.retention.removed == (memory.uri("step-2"),)
     gate.opened.set()
@@ -910,6 +1049,7 @@ def test_protected_steps_do_not_stop_the_removal_of_others(memory: Memory, monke
         for operation in ("put", "delete"):
             memory.at(f"step-{step}").fail(operation, error=lambda: denied("delete"), times=1000)
     manager = CheckpointManager(memory.root, keep_last=1)
+    manager.restore(state_of())
     save_all(manager, 10)
     assert manager.retention is not None
     assert names(manager.retention.failed) == [f"step-{step}" for step in range(1, 10)]
@@ -923,8 +1063,9 @@ def test_a_step_whose_metrics_may_not_be_read_may_be_the_best(memory: Memory) ->
     """If this fails, the best step goes because nobody may know that it is, or no other ever goes because of it."""
     for step, loss in enumerate((0.5, 0.1, 0.3)):
         save_all(CheckpointManager(memory.root), step, metrics={"loss": loss})
-    memory.at("step-1").fail("read", key_part="manifest", error=lambda: denied("read"), times=1000)
     manager = CheckpointManager(memory.root, keep_last=1, keep_best=("loss", "min", 1))
+    manager.restore(state_of())
+    memory.at("step-1").fail("read", key_part="manifest", error=lambda: denied("read"), times=1000)
     save_all(manager, 3)
     assert manager.retention is not None
     assert names(manager.retention.removed) == ["step-0"]
@@ -934,7 +1075,7 @@ def test_a_step_whose_metrics_may_not_be_read_may_be_the_best(memory: Memory) ->
         manager.best("loss")
 
 
-def test_a_listing_that_fails_removes_nothing(memory: Memory) -> None:
+def test_a_listing_that_fails_removes_nothing(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a store that shows only a part of what is there has the rest removed by mistake."""
     manager = CheckpointManager(memory.root, keep_last=1)
     save_all(manager, 1, 2)
@@ -942,6 +1083,8 @@ def test_a_listing_that_fails_removes_nothing(memory: Memory) -> None:
     save_all(manager, 3)
     assert manager.retention is not None
     assert manager.retention.failed[0].uri == memory.root
+    assert f"retention failed at {memory.root}: " in caplog.text
+    assert "did not remove" not in caplog.text
     assert manager.retention.removed == ()
 
 
@@ -949,14 +1092,15 @@ def test_nothing_is_removed_while_this_process_restores(memory: Memory) -> None:
     """If this fails, a job removes what it is reading."""
     save_all(CheckpointManager(memory.root), 1, 2)
     gate = Gate()
+    manager = CheckpointManager(memory.root, keep_last=1, async_=False)
+    manager.restore(state_of())
     reader = CheckpointManager(memory.root, options=at_event("load.planned", gate))
     state = state_of(-1.0)
     thread = threading.Thread(target=lambda: reader.restore(state, step=1))
     thread.start()
     assert gate.reached.wait(WAIT_S)
-    manager = CheckpointManager(memory.root, keep_last=1, async_=False)
     manager.save(3, state_of(3.0))
-    with pytest.raises(TimeoutError, match="were not removed within"):
+    with pytest.raises(TimeoutError, match="were not removed in time"):
         manager.wait(0.05)
     assert memory.data_keys("step-1")
     gate.opened.set()
@@ -983,10 +1127,10 @@ def test_just_committed_step_stays_with_any_clock(memory: Memory, monkeypatch: p
     manager = CheckpointManager(memory.root, keep_last=1)
     save_all(manager, 1)
     go_to_machine(minutes_ahead=10)
-    save_all(CheckpointManager(memory.root, keep_last=1), 100)
+    save_all(CheckpointManager(memory.root), 1, overwrite=True)
     go_to_machine(minutes_ahead=0)
     save_all(manager, 5)
-    assert numbers(manager) == [5, 100], "besides the one that another machine says is newer"
+    assert numbers(manager) == [1, 5], "besides the one that another machine says is newer"
     save_all(manager, 4)
     assert numbers(manager) == [4], "it has seen the other by now, and is later"
 
@@ -1010,7 +1154,7 @@ def test_a_clock_that_is_years_off_changes_no_order(
         save_all(manager, *steps)
         done.extend(steps)
         in_order = [info.step for info in sorted(manager.steps(), key=lambda info: info.committed_at)]
-        assert in_order == done[-keep_last if keep_last else 0 :]
+        assert in_order == done[-keep_last if keep_last and restores != "none" else 0 :]
 
     run_on_machine(0, 9, 8)
     run_on_machine(days_ahead, 7, 6)
@@ -1022,10 +1166,11 @@ def test_after_the_last_time_of_the_format_steps_are_ordered_by_number(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a clock or a manifest of the year 2300 makes manifests that no reader takes."""
-    clock.MACHINE.newest_ns = 10**19
+    _clock.MACHINE.newest_ns = 10**19
     save_all(CheckpointManager(memory.root, async_=False), 8, 9)
     set_time_in_new_process(monkeypatch)
     manager = CheckpointManager(memory.root, async_=False, keep_last=2)
+    manager.restore(state_of())
     save_all(manager, 10, 11)
     assert numbers(manager) == [10, 11]
     restored = CheckpointManager(memory.root).restore(state_of())
@@ -1053,7 +1198,7 @@ def test_half_removed_step_is_removed_a_day_later(memory: Memory, monkeypatch: p
     report counts it among the steps that can be loaded.
     """
     manager = CheckpointManager(memory.root, keep_last=1)
-    save_all(CheckpointManager(memory.root), 1)
+    save_all(manager, 1)
     memory.at("step-1").fail("delete", key_part="data/", error=lambda: denied("delete"), times=1)
     save_all(manager, 2)
     assert manager.retention is not None
@@ -1067,7 +1212,7 @@ def test_half_removed_step_is_removed_a_day_later(memory: Memory, monkeypatch: p
 
 
 class _Config:
-    """Of the user's program, in two versions of it."""
+    """A class of the user's program, in two versions of it."""
 
     def __init__(self, *values: int) -> None:
         self.values = values
@@ -1197,7 +1342,7 @@ def test_a_second_job_on_a_root_is_named_once(memory: Memory, caplog: pytest.Log
 def test_steps_above_the_first_of_a_job_are_named_once(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a job that forgot `restore`, or continues from an old step, removes what another has reached."""
     save_all(CheckpointManager(memory.root), 100, 200, 300)
-    with CheckpointManager(memory.root, keep_last=3) as fresh:
+    with CheckpointManager(memory.root) as fresh:
         save_all(fresh, 10, 20)
     with CheckpointManager(memory.root, keep_last=3) as resumed:
         restored = resumed.restore(state_of())
@@ -1206,15 +1351,60 @@ def test_steps_above_the_first_of_a_job_are_named_once(memory: Memory, caplog: p
         save_all(resumed, 30)
     assert [message.partition(". If")[0] for message in warnings_in(caplog)] == [
         f"the first save of this job is step 10, and {memory.root} also has steps 100, 200, 300",
-        f"this job continues from the step that was committed last, 20, and {memory.root} also has step 300",
+        f"this job continues from the step that was committed last, 20, and {memory.root} also has steps 100, 200, 300",
     ]
     caplog.clear()
     with CheckpointManager(memory.root, keep_last=1) as replacing:
+        assert replacing.restore(state_of(), step=30) is not None
         replacing.save(1, state_of(), overwrite=True).result(WAIT_S)
     with CheckpointManager(memory.root) as alone:
         assert alone.restore(state_of()) is not None
         save_all(alone, 2)
     assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("refusal", [None, "mismatch", "store"])
+def test_steps_of_another_run_are_named_and_stay(
+    memory: Memory, caplog: pytest.LogCaptureFixture, refusal: str | None
+) -> None:
+    """If this fails, ``keep_last`` of a run that begins in another run's root removes or counts that run's steps; also
+    if its `restore` found that the steps are not its own, or could not look.
+    """
+    save_all(CheckpointManager(memory.root, keep_last=3), 1, 2, 300)
+    with CheckpointManager(memory.root, keep_last=2, keep_best=("loss", "min", 1), async_=False) as other:
+        if refusal == "mismatch":
+            with pytest.raises(StateDictMismatchError):
+                other.restore({"another": torch.zeros(3)}, strict=True)
+        elif refusal == "store":
+            memory.at("step-2").fail("list", error=lambda: denied("list"), times=1)
+            with pytest.raises(AccessDeniedError):
+                other.restore(state_of())
+        for step in (100, 101, 102, 103):
+            save_all(other, step, metrics={"loss": float(step)})
+    assert numbers(other) == [1, 2, 100, 102, 103, 300]
+    assert warnings_in(caplog)[-1] == (
+        f"{memory.root} has steps 1, 2, 300, which this manager has neither restored nor saved: its rules neither "
+        "count nor remove them. If this run has saved them, call restore before the first save. Otherwise pass another "
+        "root, or delete them (cloudckpt rm)"
+    )
+    assert sum("neither count" in message for message in warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_steps_that_a_restore_has_found_are_superseded(
+    memory: Memory, caplog: pytest.LogCaptureFixture, step: int | None
+) -> None:
+    """If this fails, no step of an earlier start is ever removed, and the bucket fills up; or a step is removed that
+    another run saves after the restore.
+    """
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    with CheckpointManager(memory.root, keep_last=1) as manager:
+        assert manager.restore(state_of(), step=step) is not None
+        save_all(manager, 4)
+        cloudckpt.save(state_of(), memory.uri("step-1000"))
+        save_all(manager, 5)
+    assert numbers(manager) == [5, 1000]
+    assert not any("neither count" in message for message in warnings_in(caplog))
 
 
 def test_damage_of_the_newest_step_is_no_other_job(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +24,7 @@ from tests.manager.conftest import WAIT_S, save_all
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager
+from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -30,7 +33,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     StoreError,
 )
-from cloudckpt.manager.debts import drain
+from cloudckpt.manager.drain import drain
 from cloudckpt.stores.base import Store
 
 
@@ -169,6 +172,41 @@ def test_copies_are_the_same_save(fast: Path, root: Path) -> None:
     near, far = (json.loads((place / "step-1/manifest.json").read_bytes()) for place in (fast, root))
     for name in ("save_id", "committed_at_ns", "metadata"):
         assert near[name] == far[name], name
+    cloudckpt.copy(root / "step-1", root.with_name("copied") / "step-1")
+    places = (fast, root, root.with_name("copied"))
+    saved, *copies = [info.save_s for place in places for info in cloudckpt.list_checkpoints(place, all=True)]
+    assert saved is not None
+    assert 0 <= saved < WAIT_S
+    assert copies == [saved, saved], "the plots of a root show how long its saves took"
+
+
+def test_reports_events_and_timelines_say_in_which_place_a_step_is(fast: Path, root: Path, tmp_path: Path) -> None:
+    """If this fails, a dashboard takes what the drive of a host has for what the bucket has."""
+    events: list[cloudckpt.Event] = []
+    options = make_options(on_event=events.append, trace=tmp_path / "{verb}.json")
+    with CheckpointManager(
+        root, save_every=2, fast=fast, fast_every=1, fast_keep=1, async_=False, options=options
+    ) as m:
+        for step in (1, 2):
+            saved = m.save(step, state_of(float(step)))
+            assert isinstance(saved, SavedMetadata)
+            assert saved.report is not None
+            assert saved.report.place == "fast"
+        m.wait(WAIT_S)
+        for step, place in ((2, "fast"), (1, "root")):
+            if place == "root":
+                m.save(3, state_of(3.0), force=True)
+                m.wait(WAIT_S)
+                shutil.rmtree(fast)
+            restored = m.restore(state_of(-1.0), 3 if place == "root" else step)
+            assert restored is not None
+            assert restored.report.place == place
+            assert json.loads((tmp_path / "load.json").read_text())["otherData"]["place"] == place
+    assert json.loads((tmp_path / "save.json").read_text())["otherData"]["place"] == "fast"
+    for event in events:
+        is_fast = event.uri.startswith(str(fast))
+        assert (event.place == "fast") == is_fast, event
+    assert {"save.done", "load.done", "retention.removed", "drain.committed"} <= {event.name for event in events}
 
 
 def test_removed_steps_cost_later_saves_nothing(fast: Path, root: Path) -> None:
@@ -215,6 +253,11 @@ def test_settings_of_a_place_that_is_not_there_are_refused(tmp_path: Path) -> No
         CheckpointManager(tmp_path / "bucket", fast=tmp_path / "fast", fast_every=0)
     with pytest.raises(InvalidOptionError, match="fast_keep"):
         CheckpointManager(tmp_path / "bucket", fast=tmp_path / "fast", fast_keep=0)
+    hour, day = timedelta(hours=1), timedelta(days=1)
+    for save_every, fast_every in [(None, 5), (4, 10), (hour, day), (4, 4), (10, 4), (day, hour), (4, day), (hour, 4)]:
+        is_refused = (save_every, fast_every) in [(None, 5), (4, 10), (hour, day)]
+        with pytest.raises(InvalidOptionError, match="is of no use") if is_refused else contextlib.nullcontext():
+            CheckpointManager(tmp_path / "bucket", save_every=save_every, fast=tmp_path / "fast", fast_every=fast_every)
 
 
 def test_forced_save_of_a_step_that_only_the_fast_place_has_reaches_the_bucket(fast: Path, root: Path) -> None:
@@ -283,10 +326,10 @@ def test_step_that_only_the_bucket_has_is_not_saved_without_overwrite(fast: Path
     assert info.copy_uri == str(root / "step-1")
 
 
-# --- debts
+# --- owed steps
 
 
-def test_debt_of_an_earlier_process_is_paid_by_the_next(
+def test_step_owed_by_an_earlier_process_is_copied_by_the_next(
     fast: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, what was saved for the bucket never reaches it after a crash."""
@@ -298,18 +341,18 @@ def test_debt_of_an_earlier_process_is_paid_by_the_next(
     assert names(root) == ["step-1", "step-2"]
 
 
-def test_newest_debt_is_paid_first(fast: Path, root: Path) -> None:
+def test_newest_owed_step_is_copied_first(fast: Path, root: Path) -> None:
     """If this fails, a host that has little time left saves the older step."""
     with_debt(fast, root, 1, 2, 3, fast_keep=3)
-    paid: list[str] = []
+    copied: list[str] = []
 
     def note(event: cloudckpt.Event) -> None:
         if event.name == "drain.committed":
-            paid.append(Path(event.uri).name)
+            copied.append(Path(event.uri).name)
 
     with CheckpointManager(root, fast=fast, options=make_options(on_event=note)) as manager:
         restore(manager)
-    assert paid == ["step-3", "step-2", "step-1"]
+    assert copied == ["step-3", "step-2", "step-1"]
 
 
 def test_drain_that_fails_is_tried_again_after_the_next_save(fast: Path, root: Path) -> None:
@@ -325,14 +368,53 @@ def test_drain_that_fails_is_tried_again_after_the_next_save(fast: Path, root: P
     assert names(root) == ["step-1", "step-2"]
 
 
-def test_retention_spares_what_the_bucket_is_owed(fast: Path, root: Path) -> None:
-    """If this fails, the fast place removes the only copy of a step that was promised to the bucket."""
+def test_debt_is_copied_while_the_fast_place_takes_no_save(fast: Path, root: Path) -> None:
+    """If this fails, a full drive keeps the steps that the root is owed until the job starts again."""
+    places = Places()
+    places.fail(root, unwritable)
+    with CheckpointManager(root, fast=fast, options=make_options(wrap_store=places, retries=0)) as manager:
+        save_all(manager, 1)
+        assert manager.drains is not None
+        assert len(manager.drains.failed) == 1
+        places.broken.clear()
+        places.fail(fast, full)
+        save_all(manager, 2)
+        assert (names(fast), names(root)) == (["step-1"], ["step-1", "step-2"])
+
+
+def test_mistyped_fast_place_is_named(fast: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a job goes back to the last step of the bucket without a word, or each restore warns."""
+    with CheckpointManager(root, save_every=10, fast=fast, fast_every=2) as manager:
+        assert restore(manager) is None
+        save_all(manager, 10, 12)
+        assert restore(manager) == (12, "fast")
+        assert restore(manager, 10) == (10, "fast")
+    assert warnings(caplog).startswith("step 12, the last one, is in the fast place alone")
+    caplog.clear()
+    with CheckpointManager(root, fast=fast) as manager:
+        cloudckpt.delete(f"{fast}/step-10")
+        assert restore(manager, 10) == (10, "bucket")
+    assert warnings(caplog) == ""
+    with CheckpointManager(root, fast=fast.with_name("fsat")) as manager:
+        assert restore(manager) == (10, "bucket")
+    assert warnings(caplog).startswith(
+        f"no step of this run is in the fast place {fast.with_name('fsat')}, so the steps"
+    )
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_retention_spares_what_the_bucket_is_owed(fast: Path, root: Path, *, restores: bool) -> None:
+    """If this fails, the fast place removes the only copy of a step that was promised to the bucket; or a job that has
+    restored nothing removes the steps of an earlier one, in either place, or never copies them.
+    """
     with_debt(fast, root, 1, 2, 3, 4, fast_keep=1)
     assert names(fast) == ["step-1", "step-2", "step-3", "step-4"]
-    with CheckpointManager(root, fast=fast, fast_keep=1) as manager:
-        save_all(manager, 5)
-    assert names(fast) == ["step-5"]
-    assert names(root) == ["step-1", "step-2", "step-3", "step-4", "step-5"]
+    with CheckpointManager(root, fast=fast, fast_keep=1, keep_last=None if restores else 1) as manager:
+        if restores:
+            assert restore(manager) == (4, "fast")
+        save_all(manager, 5, 6)
+    assert names(fast) == ["step-6"] if restores else names(root)
+    assert names(root) == [f"step-{step}" for step in range(1, 7) if restores or step != 5]
 
 
 def test_step_that_the_bucket_has_removed_is_not_copied_again(fast: Path, root: Path) -> None:
@@ -452,11 +534,32 @@ def test_debt_that_vanished_is_named(fast: Path, root: Path) -> None:
     manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places))
     save_all(manager, 1)
     places.broken.clear()
-    shutil.rmtree(fast)
+    shutil.rmtree(fast / "step-1")
     save_all(manager, 2)
     with pytest.raises(CheckpointError, match=r"step-1: it is not there any more"):
         manager.close(WAIT_S)
     assert names(root) == ["step-2"]
+
+
+@pytest.mark.parametrize("far", [[], [2]])
+def test_the_close_of_a_run_names_a_last_step_that_the_bucket_never_gets(
+    fast: Path, root: Path, far: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a run ends well, its host is given back, and the end of the training is gone with it."""
+    with CheckpointManager(root, save_every=100, fast=fast, fast_every=1) as manager:
+        save_all(manager, *far, force=True)
+        save_all(manager, 3)
+        assert warnings(caplog) == ""
+    newest = "has step 2 as its newest" if far else "has no step"
+    assert f"step 3, the last one, is in the fast place alone, at {fast}/step-3, and {root} {newest}" in warnings(
+        caplog
+    )
+    caplog.clear()
+    with CheckpointManager(root, save_every=100, fast=fast, fast_every=1) as manager:
+        manager.restore(state_of(-1.0))
+        save_all(manager, 4)
+        save_all(manager, 4, force=True)
+    assert warnings(caplog) == ""
 
 
 # --- what a restore takes
@@ -527,7 +630,7 @@ def test_a_step_damaged_nearby_and_not_in_the_bucket_is_skipped(
     before = data_of(fast / "step-3").read_bytes()
     with CheckpointManager(root, save_every=2, fast=fast, fast_every=1) as manager:
         assert restore(manager) == (2, "fast")
-        assert f"skipped {fast / 'step-3'}" in warnings(caplog)
+        assert f"skipping {fast / 'step-3'}" in warnings(caplog)
         save_all(manager, 3)
         assert restore(manager) == (3, "fast")
     assert data_of(fast / "step-3").read_bytes() == before
@@ -600,6 +703,59 @@ def test_renamed_parts_are_read_from_the_copy_too(fast: Path, root: Path) -> Non
 
 
 # --- a fast place that cannot be used
+
+
+def make_drive(beside: Path) -> Path:
+    """Make a folder on another device than `beside`. The test removes it."""
+    drive = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    if drive.stat().st_dev == beside.stat().st_dev:
+        drive.rmdir()
+        pytest.skip("the memory is no file system of its own here")
+    return drive
+
+
+@pytest.mark.parametrize("loss", ["removed", "unmounted"])
+def test_a_directory_that_is_lost_in_a_run_is_not_made_anew(
+    tmp_path: Path, root: Path, loss: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, the steps after the loss of a drive fill the system's disk, and no warning says so."""
+    fast, drive, disk = tmp_path / "fast", tmp_path / "drive", tmp_path / "disk"
+    if loss == "unmounted":  # the mount point, an empty directory of the system's disk, is what is left
+        drive = make_drive(tmp_path)
+        disk.mkdir()
+        fast.symlink_to(drive)
+    with CheckpointManager(root, save_every=4, fast=fast, fast_every=1) as manager:
+        save_all(manager, 1)  # makes the directory if it is not there
+        if loss == "unmounted":
+            fast.unlink()
+            fast.symlink_to(disk)
+        else:
+            fast.rename(drive)
+        save_all(manager, 2, 3)
+        assert (names(root), names(disk), fast.exists()) == (["step-2", "step-3"], [], loss == "unmounted")
+        assert warnings(caplog).count("its directory, where this run has saved, was removed, or its drive") == 1
+        fast.unlink(missing_ok=True)
+        fast.symlink_to(drive)
+        save_all(manager, 5)
+    assert names(drive) == ["step-1", "step-5"]
+    shutil.rmtree(drive)
+
+
+def test_drive_that_is_mounted_as_another_device_is_used(
+    tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a drive that comes back under another device number is taken for lost until the next start."""
+    fast, disk, drive = tmp_path / "fast", tmp_path / "disk", make_drive(tmp_path)
+    fast.symlink_to(drive)
+    with CheckpointManager(root, save_every=4, fast=fast, fast_every=1) as manager:
+        save_all(manager, 1)
+        shutil.copytree(drive, disk)
+        shutil.rmtree(drive)
+        fast.unlink()
+        fast.symlink_to(disk)
+        save_all(manager, 2)
+    assert (names(root), names(disk)) == ([], ["step-1", "step-2"])
+    assert "its directory" not in warnings(caplog)
 
 
 @pytest.mark.parametrize("async_", [True, False])

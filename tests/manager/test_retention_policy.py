@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cloudckpt
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, find_superseded
 from cloudckpt.manager.steps import StepInfo
@@ -30,7 +32,7 @@ def policy(**settings: Any) -> RetentionPolicy:
 
 
 Situation: TypeAlias = tuple[list[StepInfo], RetentionPolicy, set[str], int | None]
-"""What there is, what is kept, the URIs of what is damaged, and the step that the asker has committed last."""
+"""The existing steps, the policy, the URIs of the damaged steps, and the step that the caller has committed last."""
 
 
 @st.composite
@@ -236,9 +238,24 @@ def test_save_by_time_is_on_time_with_few_questions(saves_s: float, late_s: floa
         ({"keep_last": 1, "keep_best": ("loss", 1)}, "keep_best must be"),
         ({"keep_last": 1, "keep_best": ("loss", "least", 1)}, "keep_best must be"),
         ({"keep_last": 1, "keep_best": ("loss", "min", 0)}, "keep_best must be"),
+        ({"keep_last": 1, "keep_best": "acc"}, re.escape("such as keep_best=('acc', 'max', 3), not 'acc'")),
     ],
 )
 def test_policies_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     """If this fails, a slip in a policy removes everything, or nothing, hours later."""
     with pytest.raises(InvalidOptionError, match=words):
         policy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "told"),
+    [(("val_acc", "min", 1), "highest value. Pass 'max'"), (("loss", "max", 1), "lowest value. Pass 'min'")]
+    + [((metric, mode, 1), "") for metric, mode in (("val_acc", "max"), ("loss", "min"), ("score", "min"))],
+)
+def test_direction_against_the_name_of_the_metric_is_named(
+    keep_best: tuple[str, Any, int], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a run keeps its worst step and removes the best one, and nobody is told."""
+    cloudckpt.CheckpointManager("memory://direction", keep_last=1, keep_best=keep_best)
+    assert told in caplog.text
+    assert bool(told) == ("keep_best=" in caplog.text)

@@ -1,4 +1,4 @@
-"""What a user writes, for the type checkers: every line must pass `mypy --strict` and pyright against the wheel."""
+"""A user's program. Every line must pass `mypy --strict` and pyright against the wheel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save(state_dict: dict[str, Any], path: Path) -> int:
 
 
 def housekeeping(root: str) -> list[str]:
-    """What lies under a root."""
+    """Return what lies under a root."""
     garbage: cloudckpt.types.GarbageReport = cloudckpt.gc(root, dry_run=True)
     verified: cloudckpt.types.VerifyReport = cloudckpt.verify(f"{root}/step-1")
     print(garbage.num_bytes, verified)

@@ -1,4 +1,4 @@
-"""What a type checker has to refuse, a line each: what is wrong stands in the comment."""
+"""Lines that a type checker has to refuse. The comment of each line names the fault."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def job_at(uri: str, me: Membership, *, save: int = 1, options: cloudckpt.Option
 
 
 def ranks(num_ranks: int) -> list[Membership]:
-    """Those of a new job."""
+    """Return the memberships of the ranks of a new job."""
     first = Membership(num_ranks=num_ranks)
     return [Membership(attempt=first.attempt, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
 
@@ -132,6 +132,14 @@ def test_the_files_of_all_ranks_are_one_checkpoint(memory: Memory) -> None:
     assert found["sub/x.json"] == b"{}"
 
 
+def test_the_seconds_of_a_save_are_not_the_age_of_its_job(memory: Memory) -> None:
+    """If this fails, a list of checkpoints says that each save took as long as the job had run."""
+    save(memory.uri(), [{"model_0.pt": b"zero"}], [Membership(attempt="20200101T000000000Z-0123456789ab")])
+    (info,) = cloudckpt.list_checkpoints(memory.root, all=True)
+    assert info.save_s is not None
+    assert 0 <= info.save_s < 600.0
+
+
 def test_a_store_without_parts_takes_a_file_in_many_objects(memory: Memory) -> None:
     """A large file would be held in memory as a whole, or not be saved there."""
     store = memory.at()
@@ -196,7 +204,7 @@ def test_a_file_that_cannot_be_written_is_not_there(operation: str, memory: Memo
 
 
 def test_nothing_but_close_completes_a_file(memory: Memory) -> None:
-    """What a serializer had written when it failed would be committed as if it were whole."""
+    """If this fails, the part of a file that a failed serializer has written is committed as a whole file."""
     job = job_at(memory.uri(), Membership())
 
     def fail(size_bytes: int) -> None:

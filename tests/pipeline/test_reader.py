@@ -19,7 +19,7 @@ from cloudckpt.errors import CheckpointChangedError, CorruptCheckpointError
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
-from cloudckpt.pipeline.wants import TensorBytes
+from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.uri import parse_location
 
@@ -51,7 +51,7 @@ def fetch(reader: Reader) -> torch.Tensor:
     content = bytearray(reader.manifest.objects[0].size)
     reader.read_tiles(
         RangeRead(object_index=0, begin=0, end=len(content)),
-        opened=lambda _: contextlib.nullcontext([memoryview(content)]),
+        open_views=lambda _: contextlib.nullcontext([memoryview(content)]),
         names_in=lambda *_: "'w'",
         is_verified=True,
     )

@@ -1,4 +1,4 @@
-"""What may have happened: a checkpoint is one value, or none, and each operation takes effect at one instant.
+"""The oracle: a checkpoint is one value, or none, and each operation takes effect at one instant.
 
 That is linearizability (Herlihy and Wing, 1990), decided by trying every order, as Wing and Gong do (1993).
 """
@@ -17,14 +17,14 @@ class Operation(NamedTuple):
     kind: str
     """``save``, ``overwrite``, ``delete``, ``read`` or ``refused``."""
     value: int | None
-    """What was saved, or read; None for nothing."""
+    """The value that was saved or read; None for nothing."""
     begun_at: float
     ended_at: float = math.inf
     is_certain: bool = True
 
 
 def can_have_happened(operations: Sequence[Operation]) -> bool:
-    """Whether there is an order, true to time, in which each finds what it found."""
+    """Return True if there is an order, true to time, in which each finds what it found."""
 
     @functools.cache
     def search(left: frozenset[Operation], value: int | None) -> bool:
@@ -42,7 +42,7 @@ def can_have_happened(operations: Sequence[Operation]) -> bool:
 
 
 def _after(operation: Operation, value: int | None) -> list[int | None]:
-    """What is there after it, where it can be next; else nothing."""
+    """Return what is there after it, where it can be next; else nothing."""
     possible = {
         "save": value is None,
         "overwrite": True,

@@ -20,8 +20,8 @@ _T = TypeVar("_T")
 _WAIT_S = 60.0
 
 Fate: TypeAlias = Literal["done", "lost", "unanswered", "late", "dies", "dies after"]
-"""Of a call: carried out; not, and an error; carried out, and an error all the same; an error, and carried out when the
-schedule says so; its process dies before it; after it.
+"""The fate of a call. "done": the store carries it out. "lost": it does not, and raises. "unanswered": it does, and
+raises. "late": it raises, and does when the schedule says so. "dies", "dies after": its process dies before, after it.
 """
 _WRITES = {"put", "create_multipart", "upload_part", "complete_multipart", "delete", "copy"}
 
@@ -85,7 +85,7 @@ class Actor:
         return "dead" if self.is_dead else type(self.error).__name__ if self.error is not None else repr(self.result)
 
     def gate(self, call: Call, action: Callable[[], _T]) -> _T:
-        """Where each call waits."""
+        """The place where each call waits."""
         if self.is_dead:
             raise Killed
         assert self.waiting is None, f"{self.name} makes two calls at once, {self.waiting} and {call}"

@@ -24,7 +24,7 @@ _MAX_AT_ONCE = 4
 _MAX_EVER = 6
 _CHOICE = st.integers(0, 59)  # 60 is divisible by all numbers of things to choose from
 NUM_STEPS = (*range(8), 99, 99, 99)
-"""That are done before the one that may go wrong; many are enough to come to the end."""
+"""Steps before the one that may fail. Many are enough to reach the end."""
 FATES: tuple[Fate, ...] = ("done",) * 8 + ("lost", "unanswered", "late", "dies", "dies after")
 
 
@@ -39,7 +39,7 @@ class Schedules(RuleBasedStateMachine):
     """Every run is one schedule."""
 
     counts: Counter[str]
-    """Of what happened, in all runs together."""
+    """The number of each event in all runs together."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class _YoungFences(WrappedStore):
 
 
 class World:
-    """What happens, in the order of a schedule. `trace` says it in words."""
+    """The actors and the store, run in the order of a schedule. `trace` is the history in words."""
 
     def __init__(self) -> None:
         self.name = f"simulated-{next(_worlds)}"
@@ -76,7 +76,7 @@ class World:
 
     @property
     def late(self) -> list[Actor]:
-        """Those of whom a request is still under way, though nobody waits for it."""
+        """Actors with a request under way that nobody waits for."""
         return [actor for _, _, actor in self._all if actor.late]
 
     @property
@@ -174,7 +174,7 @@ class World:
         return actor
 
     def _look_at(self, actor: Actor) -> None:
-        """What became of an actor, by itself and among all the others."""
+        """Check the outcome of an actor, by itself and among all the others."""
         self.counts[f"{actor.name.split()[0]} -> {actor.outcome if actor.error or actor.is_dead else 'done'}"] += 1
         if actor.is_dead:
             return
@@ -191,7 +191,7 @@ class World:
         self._require(can_have_happened(operations), "no order of events explains what was seen")
 
     def _operation(self, kind: str, value: int | None, actor: Actor) -> Operation | None:
-        """What the oracle has to explain; None for what had no effect, nor may have had one."""
+        """Return what the oracle has to explain; None for what had no effect, nor may have had one."""
         changes = kind in ("save", "overwrite", "delete")
         error, begun_at = actor.error, actor.begun_at
         ended_at = math.inf if actor.ended_at is None else actor.ended_at
@@ -211,7 +211,7 @@ class World:
         return found
 
     def _others_removed(self, actor: Actor) -> bool:
-        """Whether a deletion or gc came between: then it need not be another's commit that a save is refused for."""
+        """Return True if a deletion or gc came between. Then a save can be refused without another's commit."""
         return any(kind in ("delete", "gc") and other.begun_at < (actor.ended_at or 0) for kind, _, other in self._all)
 
     def _check_nothing_is_left(self, collector: Actor) -> None:

@@ -36,7 +36,7 @@ LARGE_BYTES = 5 * 1024 * 1024 + 64 * 1024
 
 
 class MixedError(AssertionError):
-    """What was loaded is no state that was ever saved."""
+    """A load returned a state that was never saved."""
 
 
 def state_of(identity: str, *, weights_bytes: int) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def state_of(identity: str, *, weights_bytes: int) -> dict[str, torch.Tensor]:
 
 
 def empty_state(*, weights_bytes: int) -> dict[str, torch.Tensor]:
-    """What to load one into."""
+    """Return what to load one into."""
     sizes = {"identity": _TEXT_BYTES, "weights": weights_bytes, "bias": _BIAS_BYTES}
     return {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
 

@@ -23,7 +23,7 @@ VIEWS = [memoryview(BODY)]
 CRC = crc32c(BODY)
 PART = Part(number=1, offset_bytes=0, size_bytes=10)
 EVERY = 41
-"""Of the bytes of an answer, in the short form of the test; those around its structure are all in it."""
+"""The short form of a test breaks every so-many-th byte of an answer, and all bytes around its structure."""
 
 
 def _read_into(store: Any, key: str, offset_bytes: int = 2) -> bytes:
@@ -88,9 +88,9 @@ class Tape:
     target_url: str
     recorded: list[Answer] = field(default_factory=list)
     script: list[bytes] | None = None
-    """What is sent, answer by answer, each on a connection of its own; the connection ends behind it."""
+    """The answers to send, each on a connection of its own, which ends after it."""
     instead: bytes | None = None
-    """What is sent first, where nothing is in `script`."""
+    """The answer that is sent first if `script` is empty."""
     is_lasting: bool = False
     """`instead` is sent again and again."""
 
@@ -145,7 +145,7 @@ def _joined(chunks: bytes) -> bytes:
 
 
 def outcome(call: Callable[[], object]) -> Outcome:
-    """What a call gave or raised. What is no `StoreError` is not caught."""
+    """Return what a call gave or raised. What is no `StoreError` is not caught."""
     try:
         return "gave", call()
     except StoreError as error:

@@ -20,9 +20,8 @@ from tests.kit.scripted import make_certificate
 from tests.kit.wire import Reply, Wire, WireRule
 from tests.stores.wire_contract import WireContract
 
-from cloudckpt import errors
+from cloudckpt import _clock, errors
 from cloudckpt.errors import MissingDependencyError
-from cloudckpt.stores import clock
 from cloudckpt.stores.base import Part
 
 
@@ -74,7 +73,7 @@ class HTTPStoreContract(WireContract):
         found = [one.getMessage() for one in caplog.records if "clock" in one.getMessage()]
         assert len(found) == (abs(hours_ahead) > 1), found
         assert all(f"30.0 hours {'ahead of' if hours_ahead > 0 else 'behind'} that of" in text for text in found)
-        error_s = (clock.now() - datetime.now(timezone.utc)).total_seconds()
+        error_s = (_clock.now() - datetime.now(timezone.utc)).total_seconds()
         assert error_s == pytest.approx(0 if hours_ahead > 1 else hours_ahead * 3600, abs=5)
 
 
@@ -87,9 +86,9 @@ class ClientTests:
     credentials: dict[str, Any]
     """In its `storage_options`."""
     endpoint_variable: str
-    """Of the environment, that leads its clients elsewhere."""
+    """The environment variable that sends its clients to another endpoint."""
     another_class: str
-    """Of storage."""
+    """Another storage class."""
 
     def opened(self, *, timeout_s: float = 20, **options: Any) -> Any:
         options = {**self.credentials, **options}

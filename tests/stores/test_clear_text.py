@@ -1,4 +1,4 @@
-"""What would travel in clear: it is said, once, and tokens do not go there because of a variable alone."""
+"""Connections without TLS: cloudckpt warns once, and sends no token to one because of a variable alone."""
 
 from __future__ import annotations
 

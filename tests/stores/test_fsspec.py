@@ -60,7 +60,7 @@ class TestContractOnABufferedFileSystem(StoreContract):
 
 
 class _Upload(AbstractBufferedFile):
-    """As adlfs does: blocks go up one by one, and the final one completes the object, whether asked to or not."""
+    """An upload as by adlfs: it sends each block, and the final one completes the object, asked to or not."""
 
     def _initiate_upload(self):
         self.blocks = []
@@ -167,7 +167,7 @@ class _Full(io.RawIOBase):
 
 
 class TestCapabilities:
-    """What is declared is what was shown, or nothing."""
+    """The store declares only capabilities that were shown."""
 
     def test_only_known_schemes_can_create_if_absent(self, bucket):
         """A protocol that nobody looked at must make a save refuse, instead of losing a race one day."""
@@ -261,7 +261,7 @@ class TestErrors:
         ],
     )
     def test_classes_and_numbers_are_translated(self, error, kind):
-        """What is worth another try is told from what is not."""
+        """If this fails, an error that another try can cure is not retried, or one that it cannot cure is."""
         assert type(translate(error, key="k", operation="read", options={})) is kind
 
     @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ class TestErrors:
             copy.copy(bucket).read_into("a", 0, [memoryview(bytearray(10))])
 
     def test_a_failed_look_removes_nothing(self):
-        """What a failed write has left is removed: an older object too, if the look for it could fail unseen."""
+        """If this fails, the clean-up after a failed write removes an older object if the look for it failed."""
         removed = []
 
         def broken(_path):

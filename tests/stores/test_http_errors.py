@@ -119,6 +119,14 @@ def gcs_answer(status: int, reason: str, message: str = "Because.", *, body: str
     return caught.value
 
 
+def test_a_bucket_name_with_capitals_is_told_to_be_none() -> None:
+    """If this fails, a user is told to create a bucket that no service creates."""
+    missing = s3_answer("NoSuchBucket", 404)
+    for bucket, is_told in (("My-Bucket", True), ("my-bucket", False)):
+        error = s3.translate(missing, dataclasses.replace(s3_request(), bucket=bucket))
+        assert ("no capital letters" in str(error), "Create it" in str(error)) == (is_told, True)
+
+
 def test_every_exception_of_the_sdks_is_known() -> None:
     """If this fails, a newer SDK raises an error that nobody has decided about: is it worth another try?"""
     known = {*s3.EXCEPTIONS, *gcs.EXCEPTIONS, *DEFAULTS.split()}

@@ -126,7 +126,7 @@ def test_a_put_is_durable_before_it_returns(tmp_path, trace):
 
 
 def test_a_multipart_upload_is_durable_before_it_returns(tmp_path, trace):
-    """As for a put: what was uploaded in parts is fsync'ed whole before it appears."""
+    """If this fails, an object that was uploaded in parts can appear before all of it is on disk."""
     store = LocalStore(tmp_path / "root")
     upload_id = store.create_multipart("a")
     uploaded = upload_part(store, "a", upload_id, make_parts([b"body"])[0], b"body")
@@ -333,7 +333,7 @@ class TestLinks:
 
 
 class TestBadPlaces:
-    """What is in the way, and what to do about it."""
+    """Errors of the file system name the obstacle and the remedy."""
 
     @pytest.mark.parametrize("if_absent", [True, False])
     def test_a_file_and_a_directory_are_not_taken_for_each_other(self, store, tmp_path, if_absent):

@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096}
 
 
 class Exported:
-    """What OpenTelemetry got."""
+    """The spans and metrics that OpenTelemetry received."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -243,7 +243,7 @@ cloudckpt.load_latest({{"w": torch.zeros(3)}}, {str(tmp_path)!r}, no_dist=True)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert [line.split(" and tries")[0] for line in done.stderr.splitlines()] == [f"skipped {tmp_path}/d"]
+    assert [line.split(" and trying")[0] for line in done.stderr.splitlines()] == [f"skipping {tmp_path}/d"]
 
 
 LITTER = f"data/{LONG_AGO}/0-0.safetensors"

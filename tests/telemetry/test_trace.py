@@ -52,12 +52,12 @@ class Timeline:
         return {event["tid"]: event["args"]["name"] for event in self.events if event["name"] == "thread_name"}
 
     def num_bytes(self, *names: str, key: str = "data/") -> int:
-        """Of the bodies that arrived, in objects whose key begins with `key`."""
+        """Return the bytes of the bodies that arrived, in objects whose key begins with `key`."""
         return sum(span["args"]["bytes"] for span in self.named(*names) if span["args"]["key"].startswith(key))
 
 
 def problems_of(event: dict[str, Any]) -> list[str]:
-    """Of one event."""
+    """Return the problems of one event."""
     kind = event.get("ph")
     if kind not in _NEEDED:
         return [f"no such phase: {event}"]

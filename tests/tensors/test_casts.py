@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.errors import StateDictMismatchError
-from cloudckpt.tensors.casts import new_cast
+from cloudckpt.tensors.casts import new_cast_check
 
 INTEGERS = [getattr(torch, f"{sign}int{bits}") for sign in ("u", "") for bits in (8, 16, 32, 64)]
 SMALL_FLOATS = [getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
@@ -123,7 +123,7 @@ def test_a_cast_is_refused_exactly_where_a_value_is_lost(stored: torch.dtype, da
     elements = data.draw(tensors(stored))
     wide = elements.to(torch.complex128) if stored.is_complex else elements
     for wanted in DTYPES:
-        cast = None if wanted is stored else new_cast("w", stored, torch.empty(0, dtype=wanted), uri="memory://a")
+        cast = None if wanted is stored else new_cast_check("w", stored, torch.empty(0, dtype=wanted), uri="memory://a")
         held = wanted is stored or all(is_held(value, stored, wanted) for value in wide.tolist())
         if held:
             assert cast is None or cast.check(elements).numel() == elements.numel()
@@ -136,7 +136,7 @@ def test_a_cast_is_refused_exactly_where_a_value_is_lost(stored: torch.dtype, da
 def test_every_element_is_looked_at() -> None:
     """If this fails, a value far back in a large tensor, or in a strided block of one, is changed in silence."""
     elements = torch.zeros(3, 300_001)
-    cast = new_cast("w", torch.float32, torch.empty(0, dtype=torch.int8), uri="memory://a")
+    cast = new_cast_check("w", torch.float32, torch.empty(0, dtype=torch.int8), uri="memory://a")
     assert cast is not None
     cast.check(elements[:, ::2])
     elements[2, 300_000] = 0.5
@@ -149,10 +149,10 @@ def test_every_element_is_looked_at() -> None:
 def test_a_dtype_without_a_known_range_is_refused(other: torch.dtype) -> None:
     """If this fails, a load into a quantized tensor clips values, or fails with torch's error without a name."""
     with pytest.raises(StateDictMismatchError, match="'w'"):
-        new_cast("w", torch.float32, _Typed(other), uri="memory://a")  # type: ignore[arg-type]
+        new_cast_check("w", torch.float32, _Typed(other), uri="memory://a")  # type: ignore[arg-type]
     if other is not torch.qint8:
         with pytest.raises(StateDictMismatchError, match="'w'"):
-            new_cast("w", other, torch.empty(0), uri="memory://a")
+            new_cast_check("w", other, torch.empty(0), uri="memory://a")
 
 
 class _Typed:

@@ -1,4 +1,4 @@
-"""Where tensors are made on a device of the user's choice, all of ours are made on the CPU (``set_default_device``)."""
+"""Under ``set_default_device`` of the user, cloudckpt still makes all of its own tensors on the CPU."""
 
 from __future__ import annotations
 

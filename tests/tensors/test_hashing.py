@@ -12,7 +12,7 @@ import xxhash
 
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.options import MIB
-from cloudckpt.tensors.body import SaveItems, StagedItem
+from cloudckpt.tensors.data_objects import SaveItems, StagedItem
 from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import new_arena
 
@@ -37,7 +37,7 @@ def test_blocks_are_staged_by_the_caller(num_threads: int) -> None:
         sizes_bytes=[tensor.nbytes for tensor in TENSORS],
         aliases={},
         are_transformed=False,
-        are_fixed=[True] * len(TENSORS),
+        are_repeatable=[True] * len(TENSORS),
         stage=lambda positions: stage(positions, threads),
     )
     with contextlib.closing(new_arena(budget_bytes=64 * MIB)) as arena:

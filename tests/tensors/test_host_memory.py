@@ -18,7 +18,7 @@ import torch
 
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.tensors import host_memory
-from cloudckpt.tensors.host_memory import Arena, Block, PinnedBuffers, SnapshotPool
+from cloudckpt.tensors.host_memory import Arena, MemoryBlock, PinnedBuffers, SnapshotPool
 
 MIB = 1024 * 1024
 TIMEOUT_S = WAIT_S = 60
@@ -26,7 +26,7 @@ KINDS = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared
 
 
 class FakeCudart:
-    """What the CUDA runtime would know of host memory."""
+    """The host memory that a CUDA runtime would know as pinned."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -58,7 +58,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
 
 
 def snapshot(stager: PinnedStager, *sizes: int) -> dict[str, Any]:
-    """Of tensors of so many MiB."""
+    """Return the snapshot of tensors of so many MiB."""
     staging = stager.begin({str(n): torch.full((size * MIB,), n, dtype=torch.uint8) for n, size in enumerate(sizes)})
     staging.completed.result(WAIT_S)
     assert all(bool((tensor == int(name)).all()) for name, tensor in staging.state_dict.items())
@@ -151,13 +151,13 @@ def test_pinned_memory_is_unpinned_before_it_is_freed(
     pool.close()
     assert cuda.registered == {}
     assert not any(block.is_pinned for block in blocks)
-    forgotten = Block(2 * MIB, shared=shared)
+    forgotten = MemoryBlock(2 * MIB, shared=shared)
     forgotten.pin()
     assert forgotten.is_pinned
     del forgotten
     gc.collect()
     assert cuda.registered == {}
-    inherited = Block(2 * MIB, shared=shared)
+    inherited = MemoryBlock(2 * MIB, shared=shared)
     inherited.pin()
     with monkeypatch.context() as in_child:
         in_child.setattr(os, "getpid", lambda: -1)
@@ -221,7 +221,7 @@ def test_threads_get_memory_in_the_order_in_which_they_came() -> None:
 
 
 class Ledger:
-    """What is lent at once, as seen from outside."""
+    """The memory that is lent at once, as seen from outside."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -253,7 +253,7 @@ def test_many_threads_stay_within_the_budget_and_come_to_an_end(seed: int) -> No
                 buffer.fill_(worker)
                 assert bool((buffer == worker).all())
                 ledger.add(-num_bytes)
-            assert arena._held_bytes <= 1000
+            assert arena._buffer_bytes <= 1000
 
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, worker) for worker in range(8)]:
@@ -269,7 +269,7 @@ def test_an_empty_loan_leaves_the_budget_as_it_is() -> None:
         with arena.lend(1024), arena.lend(0), arena.lend(64):
             pass
         with arena.lend(4096), arena.lend(0):
-            assert arena._held_bytes <= 4096
+            assert arena._buffer_bytes <= 4096
 
 
 @pytest.mark.timeout(TIMEOUT_S)

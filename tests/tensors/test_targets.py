@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tensors.samples import DTYPES, array_of, bytes_for
-from tests.tensors.test_body import NoArena
+from tests.tensors.test_data_objects import NoArena
 
 from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
@@ -23,7 +23,7 @@ from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.load_targets import (
     RunTarget,
     Target,
-    find_runs_of,
+    find_tensor_runs,
     find_whole_address,
     new_box_target,
     open_request,
@@ -173,7 +173,7 @@ def chunk_of(tensor: torch.Tensor, begin: int, *, object_index: int = 0) -> Chun
 
 def runs_of(*placed: tuple[torch.Tensor, Chunk]) -> list[RunTarget]:
     tensors = [tensor for tensor, _ in placed]
-    return find_runs_of(tensors, [chunk for _, chunk in placed], [tensor.data_ptr() for tensor in tensors])
+    return find_tensor_runs(tensors, [chunk for _, chunk in placed], [tensor.data_ptr() for tensor in tensors])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])

@@ -1,4 +1,4 @@
-"""What becomes of a tensor before its bytes are taken."""
+"""The conversion of a tensor before its bytes are taken."""
 
 from __future__ import annotations
 

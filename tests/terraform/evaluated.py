@@ -50,7 +50,7 @@ def without_provider(module: str, directory: Path) -> Path:
 
 
 def evaluate(module: str, expression: str, variables: Mapping[str, Any], directory: Path) -> Any:
-    """What Terraform makes of `expression` in the module."""
+    """Return what Terraform makes of `expression` in the module."""
     copied = without_provider(module, directory)
     (copied / "given.tfvars.json").write_text(json.dumps(variables))
     done = run(copied, "console", "-var-file=given.tfvars.json", stdin=f"jsonencode({expression})\n")
@@ -69,7 +69,7 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
     "s3-reader": {"bucket_arn": "arn:aws:s3:::checkpoints", "prefix": "run"},
     "s3-janitor": {"bucket_arn": "arn:aws:s3:::checkpoints", "prefix": "run"},
 }
-"""Of each policy in `POLICIES_DIR`, the variables that it was made with."""
+"""The variables with which each policy in `POLICIES_DIR` was made."""
 POLICIES_DIR = Path(__file__).parent / "policies"
 
 

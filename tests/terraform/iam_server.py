@@ -35,7 +35,7 @@ def _like(pattern: str, value: str) -> bool:
 
 
 def holds(conditions: dict[str, dict[str, str | list[str]]], keys: dict[str, str]) -> bool:
-    """Whether a statement with these conditions is about a request with these keys."""
+    """Return True if a statement with these conditions is about a request with these keys."""
     for operator, expected in conditions.items():
         for key, expected_values in expected.items():
             values = [expected_values] if isinstance(expected_values, str) else expected_values

@@ -1,4 +1,4 @@
-"""What trainers, readers and janitors do with checkpoints. A job raises where it is refused, or left half done."""
+"""The jobs of trainers, readers and janitors. A job raises if a request is refused, or its work is left half done."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def save(place: Place) -> None:
 
 
 def overwrite(place: Place) -> None:
-    """What was replaced goes, too."""
+    """Overwrite a checkpoint. Raises if the objects of the old one stay."""
     uri = _saved(place)
     before = place.all_keys()
     cloudckpt.save(state(2.0), uri, overwrite=True, options=place.options(), no_dist=True)

@@ -16,7 +16,7 @@ _SCAN_S = 300.0
 
 
 def problems_of(answer: dict[str, Any]) -> list[str]:
-    """What the scanner has found. It ends well where it could not read a file, and where it found none."""
+    """Return what the scanner has found. It ends well where it could not read a file, and where it found none."""
     failed = answer.get("results", {}).get("failed_checks", [])
     summary = answer.get("summary", answer)  # without a single resource, there is no more than the summary
     found = [

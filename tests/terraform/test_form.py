@@ -1,4 +1,4 @@
-"""How the modules are written: formatted, every variable typed, described and guarded, every module explained.
+"""The form of the modules: formatted, every variable typed, described and guarded, every module explained.
 
 What only the providers' plugins can tell (whether a resource has such an argument) is not tried here: `terraform
 validate` needs them.

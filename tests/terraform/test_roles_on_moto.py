@@ -27,7 +27,7 @@ MAY = {
     "s3-reader": _READING,
     "s3-janitor": f"{_READING} delete gc",
 }
-"""What each role is for."""
+"""The jobs that each role must be able to do."""
 MAY_NOT = {
     "s3-trainer": "resume leave_the_prefix",
     "s3-trainer-resuming": "leave_the_prefix",

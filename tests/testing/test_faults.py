@@ -57,6 +57,13 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "abort_multipart": lambda store: store.abort_multipart("k", "gone"),
     "complete_multipart": lambda store: store.complete_multipart("k", store.create_multipart("k"), []),
     "copy_from": lambda store: store.copy_from(store.url("there"), "copied"),
+    "copy_part": lambda store: store.copy_part(
+        "k",
+        store.create_multipart("k"),
+        Part(number=1, offset_bytes=0, size_bytes=1),
+        source_url=store.url("there"),
+        source_begin=0,
+    ),
     "create_multipart": lambda store: store.create_multipart("k"),
     "delete": lambda store: store.delete(["there"]),
     "free_bytes": lambda store: store.free_bytes(),

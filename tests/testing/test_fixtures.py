@@ -81,6 +81,27 @@ def test_data_of_gcs_outlive_a_kill(cloudckpt_gcs_uri, cloudckpt_gcs_server):
     assert bucket.blob("kept").download_as_bytes() == b"body"
 """
 
+MOCKING = """
+import boto3
+import pytest
+import torch
+from moto import mock_aws
+import cloudckpt
+
+@pytest.mark.parametrize("turn", range(2))
+@mock_aws
+def test_saves_and_loads_within_moto(turn, monkeypatch):
+    monkeypatch.delenv("AWS_PROFILE")
+    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="bucket")
+    with cloudckpt.CheckpointManager("s3://bucket/run", keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"weights": torch.full((5_000_000,), float(step + turn)), "empty": torch.zeros(0)})
+    assert [info.name for info in cloudckpt.list_checkpoints("s3://bucket/run")] == ["step-2"]
+    assert torch.equal(cloudckpt.read("s3://bucket/run/step-2")["weights"], torch.full((5_000_000,), 2.0 + turn))
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.save({"weights": torch.zeros(1)}, "s3://bucket/run/step-2")
+"""
+
 
 def test_a_user_saves_and_loads_offline(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a user's test needs a bucket that is paid for, uses credentials of theirs, or spoils the next."""
@@ -89,10 +110,10 @@ def test_a_user_saves_and_loads_offline(pytester: pytest.Pytester, monkeypatch: 
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(test_environment=ENVIRONMENT, test_killing=KILLING, test_saving=SAVING)
+    pytester.makepyfile(test_environment=ENVIRONMENT, test_killing=KILLING, test_mocking=MOCKING, test_saving=SAVING)
     # A process of its own, as a user's is: with these settings, and nothing that this one has imported.
     result = pytester.runpytest_subprocess(*OPTIONS, timeout=WAIT_S)
-    result.assert_outcomes(passed=10)
+    result.assert_outcomes(passed=12)
 
 
 MAKERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -50,7 +50,7 @@ impl Contents {
         match request.method.as_str() {
             "POST" if query.contains_key("uploads") => self.create_upload(&request),
             "POST" if query.contains_key("uploadId") => self.complete_upload(&request),
-            "PUT" if is_copy && query.contains_key("uploadId") => error(501, "NotImplemented", &request.path),
+            "PUT" if is_copy && query.contains_key("uploadId") => self.copy_part(&request),
             "PUT" if is_copy => self.copy_object(&request),
             "PUT" if query.contains_key("uploadId") => self.put_part(request),
             "PUT" => self.put_object(request),
@@ -101,6 +101,34 @@ impl Contents {
         self.objects.insert(request.path.clone(), object);
         let elements = format!("<ETag>{etag}</ETag><LastModified>{TIME}</LastModified>");
         Response::xml(200, &format!("<CopyObjectResult>{elements}</CopyObjectResult>"))
+    }
+
+    /// Make a part of a range of an object, and answer with its CRC32C, as S3 does.
+    fn copy_part(&mut self, request: &Request) -> Response {
+        let source = percent_decoded(request.headers["x-amz-copy-source"].trim_start_matches('/'));
+        let number = request.query.get("partNumber").and_then(|text| text.parse().ok());
+        let object = self.objects.get(&source);
+        let range = request.headers.get("x-amz-copy-source-range");
+        let range = object.zip(range).and_then(|(object, text)| parsed_range(text, object.num_bytes));
+        let (object, range, number) = match (object, range, number) {
+            (None, _, _) => return error(404, "NoSuchKey", &source),
+            (Some(object), Some(range), Some(number)) if !range.is_empty() => (object, range, number),
+            _ => return error(400, "InvalidArgument", &request.path),
+        };
+        let mut body = Vec::with_capacity(range.len());
+        for (part, own) in pieces(&object.parts, range) {
+            body.extend_from_slice(&part[own]);
+        }
+        let checksum = base64(&crc32c(&body).to_be_bytes());
+        match self.uploads.get_mut(&request.query["uploadId"]) {
+            Some(upload) => drop(upload.parts.insert(number, Arc::new(body))),
+            None => return error(404, "NoSuchUpload", &request.path),
+        }
+        let etag = quoted(&self.new_name("part"));
+        let elements = format!(
+            "<ETag>{etag}</ETag><LastModified>{TIME}</LastModified><ChecksumCRC32C>{checksum}</ChecksumCRC32C>"
+        );
+        Response::xml(200, &format!("<CopyPartResult>{elements}</CopyPartResult>"))
     }
 
     /// Delete an object, or the upload that the query names.
@@ -273,6 +301,45 @@ fn pieces(parts: &[Bytes], wanted: Range<usize>) -> Vec<(Bytes, Range<usize>)> {
         start = end;
     }
     found
+}
+
+/// The CRC32C of the bytes, eight at a time.
+fn crc32c(body: &[u8]) -> u32 {
+    let mut tables = [[0u32; 256]; 8];
+    for byte in 0..256u32 {
+        tables[0][byte as usize] =
+            (0..8).fold(byte, |value, _| if value & 1 == 1 { (value >> 1) ^ 0x82f6_3b78 } else { value >> 1 });
+    }
+    for row in 1..8 {
+        for byte in 0..256 {
+            let before = tables[row - 1][byte];
+            tables[row][byte] = (before >> 8) ^ tables[0][(before & 0xff) as usize];
+        }
+    }
+    let mut value = !0u32;
+    let mut words = body.chunks_exact(8);
+    for word in &mut words {
+        let mut bytes: [u8; 8] = word.try_into().expect("eight bytes");
+        bytes.iter_mut().zip(value.to_le_bytes()).for_each(|(byte, own)| *byte ^= own);
+        value = bytes.iter().enumerate().fold(0, |sum, (index, byte)| sum ^ tables[7 - index][*byte as usize]);
+    }
+    for byte in words.remainder() {
+        value = (value >> 8) ^ tables[0][((value ^ u32::from(*byte)) & 0xff) as usize];
+    }
+    !value
+}
+
+fn base64(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::new();
+    for group in bytes.chunks(3) {
+        let bits = (0..3).fold(0u32, |bits, index| bits << 8 | u32::from(*group.get(index).unwrap_or(&0)));
+        for index in 0..4 {
+            let digit = char::from(DIGITS[(bits >> (18 - 6 * index) & 63) as usize]);
+            text.push(if index > group.len() { '=' } else { digit });
+        }
+    }
+    text
 }
 
 fn split(path: &str) -> (&str, &str) {

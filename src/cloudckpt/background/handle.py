@@ -21,7 +21,7 @@ from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SaveProgress, SaveReport
 
 _T = TypeVar("_T")
-_LOOP_WAKES_S = 0.25
+_LOOP_WAKEUP_S = 0.25
 
 
 class SnapshotProgress(Protocol):
@@ -53,14 +53,14 @@ class Outcome(_HandleFuture[SavedMetadata]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_known = False
-        self._asking: set[int] = set()
-        """The threads that wait for the outcome. Some may not have woken since it is known."""
+        self._is_reported = False
+        self._waiting_threads: set[int] = set()
+        """The threads in `exception`. After the end of the save, they still have to wake up."""
 
     @property
-    def is_known(self) -> bool:
-        """True if a caller has got the outcome, or is about to."""
-        return self._is_known or bool(self._asking)
+    def is_reported(self) -> bool:
+        """True if a caller has got the outcome, or waits for it."""
+        return self._is_reported or bool(self._waiting_threads)
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
         self.exception(timeout)
@@ -68,20 +68,20 @@ class Outcome(_HandleFuture[SavedMetadata]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         thread = threading.get_ident()
-        self._asking.add(thread)
+        self._waiting_threads.add(thread)
         try:
             error = super().exception(timeout)
-            self._is_known = True
+            self._is_reported = True
             return error
         finally:
-            self._asking.discard(thread)
+            self._waiting_threads.discard(thread)
 
     def failure(self) -> BaseException | None:
-        """Return the exception of a future that is done. This does not count as a caller's question."""
+        """Return the exception of a future that is done. This does not report it to a caller."""
         return super().exception(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds: then False. This does not count as a caller's question."""
+        """Wait for the end. Returns False after `timeout` seconds. This does not report the outcome to a caller."""
         return bool(concurrent.futures.wait([self], timeout).done)
 
 
@@ -107,7 +107,7 @@ class AsyncSave(OfThisProcess):
         cancellation: Cancellation,
         can_be_cancelled: bool,
         snapshot: SnapshotProgress,
-        tell_others: Callable[[], None] | None = None,
+        cancel_others: Callable[[], None] | None = None,
     ) -> None:
         self.staged: Future[None] = _HandleFuture()
         """Done when the state dict is copied: from here on the model may change."""
@@ -116,12 +116,12 @@ class AsyncSave(OfThisProcess):
         self.uri = uri
         """URI of the checkpoint."""
         for future in (self.staged, self.committed):
-            future.set_running_or_notify_cancel()  # its own `cancel` would not end the save
+            future.set_running_or_notify_cancel()  # disables `Future.cancel`, which would not end the save
         self._can_be_cancelled = can_be_cancelled
         self._cancellation = cancellation
         self._snapshot: SnapshotProgress | None = snapshot
         self._staged_bytes = 0
-        self._tell_others = tell_others
+        self._tell_others = cancel_others
         self._continuing = f"the save to {uri} continues in the background, and result() waits for it"
         snapshot.completed.add_done_callback(self._end_staging)
 
@@ -140,10 +140,10 @@ class AsyncSave(OfThisProcess):
 
     async def _wait_in_loop(self) -> SavedMetadata:
         committed = asyncio.wrap_future(self.committed)
-        with noting_interrupt(self._continuing, asyncio.CancelledError):  # which is the interrupt of a notebook
+        with noting_interrupt(self._continuing, asyncio.CancelledError):  # a notebook's interrupt cancels the task
             try:
                 while not committed.done():  # ipykernel 7 notes an interrupt once the loop wakes up
-                    await asyncio.wait([committed], timeout=_LOOP_WAKES_S)
+                    await asyncio.wait([committed], timeout=_LOOP_WAKEUP_S)
             finally:
                 committed.cancel()  # no caller will ask for its failure
         return committed.result()
@@ -186,12 +186,12 @@ class AsyncSave(OfThisProcess):
         return self.committed.done()
 
     def cancel(self) -> bool:
-        """End the save without a checkpoint on all ranks. Any rank can ask.
+        """End the save without a checkpoint on all ranks. Any rank can call this.
 
-        This rank begins no part and no retry any more; the others follow within seconds. Each rank waits for its
-        requests in flight, aborts its uploads and removes its objects. Then its handle holds a `SaveCancelledError`
-        that names the ranks which cancelled, or an error that ended the save before. A rank that has sent all of its
-        data, and is not the coordinator, waits here for the end of the save.
+        This rank begins no other part and no retry; the others follow within seconds. Each rank waits for its requests
+        in flight, aborts its uploads and removes its objects. Then its handle holds a `SaveCancelledError` that names
+        the ranks which cancelled, or an earlier error that ended the save. A rank that has sent all of its data, and is
+        not the coordinator, waits here for the end of the save.
 
         Returns:
             True if the save is cancelled. False if its commit has begun: the save continues. Always False for writers
@@ -201,10 +201,10 @@ class AsyncSave(OfThisProcess):
         refuse_in_fork()
         if self.done() or not self._can_be_cancelled:
             return self.cancelled()
-        tell_others = self._tell_others
+        cancel_others = self._tell_others
         is_certain = self._cancellation.cancel()
-        if tell_others is not None:
-            tell_others()
+        if cancel_others is not None:
+            cancel_others()
         if is_certain or self._cancellation.is_committing:
             return is_certain
         self.committed.wait()
@@ -251,10 +251,10 @@ class AsyncSave(OfThisProcess):
         self.committed.set_exception(outcome)
 
 
-def _wait_for(future: Outcome, ask: Callable[[float | None], _T], timeout: float | None) -> _T:
+def _wait_for(future: Outcome, get: Callable[[float | None], _T], timeout: float | None) -> _T:
     refuse_in_fork()
     try:
-        return ask(timeout)
+        return get(timeout)
     except FutureTimeoutError as error:  # a class of its own before Python 3.11
         if future.done():
             raise  # the save's own failure

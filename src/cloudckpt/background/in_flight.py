@@ -21,17 +21,17 @@ from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.process import end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.dcp.collectives import begin_call
-from cloudckpt.dcp.save_and_load import SaveOrLoadError, causes_of, failure_of
+from cloudckpt.dcp.failures import SaveOrLoadError, causes_of, failure_of
 from cloudckpt.errors import SaveInFlightError, make_picklable
 from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.uri import redact
 
 EXIT_CODE = 120
-"""Exit code of a program whose last save failed unnoticed. Python uses the same code for errors at its end."""
+"""Exit code of a program that did not ask for its last save's failure. Python uses it for errors at its own end."""
 
 
 class _Slot:
-    """Holds at most one background save. Threads begin saves in it one after the other."""
+    """Holds the one background save, its thread and the memory of saves. Threads begin saves one after the other."""
 
     def __init__(self) -> None:
         self.beginning = threading.Lock()
@@ -39,7 +39,7 @@ class _Slot:
         self.beginner: int | None = None
         """The thread that holds `beginning`."""
         self.handle: AsyncSave | None = None
-        """The save in flight, or one that failed unnoticed: no caller has asked its handle for the failure."""
+        """The save in flight, or one that failed and whose failure no caller has got."""
         self.thread: threading.Thread | None = None
         """The thread of the last save."""
         self.stagers: dict[bool, PinnedStager] = {}
@@ -48,7 +48,7 @@ class _Slot:
         self.is_exit_watched = False
 
     @contextlib.contextmanager
-    def hold(self, timeout: float | None, error: BaseException) -> Iterator[None]:
+    def exclude_other_threads(self, timeout: float | None, error: BaseException) -> Iterator[None]:
         """Let no other thread begin a save in this context. Raises `error` after `timeout` seconds.
 
         Raises `SaveInFlightError` if the wait would never end.
@@ -87,22 +87,22 @@ class _Slot:
 _slot = _Slot()
 
 
-def find_unsettled() -> AsyncSave | None:
-    """Return the background save that is in flight, or that has failed unnoticed."""
+def find_unreported() -> AsyncSave | None:
+    """Return the background save that is in flight, or whose failure no caller has got."""
     handle = _slot.handle
     if handle is None or not handle.done():
         return handle
-    return None if _unseen_failure(handle) is None else handle
+    return None if _unreported_failure(handle) is None else handle
 
 
 @contextlib.contextmanager
-def take_turn(
-    in_flight: Literal["wait", "raise"], *, find_rank_in_flight: Callable[[str | None], tuple[int, str] | None]
+def exclusive_begin(
+    in_flight: Literal["wait", "raise"], *, find_busy_rank: Callable[[str | None], tuple[int, str] | None]
 ) -> Iterator[None]:
-    """Let no other thread begin a save in this context, in which `await_turn` waits for the save in flight.
+    """Let no other thread begin a save in this context. The caller calls `wait_for_previous` in it.
 
-    With ``"raise"``, raises `SaveInFlightError` instead of waiting, if `find_rank_in_flight` names a rank. That
-    function is called with the URI of this rank's save in flight, or None. Either all ranks raise, or none does.
+    With ``"raise"``, raises `SaveInFlightError` if `find_busy_rank` returns a rank and the URI of its save. That
+    function takes the URI of this rank's save in flight, or None. Either all ranks raise, or none does.
     """
     refuse_in_fork()
     refusal = SaveInFlightError(
@@ -110,16 +110,16 @@ def take_turn(
         "Begin one when async_save has returned",
         uri="",
     )
-    with _slot.hold(0 if in_flight == "raise" else None, refusal):
+    with _slot.exclude_other_threads(0 if in_flight == "raise" else None, refusal):
         if in_flight == "raise":
-            _refuse_beside_another(find_rank_in_flight)
+            _refuse_if_in_flight(find_busy_rank)
         yield
 
 
-def _refuse_beside_another(find_rank_in_flight: Callable[[str | None], tuple[int, str] | None]) -> None:
+def _refuse_if_in_flight(find_busy_rank: Callable[[str | None], tuple[int, str] | None]) -> None:
     own_save = _slot.handle
     is_own = own_save is not None and not own_save.done()
-    conflict = find_rank_in_flight(own_save.uri if own_save is not None and is_own else None)
+    conflict = find_busy_rank(own_save.uri if own_save is not None and is_own else None)
     if conflict is not None:
         rank, uri = conflict
         where = "" if is_own else f" on rank {rank}"
@@ -130,13 +130,13 @@ def _refuse_beside_another(find_rank_in_flight: Callable[[str | None], tuple[int
         )
 
 
-def in_flight_on(
+def find_busy_rank(
     own_uri: str | None, process_group: dist.ProcessGroup | None, *, uri: str, timeout_s: float
 ) -> tuple[int, str] | None:
     """Return the first rank with a save in flight, and the save's URI; None if no rank has one.
 
-    `own_uri` is the URI of this rank's save in flight, or None. Collective, so that all ranks get one answer. Uses a
-    group of its own, because the save in flight may use the others. Raises `RankLostError` if not all ranks come.
+    `own_uri` is the URI of this rank's save in flight, or None. All ranks call this, and get the same answer. It has
+    connections of its own, because the save in flight uses others. Raises `RankLostError` if not all ranks come.
     """
     uri = redact(uri)
     try:
@@ -150,8 +150,8 @@ def in_flight_on(
     return next(((rank, answer) for rank, answer in enumerate(answers) if answer is not None), None)
 
 
-def await_turn() -> None:
-    """Wait until the background save in flight, if there is one, has ended.
+def wait_for_previous() -> None:
+    """Wait for the end of the background save in flight, if there is one.
 
     Two saves on one process group at a time would mix up their collectives.
     """
@@ -163,29 +163,29 @@ def await_turn() -> None:
 
 @contextlib.contextmanager
 def earlier_failure() -> Iterator[BaseException | None]:
-    """Yield the unnoticed failure of a background save, which all ranks must raise before anything else.
+    """Yield the failure of the previous background save that no caller has got, for all ranks to raise.
 
-    The failure counts as noticed once an exception that leaves this context holds it.
+    If an exception with this failure leaves the context, the failure counts as reported.
     """
     previous = _slot.handle
-    error = _unseen_failure(previous)
+    error = _unreported_failure(previous)
     try:
         yield error
     except CheckpointException as raised:
         if error is not None:
-            is_told = raised is error or str(error) in map(str, causes_of(raised))
-            set_in_flight(previous) if previous is not None and not is_told else drop(previous)
+            is_reported = raised is error or str(error) in map(str, causes_of(raised))
+            set_in_flight(previous) if previous is not None and not is_reported else forget(previous)
         raise
 
 
-def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
-    if handle is None or not handle.done() or handle.committed.is_known:
+def _unreported_failure(handle: AsyncSave | None) -> BaseException | None:
+    if handle is None or not handle.done() or handle.committed.is_reported:
         return None
     error = handle.committed.failure()
     if error is None or handle.cancelled():
         return None
-    if isinstance(error, CheckpointException) and any(isinstance(at, SaveOrLoadError) for at in causes_of(error)):
-        return None  # it is an earlier failure of another rank, which the ranks must not raise again and again
+    if isinstance(error, CheckpointException) and any(isinstance(cause, SaveOrLoadError) for cause in causes_of(error)):
+        return None  # another rank's earlier failure, which all ranks have raised already
     subject = f"the background save to {handle.uri}"
     is_alone = not isinstance(error, SaveOrLoadError) or error.is_alone
     if not isinstance(error, CheckpointException):
@@ -204,8 +204,8 @@ def set_in_flight(handle: AsyncSave, thread: threading.Thread | None = None) -> 
             _slot.is_exit_watched = True
 
 
-def drop(handle: AsyncSave | None) -> None:
-    """Forget the save, whose outcome is known."""
+def forget(handle: AsyncSave | None) -> None:
+    """Forget the save, whose outcome was reported."""
     with _slot.lock:
         if _slot.handle is handle:
             _slot.handle = None
@@ -224,7 +224,7 @@ def close(timeout: float | None = None) -> None:
 
     Also waits while another thread begins a save. You can call `close` again, and later saves allocate memory anew. A
     script that ends without this call loses nothing: the interpreter completes the save in flight, and frees
-    everything.
+    the memory.
 
     Args:
         timeout: Seconds to wait. None waits for ever.
@@ -243,7 +243,7 @@ def close(timeout: float | None = None) -> None:
     refuse_in_fork()
     ends_at_s = None if timeout is None else time.monotonic() + timeout
     refusal = TimeoutError(f"another thread has not begun its background save within {timeout} s; it continues")
-    with _slot.hold(None if timeout is None else max(0.0, timeout), refusal):
+    with _slot.exclude_other_threads(None if timeout is None else max(0.0, timeout), refusal):
         _end(timeout, within_s=None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic()))
 
 
@@ -258,8 +258,8 @@ def _end(timeout: float | None, *, within_s: float | None) -> None:
         stager.close()
     end_process()
     PINNED.close()
-    error = _unseen_failure(previous)
-    drop(previous)
+    error = _unreported_failure(previous)
+    forget(previous)
     if error is not None:
         raise error
 
@@ -298,8 +298,8 @@ def _at_exit() -> None:
     except BaseException as error:  # no caller is left to raise it to
         try:
             sys.excepthook(type(error), error, error.__traceback__)
-        except BaseException as of_hook:  # its context is the error, which is thus printed as well
-            sys.__excepthook__(type(of_hook), of_hook, of_hook.__traceback__)
+        except BaseException as hook_error:  # its context is the error, which is thus printed as well
+            sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
         if handle is None or sys.stderr is None or not isinstance(error, CheckpointException):
             return
         sys.stderr.write(

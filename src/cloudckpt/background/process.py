@@ -17,7 +17,7 @@ import pickle
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from cloudckpt._this_process import is_forked
 from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_checkpoint_process
+from cloudckpt.background.stager import StagedState, future_state_dict
 from cloudckpt.dcp.collectives import CollectiveCall, as_checkpoint_exception
 from cloudckpt.dcp.save_and_load import SavedMetadata, end_failed_save, end_save
 from cloudckpt.dcp.writer import ObjectStoreWriter
@@ -36,8 +37,8 @@ from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.stores.open import open_store
 
-_END_S = 10.0
-"""The longest wait for a process that was killed."""
+_KILL_TIMEOUT_S = 10.0
+"""The longest wait for the end of a killed process."""
 
 
 def require_process_support(writer: ObjectStoreWriter, *, no_dist: bool) -> None:
@@ -64,13 +65,6 @@ def require_process_support(writer: ObjectStoreWriter, *, no_dist: bool) -> None
             f"{', '.join(names) or 'the extensions'}. Define them at the top level of a module, or save with "
             "AsyncCheckpointerType.THREAD"
         )
-
-
-class StagedState(Protocol):
-    """A copy of a state dict that a stager other than `PinnedStager` makes."""
-
-    completed: Future[None]
-    state_dict: dict[str, Any]
 
 
 class ProcessSave:
@@ -103,12 +97,12 @@ class ProcessSave:
         """
         error = snapshot.completed.exception() if snapshot.completed.done() else None
         try:
-            answers = self._ranks.all_gather_object((None if error is None else _sendable(error), _is_running()))
+            answers = self._ranks.all_gather_object((_sendable(error), _is_running()))
         except RankLostError as lost:
             raise end_failed_save(as_checkpoint_exception(lost), self._writer) from None
-        failures = {rank: (error, None) for rank, (error, _) in enumerate(answers) if error is not None}
+        failures: dict[int, Any] = {rank: (error, None) for rank, (error, _) in enumerate(answers) if error is not None}
         if failures:
-            raise end_failed_save(_failure("stage", failures), self._writer)
+            raise end_failed_save(CheckpointException("stage", failures), self._writer)
         if not all(is_running for _, is_running in answers):
             end_process()  # torch starts the processes of all ranks together
         if self._call is not None:
@@ -119,40 +113,40 @@ class ProcessSave:
             planner=self._planner,
             process_group=self._make_group(),  # all ranks are there
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=_Staged(snapshot),
+            async_stager=_StagedStateStager(snapshot),
             no_dist=self._no_dist,
         )
         self._upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
     def result(self) -> SavedMetadata:
         """Wait for the processes of all ranks. Raises ``CheckpointException`` if the save failed on any of them."""
-        raised: BaseException | None = None
+        own_error: BaseException | None = None
         metadata = None
         try:
             metadata = self._upload.result()
-        except CheckpointException as error:  # all ranks know it by DCP
-            raised = error
-        except BaseException as error:  # the other ranks have to learn of it
-            raised = self._explain(error)
+        except CheckpointException as error:  # torch raises it on all ranks
+            own_error = error
+        except BaseException as error:  # this rank's alone, which the others have to learn
+            own_error = self._explain(error)
             if self._call is not None:
                 self._call.cancel()  # their processes may wait for this one
         if self._call is not None:
             self._call.set_on_cancel(None)
         try:
             with contextlib.nullcontext() if self._call is None else self._call.ending():
-                outcomes = dict(enumerate(self._ranks.all_gather_object(None if raised is None else _sendable(raised))))
+                outcomes = dict(enumerate(self._ranks.all_gather_object(_sendable(own_error))))
         except CheckpointException as error:
             end_process()
             raise end_failed_save(error, self._writer) from None
         failures = {rank: error for rank, error in outcomes.items() if error is not None}
         if not all(isinstance(error, CheckpointException) for error in failures.values()):
-            end_process()  # its process group has lost a member, or is in the middle of a collective
-        lost = {rank: (error, None) for rank, error in failures.items() if isinstance(error, RankLostError)}
-        if lost or (failures and not isinstance(raised, CheckpointException)):
-            others = {rank: (error, None) for rank, error in failures.items()}
-            raise end_failed_save(_failure("save", lost or others), self._writer)
-        if isinstance(raised, CheckpointException):
-            raise end_failed_save(raised, self._writer)
+            end_process()  # the processes' group has lost a member, or is in the middle of a collective
+        lost = {rank: error for rank, error in failures.items() if isinstance(error, RankLostError)}
+        if lost or (failures and not isinstance(own_error, CheckpointException)):
+            causes: dict[int, Any] = {rank: (error, None) for rank, error in (lost or failures).items()}
+            raise end_failed_save(CheckpointException("save", causes), self._writer)
+        if isinstance(own_error, CheckpointException):
+            raise end_failed_save(own_error, self._writer)
         assert metadata is not None  # noqa: S101  # this rank has not failed
         return end_save(metadata, self._writer)
 
@@ -165,7 +159,7 @@ class ProcessSave:
         return writer
 
     def _stop(self, _ranks: object) -> None:
-        """End this rank's process, which may wait for a process that is gone."""
+        """End this rank's process, which may wait for a lost process of another rank."""
         process = _process()
         if process is not None and not _has_ended(process):
             self._is_stopped = True
@@ -181,7 +175,7 @@ class ProcessSave:
                 return error
             how = f"was interrupted ({type(error).__name__})"
         else:
-            process.join(_END_S)
+            process.join(_KILL_TIMEOUT_S)
             how = _how_it_ended(process.exitcode)
         return RankLostError(
             f"the background process of rank {self._ranks.rank} {how} while it saved {self._uri}, which may be "
@@ -200,7 +194,7 @@ def end_process() -> None:
     forget_checkpoint_process()
     if process is not None:
         process.kill()
-        process.join(_END_S)
+        process.join(_KILL_TIMEOUT_S)
 
 
 def _process() -> multiprocessing.process.BaseProcess | None:
@@ -219,8 +213,8 @@ def _has_ended(process: multiprocessing.process.BaseProcess) -> bool:
     return bool(multiprocessing.connection.wait([process.sentinel], 0))
 
 
-class _Staged(AsyncStager):
-    """A stager that returns a state dict which is staged already, or being staged."""
+class _StagedStateStager(AsyncStager):
+    """A stager that returns a copy which another stager has made or is making."""
 
     _should_synchronize_after_execute = False
 
@@ -235,17 +229,7 @@ class _Staged(AsyncStager):
         snapshot = self._snapshot
         if snapshot.completed.done() and snapshot.completed.exception() is None:
             return snapshot.state_dict
-        staged: Future[dict[str, Any]] = Future()
-
-        def pass_on(completed: Future[None]) -> None:
-            error = completed.exception()
-            if error is None:
-                staged.set_result(snapshot.state_dict)
-            else:
-                staged.set_exception(error)
-
-        snapshot.completed.add_done_callback(pass_on)
-        return staged
+        return future_state_dict(snapshot)
 
     def synchronize_staging(self) -> None:
         """Do nothing: the caller waits for the copy."""
@@ -254,11 +238,7 @@ class _Staged(AsyncStager):
         """Do nothing: the stager belongs to its owner."""
 
 
-def _failure(step: str, failures: dict[int, Any]) -> CheckpointException:
-    return CheckpointException(step, failures)
-
-
-def _sendable(error: BaseException) -> BaseException:
+def _sendable(error: BaseException | None) -> BaseException | None:
     return make_picklable(error) if isinstance(error, Exception) else error
 
 

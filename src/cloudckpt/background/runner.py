@@ -28,7 +28,7 @@ from cloudckpt._this_process import note_users_line, refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.hook_answers import refuse_attributes
-from cloudckpt.background.in_flight import drop, own_stager, set_in_flight
+from cloudckpt.background.in_flight import forget, own_stager, set_in_flight
 from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
@@ -38,11 +38,11 @@ from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import RankLostError, make_picklable
 from cloudckpt.pipeline.context import Lifecycle
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.snapshot import Snapshot
 
 
 class GlooGroupCache:
-    """Makes a gloo group of the ranks of each process group, once, and returns the same one later."""
+    """Makes one gloo group for each process group, of the same ranks, and returns the same one later."""
 
     def __init__(self) -> None:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -53,9 +53,9 @@ class GlooGroupCache:
         If this call makes the group, its collectives have `timeout_s`.
         """
         refuse_in_fork()
-        for known, group in list(self._groups.items()):
-            if not (_exists(known) and _exists(group)):
-                del self._groups[known]
+        for cached_source, group in list(self._groups.items()):
+            if not (_exists(cached_source) and _exists(group)):
+                del self._groups[cached_source]
         if source not in self._groups:
             self._groups[source] = dist.new_group(
                 dist.get_process_group_ranks(source),
@@ -133,7 +133,7 @@ class ExternalSnapshot:
         result = stager.stage(entries)
         if isinstance(result, Future):
             snapshot.is_overlapped = True
-            result.add_done_callback(snapshot._take)
+            result.add_done_callback(snapshot._receive)
             return snapshot
         if stager.should_synchronize_after_execute:
             with warnings.catch_warnings():
@@ -142,10 +142,10 @@ class ExternalSnapshot:
         snapshot._end(result)
         return snapshot
 
-    def _take(self, future: Future[dict[str, Any]]) -> None:
+    def _receive(self, future: Future[dict[str, Any]]) -> None:
         try:
             state_dict = future.result()
-        except BaseException as error:  # the stager's, which may have cancelled its future
+        except BaseException as error:  # the stager failed, or has cancelled its future
             self.completed.set_exception(error)
         else:
             self._end(state_dict)
@@ -203,9 +203,7 @@ class BackgroundSave:
         return self.ranks if isinstance(self.ranks, CollectiveCall) else None
 
     def begin(self, *, is_overlapped: bool) -> AsyncSave:
-        """Start the save in a thread of its own. Returns when all bytes are copied.
-
-        If `is_overlapped`, returns when all urgent tensors are copied.
+        """Start the save in a thread of its own. Waits for the copy, or if `is_overlapped`, for that of urgent tensors.
 
         Raises the failure of the save if the copy failed. After any exception, the caller calls `abandon`.
         """
@@ -215,19 +213,19 @@ class BackgroundSave:
         cancellation = Cancellation(uri, rank=self.ranks.rank)
         self.writer.begin(self.ranks.rank)
         snapshot.completed.add_done_callback(functools.partial(_announce_copy, snapshot, self.writer.lifecycle))
-        tell_others = None
+        cancel_others = None
         if self.by_process:
             self._start_process(snapshot)
             cancellation.enter("uploading")
         elif self.call is not None:
             self.call.set_on_cancel(cancellation.cancel)
-            tell_others = self.call.cancel
+            cancel_others = self.call.cancel
         self.handle = handle = AsyncSave(
             uri,
             cancellation=cancellation,
             can_be_cancelled=not self.by_process,
             snapshot=snapshot,
-            tell_others=tell_others,
+            cancel_others=cancel_others,
         )
         run = functools.partial(self._run, snapshot, handle, cancellation, is_overlapped=is_overlapped)
         context = contextvars.copy_context()
@@ -267,7 +265,7 @@ class BackgroundSave:
         if self.thread is not None and self.thread.ident is not None and self.handle is not None:
             self.handle.cancel()
             return
-        drop(self.handle)
+        forget(self.handle)
         if self.process is not None:
             end_process()
         if self.call is not None:
@@ -301,7 +299,7 @@ class BackgroundSave:
             self.snapshot = self.planner = self.process = self.handle = None
             handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
-            drop(handle)
+            forget(handle)
         del outcome  # whose traceback holds this frame
 
     def _save(
@@ -312,8 +310,8 @@ class BackgroundSave:
         refusal: BaseException | None = None
         try:
             if isinstance(snapshot, Snapshot) and type(planner) is BalancedSavePlanner and not writer.has_transforms:
-                # The save reads nothing but bytes, each once it is copied. If the copy keeps every core busy and the
-                # caller waits for it, an upload beside it costs more time than it saves.
+                # The save reads only bytes of tensors, each after it is copied. An upload beside the copy costs more
+                # time than it saves if the copy keeps every core busy and the caller waits for it.
                 unfinished = snapshot
                 unfinished.is_awaited_whole = not (is_overlapped or snapshot.leaves_cores)
             else:
@@ -327,7 +325,7 @@ class BackgroundSave:
             if self.call is not None:
                 self.call.end(error)  # or the others would wait for this rank
             raise
-        writer.follow(cancellation, unfinished)
+        writer.set_background_state(cancellation, unfinished)
         try:
             return run_save(
                 {} if refusal is not None else snapshot.state_dict,
@@ -339,7 +337,7 @@ class BackgroundSave:
         finally:
             if self.call is not None:
                 self.call.set_on_cancel(None)
-            writer.follow(None)
+            writer.set_background_state(None)
 
 
 def _announce_copy(snapshot: Snapshot | ExternalSnapshot, lifecycle: Lifecycle, completed: Future[None]) -> None:

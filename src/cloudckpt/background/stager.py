@@ -11,7 +11,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -24,8 +24,8 @@ from cloudckpt.background.hook_answers import HookAnswers, has_hooks
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS
 from cloudckpt.format.wrappers import is_wrapper, put_together
-from cloudckpt.tensors.copying import Snapshot, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
+from cloudckpt.tensors.snapshot import Snapshot, num_copy_threads
 from cloudckpt.tensors.snapshot_plan import (
     AnsweringParameter,
     AnsweringTensor,
@@ -50,7 +50,7 @@ _DICTS = frozenset({dict, OrderedDict})
 
 
 class CopyPlanCache:
-    """The plan of the last snapshot, and the layout for which it can make the next one.
+    """The plan of the last snapshot, and the layout of its tensors: a state dict with this layout needs no new plan.
 
     It holds no tensor of the state dict.
     """
@@ -76,8 +76,9 @@ class CopyPlanCache:
         return False
 
     def is_valid(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if the copies will equal the tensors. Can be called while the copies are made. The user had the
-        copies, and may have changed them, too.
+        """Return True if the copies will equal the tensors. It may be called while the copies are made.
+
+        The user had the copies of the last snapshot, and may have changed their forms.
         """
         copies = self.plan.copies
         with contextlib.suppress(RuntimeError):
@@ -91,7 +92,7 @@ class CopyPlanCache:
         return False
 
     def _find_forms(self, tensors: Sequence[torch.Tensor]) -> list[Hashable]:
-        """Return the form of each tensor that is copied as memory: all about it but its address."""
+        """Return the form of each tensor that is copied as memory: everything but its address."""
         return [layout_of(tensors[number]) for number in self._copied_as_memory]
 
 
@@ -146,7 +147,7 @@ class PinnedStager(OfThisProcess, AsyncStager):
         """
         snapshot = self._begin(state_dict, for_torch=True)
         if self._overlapped:
-            return _future_state_dict(snapshot)
+            return future_state_dict(snapshot)
         snapshot.completed.result()
         return snapshot.state_dict
 
@@ -188,14 +189,14 @@ class PinnedStager(OfThisProcess, AsyncStager):
             snapshot.completed.exception()  # this copy is not used
         del cache  # the memory that it holds may be needed
         # torch serialises tuples with all of their storages, so those must not be the whole of the shared memory.
-        whole = [not is_within for is_within in tree.is_in_tuple] if for_torch and self._pool.is_shared else None
+        is_shared = for_torch and self._pool.is_shared
         plan = plan_snapshot(
             tree.tensors,
             self._pool,
             num_threads=self._get_num_threads(),
             reuse_lent=not for_torch,
             urgent=urgent,
-            whole=whole,
+            whole=[is_shared and not is_within for is_within in tree.is_in_tuple],
         )
         has_gpus = any(tensor.is_cuda for tensor in tree.tensors)
         if has_gpus:
@@ -220,7 +221,15 @@ class PinnedStager(OfThisProcess, AsyncStager):
         return self._num_threads or num_copy_threads()
 
 
-def _future_state_dict(snapshot: Snapshot) -> Future[dict[str, Any]]:
+class StagedState(Protocol):
+    """A copy of a state dict that a stager makes."""
+
+    completed: Future[None]
+    state_dict: dict[str, Any]
+
+
+def future_state_dict(snapshot: StagedState) -> Future[dict[str, Any]]:
+    """Return a future of the copied state dict, or of the error of the copy."""
     result: Future[dict[str, Any]] = Future()
     result.set_running_or_notify_cancel()  # it cannot be cancelled
 
@@ -246,8 +255,8 @@ class ParameterMemory:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if all of `tensor` is in this memory."""
         begin = tensor.data_ptr()
-        at = bisect.bisect_right(self._begins, begin) - 1
-        return at >= 0 and begin + extent_bytes(tensor) <= self._ends[at]
+        index = bisect.bisect_right(self._begins, begin) - 1
+        return index >= 0 and begin + extent_bytes(tensor) <= self._ends[index]
 
 
 def _ranges_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -281,8 +290,8 @@ class StateDictTree:
         self.is_in_tuple: list[bool] = []
         """For each tensor, True if it is in a tuple, which DCP serialises as a whole."""
         self._num_tuples = 0
-        self._places: list[tuple[Any, Sequence[Any]]] = []
-        """Containers, each with the keys under which the next copies are put."""
+        self._containers: list[tuple[Any, Sequence[Any]]] = []
+        """Containers in the order of `tensors`, each with the keys of its tensors."""
         self._finishers: list[Callable[[], None]] = []
         self._value_stager = _ValueStager()
         self._path: list[Any] = []
@@ -318,7 +327,7 @@ class StateDictTree:
     def rebuild(self, copies: list[torch.Tensor]) -> dict[str, Any]:
         """Return the state dict with `copies` in place of `tensors`. A second call replaces the copies of the first."""
         ordered = iter(copies)
-        for container, keys in self._places:
+        for container, keys in self._containers:
             for key, tensor in zip(keys, ordered, strict=False):
                 container[key] = tensor
         for finish in self._finishers:
@@ -361,12 +370,12 @@ class StateDictTree:
         if not attributes and not (self._num_tuples and type(value) is torch.nn.Parameter):
             self._add_values(value, container, key)
             return
-        held: list[Any] = [None]
-        self._add_values(value, held, 0)
+        without_attributes: list[Any] = [None]
+        self._add_values(value, without_attributes, 0)
         kind = AnsweringParameter if self._num_tuples and type(value) is torch.nn.Parameter else AnsweringTensor
 
         def make() -> torch.Tensor:
-            copied: torch.Tensor = held[0]
+            copied: torch.Tensor = without_attributes[0]
             if type(copied) in PLAIN_TENSORS or isinstance(copied, AnsweringTensor):
                 return with_attributes(copied, kind, attributes)
             copied.__dict__.update(attributes)
@@ -453,7 +462,7 @@ class StateDictTree:
         if type(value) in _DICTS and self._add_tensor_dict(value, items):
             return
         for name, item in value.items():
-            items[name] = None  # keeps its place, also if its copy comes later
+            items[name] = None  # keeps the order, also if the copy is put later
             self._add(item, items, name)
 
     def _add_tensor_dict(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> bool:
@@ -474,7 +483,7 @@ class StateDictTree:
         self.tensors += tensors
         self.addresses += addresses
         self.is_in_tuple += [self._num_tuples > 0] * len(tensors)
-        self._places.append((container, keys))
+        self._containers.append((container, keys))
 
     def _add_all(self, values: Any, entries: list[Any]) -> None:
         for number, item in enumerate(values):
@@ -513,13 +522,14 @@ class StateDictTree:
 
 
 class _ValueStager(StateDictStager):
-    """torch's stager, mended: torch's own forgets the class of a tensor, and marks of conjugates or negatives."""
+    """torch's stager, which here keeps the class of a tensor, and copies conjugates and negatives correctly."""
 
     def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+        torchs_stager: Any = super()
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
-            self._keep_alive(x, memo)  # type: ignore[no-untyped-call]  # torch remembers storages by identity
-        copied: torch.Tensor = super()._offload_tensor(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]  # torch's method has no types
+            torchs_stager._keep_alive(x, memo)  # torch remembers storages by identity
+        copied: torch.Tensor = torchs_stager._offload_tensor(x, memo, non_blocking=non_blocking)
         if type(copied) is torch.Tensor and (type(x) is not torch.Tensor or x.requires_grad):  # a parameter
             return with_attributes(copied.requires_grad_(x.requires_grad), type(x), copied.__dict__)
         return copied
@@ -542,7 +552,7 @@ def _rebuild_dtensor(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> 
 
 
 def _copy_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor without an address to the CPU. It keeps its kind, so that the save names the problem."""
+    """Copy a tensor without an address to the CPU. The copy has the same kind, so that the save names the problem."""
     requires_grad = tensor.requires_grad
     tensor = tensor.detach()
     if tensor.is_meta:
@@ -554,6 +564,6 @@ def _copy_without_memory(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"it is {describe_shortage(tensor)}")
     empty = torch.UntypedStorage(0, device="cpu")
     copied = empty_tensor(tensor.dtype).set_(empty, 0, tensor.size(), tensor.stride())
-    if tensor.numel():  # its memory was freed, and so is that of the copy
+    if tensor.numel():  # the tensor's memory was freed: free the copy's, too
         copied.untyped_storage().resize_(0)
     return copied.requires_grad_(requires_grad)

@@ -18,11 +18,6 @@ from cloudckpt.cli import convert, ls, maintenance, plot, report, show
 from cloudckpt.cli._console import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
-_REMOVED = {
-    "bench": "Measure a store with the benchmarks of the repository: python -m benchmarks --uri URI",
-}
-"""Commands of earlier versions, and what to do instead."""
-
 
 class _Commands(TyperGroup):
     """Shows expected errors in a line, and exits as ``docs/command-line.md`` says."""
@@ -43,23 +38,18 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the options before the name of a command behind it: ``cloudckpt --timeout 8 ls ROOT``."""
-        of_all = self.get_params(ctx)
-        params = [param for command in self.commands.values() for param in command.params] + of_all
-        known = {flag: param for param in params for flag in param.opts}
-        own, early, rest = list[str](), list[str](), list(args)
-        while rest and rest[0].startswith("-"):
-            flag, has_value, _ = rest[0].partition("=")
-            option: Any = known.get(flag)
+        group_params = self.get_params(ctx)
+        params = [param for command in self.commands.values() for param in command.params] + group_params
+        params_by_flag = {flag: param for param in params for flag in param.opts}
+        of_group, of_command, unread = list[str](), list[str](), list(args)
+        while unread and unread[0].startswith("-"):
+            flag, has_value, _ = unread[0].partition("=")
+            option: Any = params_by_flag.get(flag)
             num_words = 1 if option is None or option.is_flag or has_value else 2
-            is_own = option is None or option in of_all
-            (own if is_own else early).extend(rest[:num_words])
-            rest = rest[num_words:]
-        return super().parse_args(ctx, [*own, *rest[:1], *(early if rest else ()), *rest[1:]])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in _REMOVED:
-            ctx.fail(f"cloudckpt {args[0]} was removed. {_REMOVED[args[0]]}")
-        return super().resolve_command(ctx, args)
+            is_of_group = option is None or option in group_params
+            (of_group if is_of_group else of_command).extend(unread[:num_words])
+            unread = unread[num_words:]
+        return super().parse_args(ctx, [*of_group, *unread[:1], *(of_command if unread else ()), *unread[1:]])
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
+import logging.handlers
 import os
 import signal
 import sys
@@ -37,7 +39,7 @@ from cloudckpt.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
     UnsupportedValueError,
-    escape_control_characters,
+    plain_line,
 )
 from cloudckpt.telemetry.progress import new_bar
 
@@ -45,9 +47,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.status import Status
 
+    from cloudckpt.options import Options
+
 _shown: list[Status] = []
 """The status line of the running command, if it is shown: a process has one terminal."""
-DONE = 0
+_MAX_WARNINGS = 1000
 NO = 1
 """The answer is no: something is damaged, two checkpoints differ, a check failed, something could not be removed."""
 WRONG_USAGE = 2
@@ -77,6 +81,9 @@ _CODES: tuple[tuple[int, tuple[type[CloudckptError], ...]], ...] = (
 _FLAGS = {
     "Options.timeout_s": "--timeout",
     "allow_pickle": "--unsafe-pickle",
+    "format": "--format",
+    "from_first": "--from-first",
+    "include": "--include",
     "overwrite": "--overwrite",
     "skip_non_tensors": "--skip-non-tensors",
 }
@@ -159,6 +166,20 @@ class Console:
             task = bar.add_task(plain_line(text), total=None)
             yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
 
+    @contextlib.contextmanager
+    def telling_warnings(self) -> Iterator[None]:
+        """Print the warnings of the library's log at the end, unless the command prints its log."""
+        handler = logging.handlers.BufferingHandler(_MAX_WARNINGS)
+        handler.setLevel(logging.WARNING)
+        log = logging.getLogger("cloudckpt")
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            for record in [] if self.is_verbose else handler.buffer:
+                self.warn(f"Warning: {record.getMessage()}")
+
 
 @contextlib.contextmanager
 def _without_status() -> Iterator[None]:
@@ -180,11 +201,6 @@ def describe_report(report: DataclassInstance, seconds: float) -> dict[str, Any]
     """Return the members of a library's report for ``--json``, with `seconds` in place of its own durations."""
     members = dataclasses.asdict(report)
     return {name: members[name] for name in members if not name.endswith("_s")} | {"seconds": seconds}
-
-
-def plain_line(text: str) -> str:
-    """Return `text` as one line without control characters, so that a name cannot fake further lines."""
-    return escape_control_characters(text).replace("\n", "\\n")
 
 
 def age(moment: datetime) -> str:
@@ -227,10 +243,8 @@ def message_of(error: BaseException, *, flags: Collection[str] = ()) -> str:
     """Return one line for stderr. The hint of `error` names its flag, if the command has it among its `flags`."""
     error = _single_cause(error)
     text = str(error)
-    if isinstance(error, CloudckptError) and error.hint is not None and not error.failures:
-        flag = _FLAGS.get(error.hint.option)
-        if flag is not None and flag in flags:
-            text = error.with_advice(error.hint.as_flag(flag))
+    if isinstance(error, CloudckptError) and (hint := error.hint) is not None and not error.failures:
+        text = error.with_advice(hint.as_flags(_FLAGS)) if _FLAGS.get(hint.option) in flags else text
     text = plain_line(" ".join(text.splitlines()))  # names come from the bucket, and could fake lines
     if isinstance(error, CloudckptError):
         return f"Error: {text}"
@@ -247,6 +261,20 @@ def usage_message(error: BaseException) -> str | None:
     command = "cloudckpt" if context is None else context.command_path
     message = " ".join(format_message().split()).replace(": Value error, ", ": ")  # Typer's words for a wrong choice
     return f"Error: {plain_line(message)} ({command} --help shows how to use it)"
+
+
+@contextlib.contextmanager
+def advising_all(uri: str, options: Options) -> Iterator[None]:
+    """Name ``--all`` in the error about a folder of checkpoints in place of a checkpoint."""
+    from cloudckpt.inspect.catalog import list_checkpoints
+
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        with contextlib.suppress(CloudckptError):
+            if list_checkpoints(uri, options=options):
+                error.args = (error.with_advice("For all checkpoints there, pass --all"),)
+        raise
 
 
 def _single_cause(error: BaseException) -> BaseException:
@@ -268,6 +296,24 @@ def handle_signals() -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_sigint)
+    sys.unraisablehook = _send_lost_signal_again
+
+
+def _send_lost_signal_again(lost: sys.UnraisableHookArgs) -> None:
+    """Deliver a signal once more if Python dropped its exception, as it does in the callback of a weak reference."""
+    for exception, number, handler in (
+        (KeyboardInterrupt, signal.SIGINT, _on_sigint),
+        (SystemExit, signal.SIGTERM, _on_sigterm),
+    ):
+        if lost.exc_type is exception and threading.current_thread() is threading.main_thread():
+            signal.signal(number, handler)
+            # Delivered now, the signal would end only this function, which Python calls in the same place.
+            main_thread = threading.get_ident()
+            again = threading.Timer(0.01, signal.pthread_kill, [main_thread, number])
+            again.daemon = True
+            again.start()
+            return
+    sys.__unraisablehook__(lost)
 
 
 def _on_sigint(_number: int, _frame: object) -> NoReturn:

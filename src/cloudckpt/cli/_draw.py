@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from cloudckpt._display import seconds, title_of
-from cloudckpt.cli._console import plain_line
-from cloudckpt.errors import MissingDependencyError, install_advice
+from cloudckpt.errors import MissingDependencyError, install_advice, plain_line
 
 Anchor: TypeAlias = Literal["start", "middle", "end"]
 Color: TypeAlias = Literal[
@@ -45,8 +44,9 @@ _MAX_LANES = 400
 _MIN_SPAN = 0.7
 _WIDE, _MAX_POWERS = 100, 5
 _UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6))
+_MAX_SHORTENED = 1e15
 _MIN_RANGE = 1e-300  # narrower ones have no round values within
-_STEPS = ("plan", "write", "read", "commit")
+_PHASES = ("plan", "write", "read", "commit")
 _COLORS: Mapping[str, Color] = {
     "plan": "plan",
     "write": "write",
@@ -153,11 +153,15 @@ class Series(NamedTuple):
         return (step - first) / (last - first) if last > first else 0.5
 
     def choose_steps(self, room: float) -> list[int]:
-        """Return the steps to write below the line, round ones if there are two, where `room` characters fit."""
+        """Return the steps to write below the line where `room` characters fit: round ones, and the last."""
         first, last = self.points[0][0], self.points[-1][0]
+        width = len(f"{last:,}") + 2
         steps = [int(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == int(tick)]
-        while len(steps) > 2 and len(steps) * (len(f"{last:,}") + 2) > room:  # noqa: PLR2004  # the ends
+        while steps[2:] and len(steps) * width > room:  # keep both ends
             steps = steps[::2]
+        if steps[-1:] != [last]:  # its label ends there
+            steps = [step for step in steps if (self.along(last) - self.along(step)) * room > 1.5 * width]
+            steps = [*(steps or {first} - {last}), last]
         return steps if len(steps) > 1 else sorted({first, last})
 
     @property
@@ -234,7 +238,7 @@ def draw_timeline(title: str, events: Iterable[Mapping[str, Any]]) -> Figure:
     scale = (_TIMELINE_WIDTH - _LABEL_WIDTH) / max(end_us - begin_us, 1)
     lanes: dict[tuple[str, int], dict[int, list[Mapping[str, Any]]]] = {}
     for span in spans:
-        lane = -1 if span["name"] in _STEPS else span["tid"]
+        lane = -1 if span["name"] in _PHASES else span["tid"]
         lanes.setdefault((str(span.get("cat", "")), span["pid"]), {}).setdefault(lane, []).append(span)
     shapes: list[Shape] = []
     x = 0.0
@@ -319,7 +323,7 @@ def style() -> str:
         )
         for i in (0, 1)
     ]
-    return f"{rules[0]}@media(prefers-color-scheme:dark){{{rules[1]}}}"
+    return f"{rules[0]}@media screen and (prefers-color-scheme:dark){{{rules[1]}}}"
 
 
 def to_svg(figure: Figure, *, is_file: bool = True) -> str:
@@ -403,19 +407,19 @@ def to_lines(series: Series, width: int = 60, height: int = 8) -> list[str]:
     labels = [_number(high, 4), *[""] * (height - 2), _number(low, 4)]
     margin = max(map(len, labels))
     lines = [f"{label:>{margin}} │{''.join(row).rstrip()}" for label, row in zip(labels, rows, strict=True)]
-    axis, below = ["─"] * width, ""
+    axis, step_line = ["─"] * width, ""
     for step in series.choose_steps(width):
         x, text = round(series.along(step) * (width - 1)), f"{step:,}"
         axis[x] = "┬"
-        below = below.ljust(min(max(x - len(text) // 2, 0), width - len(text))) + text
-    return [series.title + note, *lines, f"{'':>{margin}} └{''.join(axis)}", f"{'step':>{margin}}  {below}"]
+        step_line = step_line.ljust(min(max(x - len(text) // 2, 0), width - len(text))) + text
+    return [series.title + note, *lines, f"{'':>{margin}} └{''.join(axis)}", f"{'step':>{margin}}  {step_line}"]
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return three to six round values from about `low` to about `high`."""
-    raw = (high - low) / 4 or 1.0
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = unit * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
+    rough_step = (high - low) / 4 or 1.0
+    unit = 10.0 ** math.floor(math.log10(rough_step))
+    step = unit * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough_step * 0.999)
     begin, end = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(begin, end + 1)]
 
@@ -428,7 +432,7 @@ def _powers(low: float, high: float) -> list[float]:
 
 def _number(value: float, digits: int = 6) -> str:
     """Return a number as short text: ``0.25``, ``1.236M``."""
-    unit, factor = next((each for each in _UNITS if each[1] <= abs(value) < 1e15), ("", 1.0))  # noqa: PLR2004
+    unit, factor = next((pair for pair in _UNITS if pair[1] <= abs(value) < _MAX_SHORTENED), ("", 1.0))
     return f"{value / factor:,.{digits}g}{unit}"
 
 

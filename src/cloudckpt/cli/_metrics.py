@@ -50,11 +50,11 @@ def choose_modes(infos: Sequence[CheckpointInfo], texts: Sequence[str] | None) -
     names = find_metrics(infos)
     modes: dict[str, Mode] = {name: mode for name in names if (mode := mode_of_name(name)) is not None}
     for text in texts or ():
-        prefix, _, rest = text.partition(":")
-        name = rest if prefix in ("min", "max") else text
+        prefix, _, name = text.partition(":")
+        name = name if prefix in ("min", "max") else text
         if name not in names:
             near = find_near(
-                name, [*names, *(f"{mode}:{each}" for mode in ("min", "max") for each in names if ":" in text)]
+                name, [*names, *(f"{mode}:{metric}" for mode in ("min", "max") for metric in names if ":" in text)]
             )
             hint = did_you_mean(near) or f". There are: {', '.join(map(title_of, names)) or 'none'}."
             raise CheckpointNotFoundError(f"no checkpoint has the metric {name!r}{hint}", uri="")
@@ -67,7 +67,10 @@ def choose_modes(infos: Sequence[CheckpointInfo], texts: Sequence[str] | None) -
     return modes
 
 
-REMOVED_NOTE = "A step that was removed took its metrics with it: log all values to an experiment tracker, too."
+REMOVED_NOTE = (
+    "Only steps that still exist are shown, since a removed one took its metrics with it: log all values to an "
+    "experiment tracker, too."
+)
 
 
 def find_best(infos: Sequence[CheckpointInfo], modes: Mapping[str, Mode]) -> dict[str, CheckpointInfo]:

@@ -1,4 +1,4 @@
-"""``cloudckpt cp``, ``export`` and ``import``."""
+"""``cloudckpt cp``, ``export``, ``import`` and ``merge``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cloudckpt._display import count, rate, size
-from cloudckpt.cli._console import NO, Console, describe_report, message_of
+from cloudckpt.cli._console import NO, Console, advising_all, describe_report, message_of
 from cloudckpt.cli._options import PairOptions, parse_size
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cloudckpt.options import Options
 
 _OF_ONE_CHECKPOINT = (
+    CheckpointExistsError,
     CheckpointChangedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -104,7 +105,8 @@ def cp(
     both = options, dataclasses.replace(target_options, resume=resume)
     if not every:
         target = _find_place(source, target, target_options, verb="cp")
-        report = _copy(console, source, target, both, overwrite=common.overwrite)
+        with advising_all(source, options):
+            report = _copy(console, source, target, both, overwrite=common.overwrite)
         if common.as_json:
             console.document(describe_report(report, report.copy_s))
         return
@@ -163,15 +165,19 @@ def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
 def _copy_unless_there(
     console: Console, source: str, target: str, options: tuple[Options, Options], *, overwrite: bool
 ) -> dict[str, Any]:
-    from cloudckpt.convert.copying import is_taken
+    from cloudckpt.convert.copying import is_copy, is_taken
 
     not_copied = {"copied": False, "source": source, "target": target}
     try:
         if overwrite or not is_taken(target, options=options[1]):
             report = _copy(console, source, target, options, overwrite=overwrite)
             return {"copied": True, **describe_report(report, report.copy_s)}
-    except CheckpointExistsError:
-        pass
+        if not is_copy(source, target, options=options):
+            raise CheckpointExistsError(
+                f"{target} is another checkpoint, and no copy of {source}. Copy into another folder, or replace it by "
+                "--overwrite",
+                uri=target,
+            )
     except _OF_ONE_CHECKPOINT as error:
         console.warn(message_of(error))
         return {**not_copied, "problem": str(error)}
@@ -198,10 +204,8 @@ def _copy(
     if report.was_there:
         console.say(f"It exists already, and was compared in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}.")
         return report
-    service_bytes = report.num_service_bytes + report.num_read_back_bytes
-    by_service = f", {size(service_bytes)} of it by the service itself" if service_bytes else ""
     reused = f", {size(report.num_reused_bytes)} were there already" if report.num_reused_bytes else ""
-    console.say(f"Copied in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}{by_service}{reused}.")
+    console.say(f"Copied in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}{_name_service_bytes(report)}{reused}.")
     return report
 
 
@@ -407,7 +411,7 @@ def _convert(
     options, target_options = common.options_of_both(source, target)
     if verb == "import":
         target = _find_place(source, target, target_options, verb=verb)
-    with console.progress(f"{verb}ing {source}") as on_progress:
+    with console.telling_warnings(), console.progress(f"{verb}ing {source}") as on_progress:
         report = convert(
             source,
             target,
@@ -428,8 +432,14 @@ def _convert(
         f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')} in "
         f"{num_files}{' and an index' if num_indices else ''}, {size(report.num_bytes)}"
     )
-    console.say(f"{verb.capitalize()}ed in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
+    rate_text = f"{rate(report.bytes_per_s)}{_name_service_bytes(report)}"
+    console.say(f"{verb.capitalize()}ed in {report.convert_s:.1f} s, {rate_text}.")
     return report
+
+
+def _name_service_bytes(report: ConversionReport | CopyReport) -> str:
+    num_bytes = report.num_service_bytes + report.num_read_back_bytes
+    return f", {size(num_bytes)} of it by the service itself" if num_bytes else ""
 
 
 def _parse_ties(assignments: Sequence[str]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -28,6 +27,8 @@ _USUAL, _LONG = 5, 10
 _PLACE = "place"
 """The column that ``--fast`` adds."""
 _RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "MANIFEST", "DURATION")
+_WHOLE = "(whole)"
+"""The word for a checkpoint at a bucket itself, which has no name."""
 _HOUR: Any = "1h"  # Typer parses it
 _INTERVAL: Any = "10s"
 _MIN_INTERVAL, _MAX_INTERVAL = timedelta(seconds=1), timedelta(hours=1)
@@ -40,7 +41,7 @@ class _Order(str, Enum):
 
 
 _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
-    "name": lambda info: info.name,
+    "name": lambda info: info.name or _WHOLE,
     "age": lambda info: "" if info.state == "denied" else age(info.committed_at),
     "size": lambda info: "" if info.num_bytes is None else size(info.num_bytes),
     "ranks": lambda info: _number(info.world_size),
@@ -51,18 +52,25 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
     "manifest": lambda info: f"{info.manifest_number:,}",
     "attempt": lambda info: info.attempt,
     "uri": lambda info: info.uri,
-    "metadata": lambda info: json.dumps(dict(info.metadata)) if info.metadata else "",
+    "metadata": lambda info: json.dumps(metadata) if (metadata := users_metadata(info.metadata)) else "",
     "duration": lambda info: "" if info.save_s is None else seconds(info.save_s),
 }
 
 
+def users_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata without the record of a fast place, which is the manager's."""
+    from cloudckpt.report import FAST_KEY
+
+    return {key: value for key, value in metadata.items() if key != FAST_KEY or not isinstance(value, dict)}
+
+
 def _parse_columns(text: str, *, has_places: bool) -> list[str]:
     columns = [column.strip() for column in text.split(",")]
-    known = [*_COLUMNS, *([_PLACE] if has_places else [])]
-    unknown = [column for column in columns if column not in known]
+    all_columns = [*_COLUMNS, *([_PLACE] if has_places else [])]
+    unknown = [column for column in columns if column not in all_columns]
     if unknown:
         raise typer.BadParameter(
-            f"there is no column {unknown[0]!r}; the columns are {', '.join(known)}", param_hint="--columns"
+            f"there is no column {unknown[0]!r}; the columns are {', '.join(all_columns)}", param_hint="--columns"
         )
     return columns
 
@@ -104,20 +112,15 @@ def ls(
 
     Example: cloudckpt ls s3://bucket/run
     """
-    from cloudckpt.inspect.catalog import list_checkpoints
-    from cloudckpt.stores.open import options_at
-    from cloudckpt.uri import parse_location
+    from cloudckpt.inspect.catalog import list_with_fences
 
     console = common.console
     usual = [*list(_COLUMNS)[: _LONG if long else _USUAL], *([] if fast is None else [_PLACE])]
     names = _parse_columns(columns, has_places=fast is not None) if columns is not None else usual
     options = common.options()
-    list_all = functools.partial(list_checkpoints, all=True, alive_within=alive_within, check=check)
-    infos = list_all(root, options=options)
-    places: dict[int, str] = {}
-    if fast is not None:
-        near = options_at(parse_location(fast), parse_location(root), options)
-        places = _add_fast(infos, list_all(fast, options=near), root)
+    settings: dict[str, Any] = {"alive_within": alive_within, "check": check}
+    infos, num_fences = list_with_fences(root, all=True, options=options, **settings)
+    places = {} if fast is None else add_fast(infos, fast, root, common=common, **settings)
     if not infos:
         _print_no_checkpoint(console, root, options)
     modes = choose_modes(infos, best) if metrics or best else None
@@ -128,6 +131,11 @@ def ls(
         infos.sort(key=lambda info: info.num_bytes or 0)
     shown = infos[::-1] if reverse else infos
     _print_list(console, root, shown, names, long=long, best_of=best_of, places=places, fast=fast)
+    if long and num_fences and not common.as_json:
+        console.say(
+            f"Besides, {count(num_fences, 'folder')} of removed checkpoints: a fence of about a hundred bytes stays in "
+            "each, until a gc a day later."
+        )
     if modes and best_of and not common.as_json:
         console.say(f"* marks the best: {describe_modes(modes, best_of)}. For others: --best min:METRIC or max:METRIC.")
     elif modes is not None and infos and not find_metrics(infos):
@@ -189,12 +197,12 @@ def du(
         sums[info.name] = [num_bytes + own_bytes, num_objects + own_objects]
     total_bytes, num_objects = (sum(column) for column in zip([0, 0], *sums.values(), strict=True))
     if common.as_json:
-        checkpoints = [{"name": name, "num_bytes": each[0], "num_objects": each[1]} for name, each in sums.items()]
+        checkpoints = [{"name": name, "num_bytes": sizes[0], "num_objects": sizes[1]} for name, sizes in sums.items()]
         console.document(
             {"root": root, "num_bytes": total_bytes, "num_objects": num_objects, "checkpoints": checkpoints}
         )
     else:
-        rows = [[size(each[0]), f"{each[1]:,}", name] for name, each in sums.items()]
+        rows = [[size(sizes[0]), f"{sizes[1]:,}", name or _WHOLE] for name, sizes in sums.items()]
         console.table(
             ["SIZE", "OBJECTS", "NAME"], [*rows, [size(total_bytes), f"{num_objects:,}", "(all)"]], right=_RIGHT
         )
@@ -237,8 +245,8 @@ def _print_list(
     console.table([*(name.upper() for name in columns), *titles], rows, right=[*_RIGHT, *titles])
     if long:
         for info in infos:
-            if info.metadata:
-                console.line(f"{info.name}: {json.dumps(info.metadata)}")
+            if metadata := users_metadata(info.metadata):
+                console.line(f"{info.name}: {json.dumps(metadata)}")
     for info in infos:
         if info.problem:
             console.warn(f"{info.name}: {info.problem}")
@@ -247,17 +255,25 @@ def _print_list(
     _print_advice(console, root, [info for info in infos if places.get(id(info), "root") in ("root", "both")])
 
 
-def _add_fast(infos: list[CheckpointInfo], near: Sequence[CheckpointInfo], root: str) -> dict[int, str]:
-    """Add to the checkpoints of a root those that only its fast place has. Return where each is, by its `id`."""
-    from cloudckpt.manager.debts import FAST_KEY
+def add_fast(
+    infos: list[CheckpointInfo], fast: str, root: str, *, common: CommonOptions, **settings: Any
+) -> dict[int, str]:
+    """Add to the checkpoints of a root those that only its fast place has. Return where each is, by its `id`.
+
+    `settings` are those of `list_checkpoints` for the fast place.
+    """
+    from cloudckpt.inspect.catalog import list_checkpoints
+    from cloudckpt.report import record_of
+    from cloudckpt.stores.open import options_at
     from cloudckpt.uri import parse_location
 
+    options = options_at(parse_location(fast), parse_location(root), common.options())
+    near = list_checkpoints(fast, all=True, options=options, **settings)
     committed = {(info.name, info.committed_at): info for info in infos if info.state == "committed"}
     newest = dict(sorted(committed))
     places = {id(info): "root" for info in infos}
     for info in near:
-        record = info.metadata.get(FAST_KEY)
-        record = record if isinstance(record, dict) else {}
+        record = record_of(info.metadata)
         copy = committed.get((info.name, info.committed_at)) if info.state == "committed" else None
         if copy is not None:
             places[id(copy)] = "both"
@@ -267,6 +283,8 @@ def _add_fast(infos: list[CheckpointInfo], near: Sequence[CheckpointInfo], root:
         places[id(info)] = ("owed" if is_owed else "fast") if is_own else f"fast, of {record['root']}"
         infos.append(info)
     infos.sort(key=lambda info: info.committed_at)
+    if not any(place in ("both", "fast", "owed") for place in places.values()):
+        common.console.say(f"No step of this run is in {fast}: check the path.")
     return places
 
 
@@ -283,7 +301,7 @@ def _print_advice(console: Console, root: str, infos: Sequence[CheckpointInfo]) 
 
 def _print_no_checkpoint(console: Console, root: str, options: Options) -> None:
     """Name the folders that are there instead. Raises `CheckpointNotFoundError` if nothing is there."""
-    from cloudckpt.commit.log import describe_folders, list_kept_folders
+    from cloudckpt.commit.log import describe_folders, describe_siblings, list_kept_folders
     from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.io.client import open_client
     from cloudckpt.uri import parse_location
@@ -292,8 +310,11 @@ def _print_no_checkpoint(console: Console, root: str, options: Options) -> None:
     client = open_client(location, options)
     folders = list_kept_folders(client)
     is_folder = location.local_path is not None and os.path.isdir(location.local_path)  # noqa: PTH112  # as URIs have it
-    if not folders and not is_folder and not client.list(most=1):
-        raise CheckpointNotFoundError(f"There is nothing at {location.uri}.", uri=location.uri)
+    if not folders and not is_folder and not client.list(max_results=1):
+        is_relative = "/" in root and root[0] not in "/.~" and "://" not in root
+        advice = f" To name a bucket, write s3://{root} or gs://{root}." if is_relative else ""
+        advice = f" {describe_siblings(client)}.{advice}"
+        raise CheckpointNotFoundError(f"There is nothing at {location.uri}.{advice}", uri=location.uri)
     text = f"{location.uri} has no checkpoint directly in it, and nothing that a save has left."
     if folders:
         text += f" It has the {describe_folders(folders)}: name the one that holds the checkpoints."
@@ -356,7 +377,10 @@ def watch(
 
     console = common.console
     options = common.options()
-    known: dict[tuple[str, str], CheckpointInfo] = {}
+    printed: dict[tuple[str, str], CheckpointInfo] = {}
+    end = "Ctrl-C" if until_step is None else f"step {until_step} or a later one is committed"
+    console.say(f"Listing {root} every {interval.total_seconds():g} s until {end}.")
+    is_first = True
     while True:
         try:
             listed = list_checkpoints(root, all=True, options=options)
@@ -364,15 +388,18 @@ def watch(
             console.warn(error.with_advice("The next listing is the next try."))
             time.sleep(interval.total_seconds())
             continue
+        if is_first and not listed:
+            console.say(f"Nothing is at {root} yet. 'cloudckpt ls {root}' names what is near.")
+        is_first = False
         # An attempt can be listed twice: committed, and as garbage for objects that its manifest does not name.
         listed.sort(key=lambda info: info.state == "committed")
         infos = {(info.name, info.attempt): info for info in listed}
-        for key in known.keys() - infos.keys():
-            _print_change(console, known.pop(key), is_gone=True)
+        for key in printed.keys() - infos.keys():
+            _print_change(console, printed.pop(key), is_gone=True)
         for key, info in infos.items():
-            if key not in known or known[key].state != info.state:
+            if key not in printed or printed[key].state != info.state:
                 _print_change(console, info)
-            known[key] = info
+            printed[key] = info
         steps = [step_of(info) for info in infos.values() if info.state == "committed"]
         if until_step is not None and any(step is not None and step >= until_step for step in steps):
             return
@@ -386,4 +413,4 @@ def _print_change(console: Console, info: CheckpointInfo, *, is_gone: bool = Fal
         return
     moment = datetime.now(timezone.utc) if is_gone else info.committed_at
     size_text = "" if info.num_bytes is None else f"  {size(info.num_bytes)}"
-    console.line(f"{date(moment)}  {info.name}  {state}{size_text}{info.problem and '  '}{info.problem}")
+    console.line(f"{date(moment)}  {info.name or _WHOLE}  {state}{size_text}{info.problem and '  '}{info.problem}")

@@ -1,10 +1,12 @@
-"""``cloudckpt rm``, ``gc``, ``verify``, ``doctor`` and ``dev-server``."""
+"""``cloudckpt rm``, ``gc``, ``drain``, ``verify``, ``doctor`` and ``dev-server``."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import shlex
 import time
 from collections.abc import Iterable
@@ -15,18 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloudckpt._display import count, rate, size
-from cloudckpt.cli._console import NO, WRONG_USAGE, Console, age, describe_report
+from cloudckpt.cli._console import NO, WRONG_USAGE, Console, advising_all, age, describe_report
 from cloudckpt.cli._options import CommonOptions, parse_duration, parse_size
 from cloudckpt.cli.ls import document_of
 
 if TYPE_CHECKING:
     from cloudckpt.events import Event
     from cloudckpt.inspect.catalog import CheckpointInfo
-    from cloudckpt.inspect.removal import GarbageReport
     from cloudckpt.manager.steps import StepInfo
     from cloudckpt.options import Options
+    from cloudckpt.removal import GarbageReport
 
-_MAX_NAMED = 5
 _DAY: Any = "24h"  # Typer parses it
 _POLL_S = 0.2
 _MEMBERS = ("root", "dry_run", "num_objects", "num_uploads", "num_bytes", "locations", "skipped", "failed")
@@ -71,7 +72,7 @@ def rm(
         intent = "would be deleted" if dry_run else "is to be deleted"
         _announce(itertools.chain.from_iterable(to_delete.values()), intent, common)
     # Those that --keep-last finds are not owed.
-    is_owed = keep_last is None and _warn_of_debts(itertools.chain.from_iterable(to_delete.values()), common)
+    is_owed = keep_last is None and _warn_of_owed(itertools.chain.from_iterable(to_delete.values()), common)
     if is_owed and not (force or dry_run):
         console.warn("Nothing was deleted: pass --force to delete what is owed, too.")
         raise typer.Exit(NO)
@@ -98,13 +99,13 @@ def _announce(to_delete: Iterable[CheckpointInfo], intent: str, common: CommonOp
         common.console.line(f"{info.uri}: {info.state}, {age(info.committed_at)} old, {objects}: {intent}")
 
 
-def _warn_of_debts(to_delete: Iterable[CheckpointInfo], common: CommonOptions) -> bool:
+def _warn_of_owed(to_delete: Iterable[CheckpointInfo], common: CommonOptions) -> bool:
     """Warn of the steps of a fast place whose root lacks the copy that it is owed. Returns True if there are some."""
-    from cloudckpt.manager.debts import explain_debt
+    from cloudckpt.manager.drain import explain_owed
 
     is_owed = False
     for info in to_delete:
-        if reason := explain_debt(info.uri, info.metadata, info.committed_at, common.options()):
+        if reason := explain_owed(info.uri, info.metadata, info.committed_at, common.options()):
             common.console.warn(f"{info.uri}: {reason}")
             is_owed = True
     return is_owed
@@ -122,15 +123,15 @@ def _delete_all(
 
 def _delete(document: dict[str, Any], common: CommonOptions, *, is_superseded: bool, has_changed: bool) -> None:
     """Delete one checkpoint, and note it in its document. A superseded step stays if another save writes there."""
-    from cloudckpt.inspect.removal import delete
+    from cloudckpt import _clock
     from cloudckpt.manager.retention import ALIVE, remove_step
-    from cloudckpt.stores import clock
+    from cloudckpt.removal import delete
 
     uri, left = document["uri"], None
     if has_changed:
         left = "the run has changed meanwhile"
     elif is_superseded:
-        left = remove_step(uri, common.options(), alive_since=clock.now() - ALIVE)
+        left = remove_step(uri, common.options(), alive_since=_clock.now() - ALIVE)
     else:
         delete(uri, options=common.options())
     document["deleted"] = left is None
@@ -151,21 +152,19 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet:
     """
     from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.inspect.verification import find_unlisted
-    from cloudckpt.manager.debts import explain_debt, root_of
+    from cloudckpt.manager.drain import explain_owed, root_of
     from cloudckpt.manager.policies import RetentionPolicy, find_superseded
-    from cloudckpt.manager.steps import Steps
+    from cloudckpt.manager.steps import Steps, raise_if_denied
     from cloudckpt.uri import parse_location
 
     location = parse_location(root)
     options = common.options()
     folders = Steps(location, options).list_folders(with_metadata=True)
-    for folder in folders:
-        if folder.denied is not None:  # it may be one of the last
-            raise folder.denied
+    raise_if_denied(folders)  # it may be one of the last
     by_run: dict[str, list[StepInfo]] = {}  # a fast place may hold the steps of several
     for folder in folders:
         if folder.info is not None:
-            by_run.setdefault(root_of(folder), []).append(folder.info)
+            by_run.setdefault(root_of(folder.metadata), []).append(folder.info)
     if not by_run:
         raise CheckpointNotFoundError(
             f"no step of a run is committed directly under {location.uri}: name the folder of step-0, step-1, …",
@@ -183,7 +182,7 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet:
     infos_of = {
         folder.uri: (folder.metadata, folder.info.committed_at) for folder in folders if folder.info is not None
     }
-    owed = {uri: reason for uri in superseded if (reason := explain_debt(uri, *infos_of[uri], options))}
+    owed = {uri: reason for uri in superseded if (reason := explain_owed(uri, *infos_of[uri], options))}
     for uri, reason in ({} if quiet else left | owed).items():
         common.console.warn(f"{uri}: left alone: {reason}")
     return [uri for uri in superseded if uri not in owed]
@@ -203,9 +202,9 @@ def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
             raise AccessDeniedError(info.problem, key=info.uri, operation="list")
     if any(info.state in _CHECKPOINTS for info in infos):
         return infos
-    below = [info.name for info in everything if info.state in _CHECKPOINTS]
-    if below:
-        shown = join_first(below, _MAX_NAMED, separator=", ")
+    names = [info.name for info in everything if info.state in _CHECKPOINTS]
+    if names:
+        shown = join_first(names, 5, separator=", ")
         advice = f"It is a folder of {shown}: name each checkpoint by its URI"
     elif any(info.state == "torch" for info in everything):
         advice = "It is a checkpoint of torch's own writer, which cloudckpt does not delete: use another tool"
@@ -224,7 +223,8 @@ def gc(
         typer.Option(
             parser=parse_duration,
             metavar="TIME",
-            help="Keep what belongs to a save with a sign of life in this time: longer than any save takes.",
+            help="Keep what belongs to a save with a sign of life in this time: longer than any save takes. 24h, 2d; "
+            "a number without a unit is seconds.",
         ),
     ] = _DAY,
     yes: Yes = False,
@@ -266,17 +266,17 @@ def drain(
 
     Example: cloudckpt drain /nvme/run s3://bucket/run --deadline 25
     """
-    from cloudckpt.manager.debts import drain as pay
+    from cloudckpt.manager.drain import drain as drain_to_root
 
     console = common.console
-    report = pay(fast, root, deadline_s=deadline, options=common.options())
+    report = drain_to_root(fast, root, deadline_s=deadline, options=common.options())
     if common.as_json:
         console.document(dataclasses.asdict(report))
     else:
         for uri in report.drained:
             console.line(f"{uri}: copied")
-        for kept in report.failed:
-            console.warn(f"{kept.uri}: failed: {kept.reason}")
+        for item in report.failed:
+            console.warn(f"{item.uri}: failed: {item.reason}")
         console.say(f"{root} is owed {count(len(report.failed), 'step')}.")
     if report.failed:
         raise typer.Exit(NO)
@@ -284,7 +284,7 @@ def drain(
 
 def _collect(root: str, older_than: timedelta, options: Options, *, dry_run: bool) -> GarbageReport:
     from cloudckpt.errors import GarbageLeftError
-    from cloudckpt.inspect.removal import gc as collect
+    from cloudckpt.removal import gc as collect
 
     try:
         return collect(root, older_than=older_than, dry_run=dry_run, quiet=True, options=options)
@@ -296,13 +296,13 @@ def _collect(root: str, older_than: timedelta, options: Options, *, dry_run: boo
 
 
 def _print_report(console: Console, report: GarbageReport) -> None:
-    from cloudckpt.inspect.removal import lines_of
+    from cloudckpt.removal import lines_of
 
     if console.as_json:
         console.document({name: getattr(report, name) for name in _MEMBERS})
         return
-    for kept in report.failed:
-        console.warn(f"{kept.uri}: failed: {kept.reason}")
+    for item in report.failed:
+        console.warn(f"{item.uri}: failed: {item.reason}")
     for line in lines_of(report):
         console.line(line)
 
@@ -322,7 +322,8 @@ def verify(
     console = common.console
     documents: list[dict[str, Any]] = []
     for checkpoint_uri in _find_all(uri, common) if every else [uri]:
-        documents.append(_verify(checkpoint_uri, common, is_alone=not every))
+        with advising_all(uri, common.options()):
+            documents.append(_verify(checkpoint_uri, common, is_alone=not every))
         if not common.as_json:
             _print_verdict(console, documents[-1], is_alone=not every)
     if common.as_json:
@@ -349,7 +350,7 @@ def _find_all(root: str, common: CommonOptions) -> list[str]:
 
 def _verify(uri: str, common: CommonOptions, *, is_alone: bool) -> dict[str, Any]:
     """Return the document of ``--json``. Trouble with one of several checkpoints does not end the command."""
-    from cloudckpt.errors import CheckpointError, CorruptCheckpointError
+    from cloudckpt.errors import CheckpointError, CloudckptError, CorruptCheckpointError
     from cloudckpt.inspect.verification import verify as verify_checkpoint
 
     console = common.console
@@ -368,7 +369,13 @@ def _verify(uri: str, common: CommonOptions, *, is_alone: bool) -> dict[str, Any
         try:
             report = verify_checkpoint(uri, options=options)
         except CorruptCheckpointError as error:
-            return {"uri": uri, "is_whole": False, "problems": error.problems}
+            from cloudckpt.manager.drain import explain_damage
+
+            verdict = {"uri": uri, "is_whole": False, "problems": error.problems}
+            with contextlib.suppress(CloudckptError):
+                if note := explain_damage(uri, len(error.problems), options):
+                    verdict["note"] = note
+            return verdict
         except CheckpointError as error:
             if is_alone:
                 raise
@@ -390,7 +397,8 @@ def _print_verdict(console: Console, verdict: dict[str, Any], *, is_alone: bool)
     elif is_alone:
         for problem in problems:
             console.line(problem)
-        console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
+        words = f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint"
+        console.say(f"{verdict.get('note', words)}.")
     else:
         more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
         words = "could not be verified" if verdict["is_whole"] is None else "is damaged"
@@ -466,28 +474,45 @@ class _ServerKind(str, Enum):
     gcs = "gcs"
 
 
+_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_SERVER_FUNCTIONS = {_ServerKind.s3: "moto_server", _ServerKind.gcs: "fake_gcs_server"}
+"""The function of `cloudckpt.testing.servers` that starts each kind of server."""
+
+
 def dev_server(
     kind: Annotated[_ServerKind, typer.Argument(help="The service whose API the server speaks.")] = _ServerKind.s3,
     *,
-    bucket: Annotated[str, typer.Option(metavar="NAME", help="The bucket that is made.")] = "bucket",
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A bucket that is made, 'bucket' by default; may be given several times."),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 is a free one.")] = 0,
 ) -> None:
-    """Run a store with a bucket on this machine, to try cloudckpt without an account, until Ctrl-C.
+    """Run a store with empty buckets on this machine, to try cloudckpt without an account, until Ctrl-C.
 
     It accepts any credentials. Objects are kept in memory, and are lost at the end. Stdout gets the exports for
     another shell.
 
     Example: cloudckpt dev-server s3 --port 9000
     """
-    from cloudckpt.testing.servers import fake_gcs_server, moto_server
+    from cloudckpt.testing import servers
 
-    with (moto_server if kind is _ServerKind.s3 else fake_gcs_server)(port=port) as server:
-        server.create_bucket(bucket)
+    buckets = bucket or ["bucket"]
+    for name in buckets:
+        if not _BUCKET_NAME.fullmatch(name):
+            raise typer.BadParameter(
+                f"{name!r} cannot name a bucket: a name has 3 to 63 lowercase letters, digits, '.', '_' or '-', and a "
+                "letter or a digit at each end",
+                param_hint="--bucket",
+            )
+    with getattr(servers, _SERVER_FUNCTIONS[kind])(port=port) as server:
+        for name in buckets:
+            server.create_bucket(name)
         typer.echo(f"{server.name} answers at {server.endpoint_url}. In another shell, paste:\n", err=True)
         for name, value in server.environment.items():
             typer.echo(f"export {name}={shlex.quote(value)}")
-        uri = f"{server.scheme}://{bucket}/run"
-        typer.echo(f"\nand then save to {uri}, or run: cloudckpt doctor {uri}", err=True)
+        uris = [f"{server.scheme}://{name}/run" for name in buckets]
+        typer.echo(f"\nand then save to {' or '.join(uris)}, or run: cloudckpt doctor {uris[0]}", err=True)
         typer.echo("The server accepts any credentials, from programs on this machine alone.", err=True)
         typer.echo("Ctrl-C ends the server. Its objects are in memory, and are lost then.", err=True)
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloudckpt._display import title_of
-from cloudckpt.cli._console import DENIED
+from cloudckpt.cli._console import DENIED, Console
 from cloudckpt.cli._draw import Figure, Series, arrange, draw_series, draw_timeline, to_lines, to_svg, write_png
 from cloudckpt.cli._metrics import BEST, REMOVED_NOTE, choose_modes, find_best, find_metrics, step_of
 from cloudckpt.cli._options import CommonOptions
@@ -57,7 +57,7 @@ def plot(
     """
     from cloudckpt.inspect.description import matches
 
-    write = None if common.output is None else writer_of(common.output)
+    write = None if common.output is None else writer_of(common.output, common.console)
     infos = find_checkpoints(root, common)
     all_series = series_of(infos, best)
     named = [curve for curve in all_series if matches(curve.name, name or ["*"])]
@@ -71,7 +71,8 @@ def plot(
     if not series:
         raise CheckpointNotFoundError("nothing is left to draw. `cloudckpt ls --metrics` shows the values", uri=root)
     if write is not None:
-        write(arrange(root, [draw_series(curve) for curve in series]))
+        kept = " (steps that still exist)" if any(not curve.unit for curve in series) else ""
+        write(arrange(f"{root}{kept}", [draw_series(curve) for curve in series]))
     if common.as_json:
         common.console.document({"root": root, "series": [curve._asdict() for curve in named]})
     elif write is None:
@@ -94,11 +95,11 @@ def timeline(
 
     Example: cloudckpt timeline trace-save-*.json -o save.svg
     """
-    write, drawn = writer_of(output), timeline_of(files)
+    write, drawn = writer_of(output, Console()), timeline_of(files)
     write(arrange(drawn.title, [drawn]))
 
 
-def writer_of(output: Path) -> Callable[[Figure], None]:
+def writer_of(output: Path, console: Console) -> Callable[[Figure], None]:
     """Return a function that writes a figure in the format of the file's name. Raises `InvalidOptionError`."""
     suffix = output.suffix.lower()
     if suffix not in (".svg", ".png"):
@@ -110,31 +111,38 @@ def writer_of(output: Path) -> Callable[[Figure], None]:
         png = io.BytesIO()
         if suffix == ".png":
             write_png(figure, png)
-        write_file(output, png.getvalue() or to_svg(figure).encode())
+        write_file(output, png.getvalue() or to_svg(figure).encode(), console)
 
     return write
 
 
-def write_file(output: Path, data: bytes) -> None:
-    """Write a file. Raises `InvalidOptionError` if its folder does not allow that."""
+def write_file(output: Path, data: bytes, console: Console) -> None:
+    """Write a file and print its path. Raises `InvalidOptionError` if its folder does not allow that."""
     try:
+        is_replaced = output.exists()
         output.write_bytes(data)
     except OSError as error:
         raise InvalidOptionError(f"--output: {output} cannot be written ({error.strerror})") from error
+    if not console.as_json:
+        console.line(str(output))
+    if is_replaced:
+        console.say(f"It replaced the {output.name} that was there.")
 
 
 def find_checkpoints(root: str, common: CommonOptions) -> list[CheckpointInfo]:
     """List the checkpoints at `root`, and warn of damage. Raises `CheckpointNotFoundError` if nothing is committed."""
+    from cloudckpt.commit.log import describe_siblings
     from cloudckpt.inspect.catalog import list_checkpoints
+    from cloudckpt.io.client import open_client
 
     infos = list_checkpoints(root, all=True, options=common.options())
     for info in infos:
         if info.problem:
             common.console.warn(f"{info.name}: {info.problem}")
     if not any(info.state == "committed" for info in infos):
-        raise CheckpointNotFoundError(
-            f"no checkpoint is committed at {root}. `cloudckpt ls` shows what is there", uri=root
-        )
+        client = open_client(root, common.options())
+        near = f"`cloudckpt ls {root}` shows what is there" if infos else describe_siblings(client)
+        raise CheckpointNotFoundError(f"no checkpoint is committed at {root}. {near}", uri=root)
     return infos
 
 
@@ -157,12 +165,12 @@ def series_of(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) -> li
         ("duration", "s"): [info.save_s for info in infos],
     }
     all_series = []
-    for (name, unit), of_one in values.items():
-        known = [(step, value) for (step, _), value in zip(newest, of_one, strict=True) if value is not None]
-        points = [(step, value) for step, value in known if abs(value) < _MAX_VALUE]
-        gaps = [step for step, value in known if not abs(value) < _MAX_VALUE]
+    for (name, unit), numbers in values.items():
+        pairs = [(step, number) for (step, _), number in zip(newest, numbers, strict=True) if number is not None]
+        points = [(step, number) for step, number in pairs if abs(number) < _MAX_VALUE]
+        gaps = [step for step, number in pairs if not abs(number) < _MAX_VALUE]
         marked = [(step, info.metrics[name]) for step, info in newest if not unit and info is best_of.get(name)]
-        if known:
+        if pairs:
             all_series.append(Series(name, unit, points, marked[0] if marked and marked[0] in points else None, gaps))
     return all_series
 
@@ -172,6 +180,14 @@ def keep_drawable(all_series: Sequence[Series], common: CommonOptions) -> list[S
     if empty := [title_of(curve.name) for curve in all_series if not curve.points]:
         common.console.warn(f"not drawn, since every value is NaN or beyond ±{_MAX_VALUE:g}: {', '.join(empty)}")
     return [curve for curve in all_series if curve.points]
+
+
+def name_place(uri: str) -> str:
+    """Return a name for the title of a picture that others see: no absolute path, if there is a shorter one."""
+    if not uri.startswith("/"):
+        return uri
+    path, here = Path(uri), Path.cwd()
+    return str(path.relative_to(here)) if here in path.parents else path.name or uri
 
 
 def timeline_of(files: Sequence[Path]) -> Figure:
@@ -184,7 +200,8 @@ def timeline_of(files: Sequence[Path]) -> Figure:
             document = json.loads(file.read_bytes())
             events += document["traceEvents"]
             about = document.get("otherData", {})
-            titles.append(f"{about.get('verb', '')} {about.get('uri', '')}".strip())
+            place = " (fast place)" * (about.get("place") == "fast")
+            titles.append(f"{about.get('verb', '')} {name_place(about.get('uri', ''))}{place}".strip())
         return draw_timeline(", ".join(dict.fromkeys(filter(None, titles))) or "timeline", events)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         why = error.strerror if isinstance(error, OSError) else "it has no timeline that Options(trace=…) wrote"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,15 +16,32 @@ from cloudckpt._version import __version__
 from cloudckpt.cli._console import DENIED
 from cloudckpt.cli._draw import Figure, draw_bars, draw_series, escape, style, to_svg
 from cloudckpt.cli._metrics import BEST, REMOVED_NOTE, choose_modes, describe_modes, find_best, find_metrics, mark_best
-from cloudckpt.cli.plot import OutputOptions, find_checkpoints, keep_drawable, series_of, timeline_of, write_file
+from cloudckpt.cli.ls import add_fast
+from cloudckpt.cli.plot import (
+    OutputOptions,
+    find_checkpoints,
+    keep_drawable,
+    name_place,
+    series_of,
+    timeline_of,
+    write_file,
+)
 from cloudckpt.cli.show import row_of_difference
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, join_first
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo
-    from cloudckpt.inspect.description import CheckpointDescription, TensorDescription, ValueDescription
+    from cloudckpt.inspect.comparison import Difference
+    from cloudckpt.inspect.description import (
+        CheckpointDescription,
+        ModuleDescription,
+        TensorDescription,
+        ValueDescription,
+    )
 
-_MAX_BARS, _MAX_TOTALS, _MAX_DIFFERENCES = 14, 8, 200
+_MAX_BARS, _MAX_TOTALS, _MAX_DIFFERENCES = 14, 8, 60
+_FIRST = ("model", "optimizer")
+_NEARLY_ALL = 99.9
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -34,7 +52,7 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 :root{{--paper:#f4f5f7;--surface:#fff;--ink:#1c1d20;--muted:#63666d;--line:#e3e5e8}}
-@media(prefers-color-scheme:dark){{
+@media screen and (prefers-color-scheme:dark){{
 :root{{--paper:#0f1012;--surface:#17181b;--ink:#eceef1;--muted:#a2a6ae;--line:#34373d}}}}
 body{{margin:0 auto;padding:1rem;max-width:76rem;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,"Segoe UI",Helvetica,Arial,sans-serif}}
@@ -42,11 +60,24 @@ h1{{font-size:1.3rem;margin:.5rem 0;overflow-wrap:anywhere}}
 h2{{font-size:1.05rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}}
 p{{color:var(--muted);margin:.3rem 0;overflow-wrap:anywhere}}
 .grid{{margin-top:1rem;display:grid;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,20rem),1fr))}}
-figure,.scroll{{margin:0;padding:1rem;background:var(--surface);border:1px solid var(--line);border-radius:8px}}
-.scroll{{overflow:auto;max-height:32rem}}svg{{display:block;width:100%;height:auto}}.scroll svg{{min-width:50rem}}
+figure,.table{{margin:0;padding:1rem;background:var(--surface);border:1px solid var(--line);border-radius:8px}}
+.table{{margin:.5rem 0;width:fit-content;max-width:100%;box-sizing:border-box}}
+svg{{display:block;width:100%;height:auto}}
+.wide{{overflow-x:auto}}.wide svg{{min-width:50rem}}
 table{{border-collapse:collapse;font-variant-numeric:tabular-nums}}
-th,td{{text-align:left;padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line);white-space:nowrap}}
+th,td{{text-align:left;vertical-align:top;padding:.25rem 1.2rem .25rem 0;border-bottom:1px solid var(--line)}}
+th,td.number{{white-space:nowrap}}td{{overflow-wrap:anywhere}}
 th{{color:var(--muted);font-weight:600}}.number{{text-align:right}}.marked{{font-weight:700}}
+tr:last-child td{{border-bottom:0}}th:last-child,td:last-child{{padding-right:0}}
+@media(max-width:45rem){{
+table,tbody,tr{{display:block}}thead{{display:none}}.table{{width:auto}}
+tr{{padding:.4rem 0;border-bottom:1px solid var(--line)}}tr:last-child{{border-bottom:0}}
+td,td.number{{display:inline-block;margin-right:.9rem;padding:0;border:0;white-space:normal}}td:empty{{display:none}}
+td::before{{content:attr(data-title) " ";color:var(--muted);font-weight:400}}
+td:first-child{{display:block;font-weight:600}}td:first-child::before{{content:none}}}}
+@media print{{body{{max-width:none;background:none;font-size:12px}}
+figure,tr{{break-inside:avoid}}h2{{break-after:avoid}}
+.grid{{grid-template-columns:1fr 1fr}}.wide svg{{min-width:0}}}}
 {style}
 </style>
 </head>
@@ -72,6 +103,14 @@ def report(
         typer.Option(metavar="FILE", help="Also draw this timeline that Options(trace=…) wrote; one for each rank."),
     ] = None,
     best: BEST = None,
+    title: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The title of the page. ROOT without it, relative to the current directory."),
+    ] = None,
+    fast: Annotated[
+        str | None,
+        typer.Option(metavar="PLACE", help="Also the steps in this fast place of the run, and where each step is."),
+    ] = None,
     common: OutputOptions,
 ) -> None:
     """Write a page about the checkpoints in ROOT that can be sent to others: one HTML file, by default report.html.
@@ -91,9 +130,17 @@ def report(
     for name in set(compare or ()) - committed.keys():
         raise CheckpointNotFoundError(f"no checkpoint {name!r} is committed directly under {root}", uri=root)
     root = parse_location(root).uri
+    title = title or name_place(root)
+    listed = [*infos]  # the rest of the page is about the steps of the root
+    places = {} if fast is None else add_fast(listed, fast, root, common=common)
     newest = describe(list(committed.values())[-1].uri, options=options)
-    parts = [_head(root, infos, newest), _figures(map(draw_series, keep_drawable(series_of(infos, best), common)))]
-    parts += ["<h2>Checkpoints</h2>", _checkpoints(infos, best)]
+    note = f"<p>{REMOVED_NOTE}</p>" if find_metrics(infos) else ""
+    parts = [
+        _head(title, infos, newest),
+        note,
+        _figures(map(draw_series, keep_drawable(series_of(infos, best), common))),
+    ]
+    parts += ["<h2>Checkpoints</h2>", _checkpoints(listed, best, places)]
     parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _totals(newest)]
     parts.append(_figures(_contents(newest)))
     pair = [committed[name] for name in compare or list(committed)[-2:]]
@@ -101,34 +148,35 @@ def report(
         before, after = (describe(info.uri, options=options) for info in pair)
         parts.append(_differences(before, after, common, has_values=values))
     if drawn is not None:
-        parts += [f"<h2>{escape(drawn.title)}</h2>", f'<div class="scroll">{to_svg(drawn, is_file=False)}</div>']
-    page = _PAGE.format(title=escape(root), style=style(), body="\n".join(parts))
-    write_file(output, page.encode())
+        parts += [f"<h2>{escape(drawn.title)}</h2>", f'<div class="table wide">{to_svg(drawn, is_file=False)}</div>']
+    page = _PAGE.format(title=escape(title), style=style(), body="\n".join(parts))
+    write_file(output, page.encode(), common.console)
     if common.as_json:
         common.console.document({"root": root, "output": str(output), "num_checkpoints": len(committed)})
-    else:
-        common.console.line(str(output))
     if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
 
 
-def _head(root: str, infos: Sequence[CheckpointInfo], newest: CheckpointDescription) -> str:
-    num_committed = sum(info.state == "committed" for info in infos)
+def _head(title: str, infos: Sequence[CheckpointInfo], newest: CheckpointDescription) -> str:
+    sizes = [(info.state == "committed", (info.num_bytes or 0) - info.num_bytes_elsewhere) for info in infos]
+    num_bytes, num_others = (sum(num for is_committed, num in sizes if is_committed is kind) for kind in (True, False))
+    others = f"; {size(num_others)} of other saves, such as unfinished ones" if num_others else ""
     facts = (
-        f"{count(num_committed, 'checkpoint')}, {size(sum(info.num_bytes or 0 for info in infos))}, garbage included",
+        f"{count(sum(is_committed for is_committed, _ in sizes), 'checkpoint')}, {size(num_bytes)}{others}",
         f"newest {newest.uri.rpartition('/')[2]}: {count(len(newest.tensors), 'tensor')} with "
         f"{count(newest.num_elements, 'element')}, saved by {count(newest.world_size, 'rank')} with "
         + ", ".join(f"{name} {version}" for name, version in newest.software.items()),
         f"read {date(datetime.now(timezone.utc))} by cloudckpt {__version__}",
     )
-    return f"<h1>{escape(root)}</h1>" + "".join(f"<p>{escape(fact)}</p>" for fact in facts)
+    return f"<h1>{escape(title)}</h1>" + "".join(f"<p>{escape(fact)}</p>" for fact in facts)
 
 
-def _checkpoints(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) -> str:
+def _checkpoints(infos: Sequence[CheckpointInfo], best: Sequence[str] | None, places: Mapping[int, str]) -> str:
     modes = choose_modes(infos, best)
     best_of = find_best(infos, modes)
     names = find_metrics(infos)
     titles = ["name", *map(title_of, names), "size", "duration", "ranks", "committed", "state"]
+    titles += ["place"] * bool(places)
     rows = [
         [
             info.name,
@@ -138,19 +186,19 @@ def _checkpoints(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) ->
             "" if info.world_size is None else f"{info.world_size:,}",
             date(info.committed_at),
             info.state,
+            *([places[id(info)]] if places else []),
         ]
-        for info in reversed(infos)
+        for info in infos
     ]
     note = f"<p>* marks the best: {escape(describe_modes(modes, best_of))}.</p>" if best_of else ""
-    note += f"<p>{REMOVED_NOTE}</p>" if names else ""
-    return _table(titles, rows, numbers=range(1, len(titles) - 2)) + note
+    return _table(titles, rows, numbers=range(1, titles.index("committed"))) + note
 
 
 def _totals(newest: CheckpointDescription) -> str:
-    """Return the sums of the model, the optimizer and so on, the largest first."""
+    """Return the sums of the model, the optimizer and so on, the model first."""
     from cloudckpt.inspect.description import group_by_module
 
-    groups = sorted(group_by_module([*newest.tensors, *newest.values], 1), key=lambda group: -group.num_bytes)
+    groups = sorted(group_by_module([*newest.tensors, *newest.values], 1), key=_place_of)
     facts = [
         f"{group.name}: {size(group.num_bytes)} in "
         + f"{count(group.num_tensors, 'tensor')} with {count(group.num_elements, 'element')}" * (group.num_tensors > 0)
@@ -158,9 +206,19 @@ def _totals(newest: CheckpointDescription) -> str:
         + count(group.num_values, "value") * (group.num_values > 0)
         for group in groups[:_MAX_TOTALS]
     ]
-    if rest := sum(group.num_bytes for group in groups[_MAX_TOTALS:]):
-        facts.append(f"{len(groups) - _MAX_TOTALS:,} others: {size(rest)}")
+    if num_bytes := sum(group.num_bytes for group in groups[_MAX_TOTALS:]):
+        facts.append(f"{len(groups) - _MAX_TOTALS:,} others: {size(num_bytes)}")
     return "".join(f"<p>{escape(fact)}</p>" for fact in facts)
+
+
+def _place_of(group: ModuleDescription) -> tuple[int, int]:
+    """Return a sort key: the model, the optimizer, all else; in each of them the largest first."""
+    return _rank_of(group.name), -group.num_bytes
+
+
+def _rank_of(name: str) -> int:
+    top = re.split(r"[. ]", name)[0]
+    return _FIRST.index(top) if top in _FIRST else len(_FIRST)
 
 
 def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
@@ -170,11 +228,12 @@ def _contents(newest: CheckpointDescription) -> Iterable[Figure]:
     groups = [group_by_module(entries, depth) for depth in (1, 2, 3)]
     few = [description for description in groups if len(description) <= _MAX_BARS]
     modules = sorted((few or groups)[-1 if few else 0], key=lambda group: -group.num_bytes)
-    rows = [(group.name, group.num_bytes, size(group.num_bytes)) for group in modules[:_MAX_BARS]]
-    if rest := modules[_MAX_BARS:]:
-        num_bytes = sum(group.num_bytes for group in rest)
-        where = join_first([*dict.fromkeys(group.name.partition(".")[0] for group in rest)], 3, separator=", ")
-        rows.append((f"{count(len(rest), 'other')} in {where}", num_bytes, size(num_bytes)))
+    shown = sorted(modules[:_MAX_BARS], key=_place_of)
+    rows = [(group.name, group.num_bytes, size(group.num_bytes)) for group in shown]
+    if others := modules[_MAX_BARS:]:
+        num_bytes = sum(group.num_bytes for group in others)
+        where = join_first([*dict.fromkeys(group.name.partition(".")[0] for group in others)], 3, separator=", ")
+        rows.append((f"{count(len(others), 'other')} in {where}", num_bytes, size(num_bytes)))
     yield draw_bars("size by module", rows)
     largest = sorted(newest.tensors, key=lambda tensor: -tensor.num_bytes)[:_MAX_BARS]
     dtypes = {tensor.dtype for tensor in largest}
@@ -192,7 +251,7 @@ def _differences(
     if has_values:
         with common.console.progress("comparing") as on_progress:
             infos = compare(before.uri, after.uri, options=common.options(), on_progress=on_progress)
-        differences, what, note = list(infos.differences), "", f"{count(infos.num_same, 'entry')} the same."
+        differences, scope, note = list(infos.differences), "", f"{count(infos.num_same, 'entry')} the same."
     else:
         olds, news = (
             {tensor.name: f"{tensor.dtype} {[*tensor.shape]}" for tensor in description.tensors}
@@ -209,16 +268,36 @@ def _differences(
             for name in {**olds, **news}
             if olds.get(name) != news.get(name)
         ]
-        what, note = " in names, shapes and dtypes (values not compared)", "report --values compares the values, too."
+        scope, note = " in names, shapes and dtypes (values not compared)", "report --values compares the values, too."
     title = f"<h2>{escape(before.uri.rpartition('/')[2])} to {escape(after.uri.rpartition('/')[2])}</h2>"
     parts = Counter(difference.name.partition(".")[0] for difference in differences)
     where = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if len(parts) <= _MAX_TOTALS)
-    note = f"{count(len(differences), 'difference')}{what}{where and ': '}{where}. {note}"
+    note = f"{count(len(differences), 'difference')}{scope}{where and ': '}{where}. {note}"
     left_out = len(differences) - _MAX_DIFFERENCES
-    end = f"<p>The table leaves out {count(left_out, 'more difference')}.</p>" if left_out > 0 else ""
-    titles = ["name", "change", "before", "after", "elements", "largest", "relative"][: 7 if has_values else 4]
-    rows = [row_of_difference(difference)[: len(titles)] for difference in differences[:_MAX_DIFFERENCES]]
-    return f"{title}<p>{escape(note)}</p>" + (_table(titles, rows, numbers=range(4, 7)) if rows else "") + end
+    end = f"<p>The table leaves out {count(left_out, 'more difference')}: cloudckpt diff lists all.</p>" * (
+        left_out > 0
+    )
+    differences.sort(
+        key=lambda difference: (difference.kind == "values", _rank_of(difference.name), -difference.max_absolute)
+    )
+    titles = ["name", *(["max difference", "changed", "relative"] if has_values else []), "change"]
+    rows = [_row_of_difference(difference, len(titles)) for difference in differences[:_MAX_DIFFERENCES]]
+    numbers = range(1, len(titles) - 1)
+    return f"{title}<p>{escape(note)}</p>" + (_table(titles, rows, numbers=numbers) if rows else "") + end
+
+
+def _row_of_difference(difference: Difference, num_columns: int) -> list[str]:
+    """Return the cells of a difference: its figures if there is room for them, and in words what has changed."""
+    name, kind, before, after, *_ = row_of_difference(difference)
+    figures = [""] * (num_columns - 2)
+    change = f"{before} → {after}" if before and after else before or after
+    if difference.num_different:
+        share = 100 * difference.num_different / difference.num_elements
+        is_nearly_all = share > _NEARLY_ALL and difference.num_different < difference.num_elements
+        changed = f"> {_NEARLY_ALL:g} %" if is_nearly_all else f"{share:.3g} %"
+        figures = [f"{difference.max_absolute:.4g}", changed, f"{difference.max_relative:.4g}"]
+        change = difference.after
+    return [name, *figures, f"{kind}: {change}"]
 
 
 def _figures(figures: Iterable[Figure]) -> str:
@@ -228,10 +307,12 @@ def _figures(figures: Iterable[Figure]) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: range) -> str:
     def cells(row: Sequence[str], tag: str) -> str:
-        kinds = [" number" * (at in numbers) + " marked" * text.startswith("* ") for at, text in enumerate(row)]
-        return "".join(f'<{tag} class="{kind}">{escape(text)}</{tag}>' for kind, text in zip(kinds, row, strict=True))
+        name = escape(row[0]).replace(".", ".<wbr>")  # a long name is broken at its dots
+        kinds = ["number" * (column in numbers) + " marked" * text.startswith("* ") for column, text in enumerate(row)]
+        return "".join(
+            f'<{tag} class="{kind}" data-title="{escape(title)}">{shown}</{tag}>'
+            for title, kind, shown in zip(titles, kinds, [name, *map(escape, row[1:])], strict=True)
+        )
 
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table><thead><tr>{cells(titles, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    return f'<div class="table"><table><thead><tr>{cells(titles, "th")}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -14,6 +14,7 @@ import typer
 from cloudckpt._display import count, find_shown_begin, size
 from cloudckpt.cli._console import NO, NOT_FOUND, Console
 from cloudckpt.cli._options import CommonOptions, PairOptions
+from cloudckpt.cli.ls import users_metadata
 from cloudckpt.errors import did_you_mean, find_near_entry
 
 if TYPE_CHECKING:
@@ -57,17 +58,16 @@ def show(
     Example: cloudckpt show s3://bucket/run/step-100 --name 'model.*'
     """
     from cloudckpt.inspect.description import describe, group_by_module, matches
-    from cloudckpt.manager.debts import explain_debt
 
     console = common.console
     options = common.options()
     description = describe(uri, options=options)
     patterns = name or ["*"]
     tensors = [tensor for tensor in description.tensors if matches(tensor.name, patterns)]
-    others = [value for value in description.values if matches(value.name, patterns)]
+    others = [value for value in _values_of(description) if matches(value.name, patterns)]
     wrappers = [wrapper for wrapper in description.wrappers if matches(wrapper.name, patterns)]
     groups = [] if depth is None else group_by_module([*tensors, *others], depth)
-    read = _read_values(description.uri, [value.name for value in others], options) if values else {}
+    read = _read_values(description, [value.name for value in others], options) if values else {}
     if common.as_json:
         console.document(
             {
@@ -82,12 +82,7 @@ def show(
             }
         )
     else:
-        _print_head(console, description)
-        # The copy has the commit time of the save, which is later than its manifest was made.
-        if debt := explain_debt(
-            description.uri, description.metadata, datetime.fromisoformat(description.created_at), options
-        ):
-            console.line(f"{debt}.")
+        _print_head(console, description, options)
         if name:
             num_bytes = sum(tensor.num_bytes for tensor in tensors) + sum(value.num_bytes for value in others)
             console.line(f"shown: {count(len(tensors), 'tensor')}, {count(len(others), 'value')}; {size(num_bytes)}")
@@ -136,12 +131,11 @@ def show(
                 right=_RIGHT,
             )
     if name and not tensors and not others and not wrappers:
-        known = [*(entry.name for entry in description.tensors), *(entry.name for entry in description.values)]
-        _exit_without_match(console, description.uri, name, known)
+        _exit_without_match(console, description.uri, name, _names_of(description))
 
 
-def _exit_without_match(console: Console, where: str, patterns: Sequence[str], known: Collection[str]) -> NoReturn:
-    near = dict.fromkeys(find_near_entry(pattern.rstrip("*").rstrip("."), known) for pattern in patterns)
+def _exit_without_match(console: Console, where: str, patterns: Sequence[str], names: Collection[str]) -> NoReturn:
+    near = dict.fromkeys(find_near_entry(pattern.rstrip("*").rstrip("."), names) for pattern in patterns)
     console.warn(f"Nothing in {where} has a name like {' or '.join(patterns)}{did_you_mean(*near) or '.'}")
     raise typer.Exit(NOT_FOUND)
 
@@ -159,15 +153,13 @@ def cat(
 
     Example: cloudckpt cat s3://bucket/run/step-100 model.layer.weight
     """
-    from cloudckpt.api import load
-    from cloudckpt.dcp.reader import ObjectStoreReader
     from cloudckpt.inspect.description import describe
 
     console = common.console
     options = common.options()
     description = describe(uri, options=options)
     tensor = next((entry for entry in description.tensors if entry.name == name), None)
-    names = [*(entry.name for entry in description.tensors), *(entry.name for entry in description.values)]
+    names = _names_of(description)
     if name not in names and any(other.startswith(f"{name}.") for other in names):
         _cat_subtree(description, name, common, options)
         return
@@ -175,12 +167,7 @@ def cat(
         hint = did_you_mean(find_near_entry(name, names)) or f". cloudckpt show {uri} lists the names."
         console.warn(f"Error: {description.uri} has no entry {name!r}{hint}")
         raise typer.Exit(NOT_FOUND)
-    state: dict[str, Any] = {name: 0}
-    if tensor is not None:
-        import torch
-
-        state[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    load(state, storage_reader=ObjectStoreReader(description.uri, options=options, _is_part=True), no_dist=True)
+    state = _load_entries(description, [name], options, tensors={} if tensor is None else {name: tensor})
     members: dict[str, Any] = {"dtype": None, "shape": None, "min": None, "max": None, "mean": None, "num_nan": None}
     if tensor is not None:
         members |= {"dtype": tensor.dtype, "shape": list(tensor.shape), **_statistics(state[name])}
@@ -199,25 +186,25 @@ def cat(
 
 def _cat_subtree(description: CheckpointDescription, name: str, common: CommonOptions, options: Options) -> None:
     """Print the entries below `name`, in one read: values and small tensors; of the others the dtype and the shape."""
-    below: list[TensorDescription | ValueDescription] = [*description.tensors, *description.values]
-    below = [entry for entry in below if entry.name.startswith(f"{name}.")]
+    entries: list[TensorDescription | ValueDescription] = [*description.tensors, *_values_of(description)]
+    entries = [entry for entry in entries if entry.name.startswith(f"{name}.")]
     tensors = {tensor.name: tensor for tensor in description.tensors}
     small = {tensor.name: tensor for tensor in description.tensors if math.prod(tensor.shape) <= _FEW_ELEMENTS}
-    names = [entry.name for entry in below if entry.name in small or entry.name not in tensors]
-    read = _read_values(description.uri, names, options, tensors=small)
+    names = [entry.name for entry in entries if entry.name in small or entry.name not in tensors]
+    read = _read_values(description, names, options, tensors=small)
     if common.as_json:
-        entries = [
+        rows = [
             {"name": entry.name, "value": read.get(entry.name)}
             | {key: getattr(tensors.get(entry.name), key, None) for key in ("dtype", "shape")}
-            for entry in below
+            for entry in entries
         ]
-        common.console.document({"uri": description.uri, "name": name, "entries": entries})
+        common.console.document({"uri": description.uri, "name": name, "entries": rows})
         return
-    width = max(len(entry.name) for entry in below)
-    for entry in below:
+    width = max(len(entry.name) for entry in entries)
+    for entry in entries:
         text = read[entry.name] if entry.name in read else " ".join(_row(tensors[entry.name])[1:3])
         common.console.line(f"{entry.name:<{width}}  {text}")
-    if len(read) < len(below):
+    if len(read) < len(entries):
         common.console.say("To see the figures of a larger tensor, name it.")
 
 
@@ -239,39 +226,74 @@ def _statistics(tensor: torch.Tensor) -> dict[str, float | None]:
     return {"min": lowest, "max": highest, "mean": total / num_numbers, "num_nan": num_nan}
 
 
+def _names_of(description: CheckpointDescription) -> list[str]:
+    return [*(tensor.name for tensor in description.tensors), *(value.name for value in _values_of(description))]
+
+
+def _values_of(description: CheckpointDescription) -> list[ValueDescription]:
+    """Return the values, and the dicts that were saved empty, of which only the manifest knows."""
+    from cloudckpt.inspect.description import ValueDescription
+
+    empty = (ValueDescription(name=name, num_bytes=0) for name in description.empty_dicts)
+    return [*description.values, *empty]
+
+
 def _read_values(
-    uri: str, names: list[str], options: Options, *, tensors: Mapping[str, TensorDescription] | None = None
+    description: CheckpointDescription,
+    names: list[str],
+    options: Options,
+    *,
+    tensors: Mapping[str, TensorDescription] | None = None,
 ) -> dict[str, str]:
     """Show each value as Python does. Those that are tensors are in `tensors`."""
     import reprlib
 
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = 200
+    state = _load_entries(description, names, options, tensors=tensors or {})
+    return {name: shown.repr(state[name]) for name in names}
+
+
+def _load_entries(
+    description: CheckpointDescription,
+    names: list[str],
+    options: Options,
+    *,
+    tensors: Mapping[str, TensorDescription],
+) -> dict[str, Any]:
+    """Read the entries `names`, as tensors where `tensors` has them."""
     import torch
 
     from cloudckpt.api import load
     from cloudckpt.dcp.reader import ObjectStoreReader
 
-    shown = reprlib.Repr()
-    shown.maxstring = shown.maxother = 200
-    state: dict[str, Any] = dict.fromkeys(names, 0)
-    for name, tensor in (tensors or {}).items():
-        if name in state:
-            state[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    if names:
-        load(state, storage_reader=ObjectStoreReader(uri, options=options, _is_part=True), no_dist=True)
-    return {name: shown.repr(state[name]) for name in names}
+    empty: dict[str, Any] = {name: {} for name in names if name in description.empty_dicts}
+    state: dict[str, Any] = dict.fromkeys(name for name in names if name not in empty)
+    for name in state.keys() & tensors.keys():
+        state[name] = torch.empty(tensors[name].shape, dtype=getattr(torch, tensors[name].dtype))
+    if state:
+        load(state, storage_reader=ObjectStoreReader(description.uri, options=options, _is_part=True), no_dist=True)
+    return {**state, **empty}
 
 
-def _print_head(console: Console, info: CheckpointDescription) -> None:
+def _print_head(console: Console, info: CheckpointDescription, options: Options) -> None:
+    from cloudckpt.manager.drain import explain_owed, root_of
+
     console.line(f"{info.uri}")
     console.line(
         f"{count(len(info.tensors), 'tensor')} with {count(info.num_elements, 'element')}, "
-        f"{count(len(info.values), 'value')}; {size(info.num_bytes)} in {count(len(info.objects), 'object')}"
+        f"{count(len(_values_of(info)), 'value')}; {size(info.num_bytes)} in {count(len(info.objects), 'object')}"
     )
     number = f", manifest {info.manifest_number}" if info.manifest_number else ""
     console.line(f"saved {info.created_at} by {count(info.world_size, 'rank')}{number}; attempt {info.attempt}")
     console.line(", ".join(f"{name} {version}" for name, version in info.software.items()))
-    if info.metadata:
-        console.line(f"metadata: {json.dumps(info.metadata)}")
+    if metadata := users_metadata(info.metadata):
+        console.line(f"metadata: {json.dumps(metadata)}")
+    # The copy has the commit time of the save, which is later than its manifest was made.
+    if reason := explain_owed(info.uri, info.metadata, datetime.fromisoformat(info.created_at), options):
+        console.line(f"{reason}.")
+    elif (root := root_of(info.metadata)) not in ("", info.uri.rpartition("/")[0]):
+        console.line(f"saved in a fast place of {root}, which is owed no copy of it.")
 
 
 def _row(tensor: TensorDescription) -> list[str]:
@@ -310,10 +332,10 @@ def diff(
     console = common.console
     options, options_after = common.options_of_both(before, after)
     patterns = name or ["*"]
-    known: list[str] = []
+    all_names: list[str] = []
 
     def is_chosen(name_seen: str) -> bool:
-        known.append(name_seen)
+        all_names.append(name_seen)
         return matches(name_seen, patterns)
 
     with console.progress("comparing") as on_progress:
@@ -332,7 +354,7 @@ def diff(
     else:
         _print_differences(console, comparison)
     if name and not comparison.differences and not comparison.num_same:
-        _exit_without_match(console, f"{comparison.before} or {comparison.after}", name, known)
+        _exit_without_match(console, f"{comparison.before} or {comparison.after}", name, all_names)
     if not comparison.is_same:
         raise typer.Exit(NO)
 
@@ -359,7 +381,14 @@ def row_of_difference(difference: Difference) -> list[str]:
         largest = [f"{difference.max_absolute:.4g}", f"{difference.max_relative:.4g}"]
         figures = [f"{difference.num_different:,} of {difference.num_elements:,}", *largest]
     begin = find_shown_begin(difference.before, difference.after, max_chars=_MAX_CELL_CHARS)
-    return [difference.name, difference.kind, _cut(difference.before, begin), _cut(difference.after, begin), *figures]
+    where = f" at {difference.where}" if difference.where else ""
+    return [
+        difference.name,
+        f"{difference.kind}{where}",
+        _cut(difference.before, begin),
+        _cut(difference.after, begin),
+        *figures,
+    ]
 
 
 def _cut(text: str, begin: int) -> str:

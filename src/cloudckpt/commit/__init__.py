@@ -1,4 +1,4 @@
-"""The commit protocol on a store: read the log, publish a manifest, put fences, remove garbage.
+"""The commit protocol on a store: read the log, put a manifest, put fences, remove garbage.
 
 Takes manifests, and gives the current one. `pipeline`, `inspect` and `manager` call this package.
 """

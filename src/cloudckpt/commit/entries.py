@@ -31,18 +31,19 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
     UnsupportedOperationError,
 )
-from cloudckpt.format.codec import Summary, add_checksum, decode, decode_summary, find_checksums
+from cloudckpt.format.codec import UNDECODABLE, Summary, add_checksum, decode, decode_summary, find_checksums
 from cloudckpt.format.model import Manifest
 from cloudckpt.io.client import StoreClient
-from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.base import ObjectInfo, ObjectTooLargeError
 
 MANIFEST_PREFIX = "manifest"
 MAX_MANIFEST_BYTES = 2**31
-FREE_BYTES = 64 * 1024 * 1024
+ALWAYS_READ_BYTES = 64 * 1024 * 1024
 """A manifest of at most this size is read, however little data its location has."""
-BYTES_PER_BYTE = 8
-_BYTES_PER_OBJECT = 128 * 1024 * 1024
-"""One byte of a data object's header takes at most eight bytes in a manifest; an object has 100,000 entries."""
+MANIFEST_BYTES_PER_DATA_BYTE = 8
+"""The most bytes of a manifest for one byte of a data object's header."""
+_MAX_MANIFEST_BYTES_PER_OBJECT = 128 * 1024 * 1024
+"""The most bytes of a manifest for one data object, which has at most 100,000 entries."""
 _LARGE_BYTES = 32 * 1024 * 1024
 _HEAD_BYTES = 256
 _BEGINNING = b'{"format":"cloudckpt'
@@ -51,7 +52,7 @@ _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
 _MAX_VANISHED = 2
 # Errors that say that the object was not written. After any other error, the object may exist, unless the error denies
 # it.
-_REFUSALS = (
+_NOT_WRITTEN_ERRORS = (
     AccessDeniedError,
     BucketNotFoundError,
     ChecksumRefusedError,
@@ -60,11 +61,12 @@ _REFUSALS = (
     UnsupportedOperationError,
 )
 MAX_FENCE_BYTES = 128
-"""Any manifest is longer. A listing's size, which is mostly right, distinguishes a fence from a manifest."""
+"""The largest size of a fence. Every manifest is larger. The content decides, since a listed size may be wrong."""
 _FENCE_FORMAT = "cloudckpt-fence"
 _FENCE_MAJOR = 1
 _FENCE_BEGINNING = b'{"format":"%s"' % _FENCE_FORMAT.encode()
 _FENCE_ID = re.compile(r"[0-9a-f]{12}")
+_TRY_AGAIN = "No data was removed there. Try again when the store answers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +107,24 @@ def read_entry(client: StoreClient, number: int, *, prefix: str = "") -> Manifes
 
     Raises the errors of `decode` and `decode_fence`.
     """
-    return client.confirm(lambda: _read_once(client, number, prefix), errors=InvalidManifestError)
+    return client.confirm(lambda: _read_entry_once(client, number, prefix), errors=InvalidManifestError)
 
 
-def _read_once(client: StoreClient, number: int, prefix: str) -> Manifest | Fence | None:
+def _read_entry_once(client: StoreClient, number: int, prefix: str) -> Manifest | Fence | None:
     document = read_document(client, number, prefix=prefix)
-    if document is None:
+    return None if document is None else _decode_entry(client, number, document, prefix)
+
+
+def try_to_read_first(client: StoreClient, *, prefix: str = "") -> Manifest | Fence | None:
+    """Return entry 0 by a single read. None says nothing: the entry may be absent, damaged or large."""
+    try:
+        document = client.call(client.store.read, prefix + manifest_key(0), max_bytes=ALWAYS_READ_BYTES)
+        return _decode_entry(client, 0, document, prefix)
+    except (StoreError, CheckpointError):
         return None
+
+
+def _decode_entry(client: StoreClient, number: int, document: bytes, prefix: str) -> Manifest | Fence:
     uri = client.url(prefix + manifest_key(number))
     if is_fence(document):
         return decode_fence(document, number=number, uri=uri)
@@ -127,13 +140,10 @@ def read_document(client: StoreClient, number: int, *, prefix: str = "") -> byte
     """
     key = prefix + manifest_key(number)
     try:
-        return client.read(key, max_bytes=FREE_BYTES)
-    except StoreError as error:
-        # Stores have no class of their own for an object that is too large.
-        if type(error) is not StoreError:
-            raise
+        return client.read(key, max_bytes=ALWAYS_READ_BYTES)
+    except ObjectTooLargeError:
         info = client.head(key)
-        if info is None or info.size_bytes <= FREE_BYTES:
+        if info is None or info.size_bytes <= ALWAYS_READ_BYTES:
             raise
     data = client.list(f"{prefix}data/")
     max_bytes = max_manifest_bytes(info.size_bytes for info in data)
@@ -148,16 +158,18 @@ def read_document(client: StoreClient, number: int, *, prefix: str = "") -> byte
 
 def max_manifest_bytes(object_sizes_bytes: Iterable[int]) -> int:
     """Return the size of the largest manifest that readers accept for data objects of these sizes."""
-    bytes_of_objects = (min(BYTES_PER_BYTE * size_bytes, _BYTES_PER_OBJECT) for size_bytes in object_sizes_bytes)
-    return min(FREE_BYTES + sum(bytes_of_objects), MAX_MANIFEST_BYTES)
+    total_bytes = ALWAYS_READ_BYTES
+    for size_bytes in object_sizes_bytes:
+        total_bytes += min(MANIFEST_BYTES_PER_DATA_BYTE * size_bytes, _MAX_MANIFEST_BYTES_PER_OBJECT)
+    return min(total_bytes, MAX_MANIFEST_BYTES)
 
 
-def read_manifest(client: StoreClient, number: int) -> Manifest | None:
-    """Return the manifest with that number, or None if it does not exist. Raises the errors of `decode`.
+def read_manifest(client: StoreClient, number: int, *, prefix: str = "") -> Manifest | None:
+    """Return the manifest with that number, or None if it does not exist. Raises the errors of `read_entry`.
 
     Also returns None for a fence: the number was freed meanwhile, and a gc has put its fence there.
     """
-    entry = read_entry(client, number)
+    entry = read_entry(client, number, prefix=prefix)
     return None if isinstance(entry, Fence) else entry
 
 
@@ -208,7 +220,7 @@ def put_entry(client: StoreClient, number: int, document: bytes, *, conditional:
         nonlocal may_have_arrived
         try:
             client.store.put(key, views, crc32c=checksum, if_absent=conditional)
-        except _REFUSALS:
+        except _NOT_WRITTEN_ERRORS:
             raise
         except StoreError as error:
             may_have_arrived = may_have_arrived or not error.had_no_effect
@@ -238,7 +250,7 @@ def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditiona
     try:
         entry = read_entry(client, number)
     except StoreError as error:
-        raise _unknown_error(client, number, error) from error
+        raise unknown_error(client, number, error, advice=_TRY_AGAIN) from error
     except CheckpointError:
         entry = None
     if isinstance(entry, Fence) and entry.id == fence.id:
@@ -246,14 +258,14 @@ def put_fence(client: StoreClient, number: int, *, keeps: int | None, conditiona
     if outcome.is_refused:
         raise outcome.error
     if not outcome.is_taken:
-        raise _unknown_error(client, number, outcome.error) from outcome.error
+        raise unknown_error(client, number, outcome.error, advice=_TRY_AGAIN) from outcome.error
     return False
 
 
-def _unknown_error(client: StoreClient, number: int, error: StoreError) -> CommitUnknownError:
+def unknown_error(client: StoreClient, number: int, why: object, *, advice: str) -> CommitUnknownError:
+    """Return the error about an entry that was sent, and may have arrived."""
     return CommitUnknownError(
-        f"{client.url(manifest_key(number))} was sent, and it could not be found out if it arrived: "
-        f"{error}. No data was removed there. Try again when the store answers",
+        f"{client.url(manifest_key(number))} was sent, and the store did not confirm it: {why}. {advice}",
         uri=client.uri,
     )
 
@@ -290,7 +302,7 @@ class CommitTimes:
     """Reads the times of commits, and remembers them. For several threads."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, datetime, int], datetime] = {}
+        self._time_by_version: dict[tuple[str, datetime, int], datetime] = {}
         self._num_vanished: Counter[str] = Counter()
 
     def read(self, client: StoreClient, key: str, entry: Entry) -> datetime | None:
@@ -302,7 +314,7 @@ class CommitTimes:
         """
         url = client.url(key)
         version = (url, entry.modified_at, entry.size_bytes)
-        committed_at = self._known.get(version)
+        committed_at = self._time_by_version.get(version)
         if committed_at is not None:
             return committed_at
         try:
@@ -324,7 +336,7 @@ class CommitTimes:
         committed_at = entry.modified_at if committed_at_ns is None else datetime_of(committed_at_ns)
         note_commit_time_ns(ns_of(committed_at), url=url)
         if head is not None:
-            self._known[version] = committed_at
+            self._time_by_version[version] = committed_at
         return committed_at
 
 
@@ -347,9 +359,7 @@ def _read_head(client: StoreClient, key: str, size_bytes: int) -> bytes:
 def _is_fence(client: StoreClient, key: str) -> bool:
     try:
         document = client.read(key, max_bytes=MAX_FENCE_BYTES)
-    except StoreError as error:
-        if type(error) is not StoreError:  # stores have no class of their own for an object that is too large
-            raise
+    except ObjectTooLargeError:
         return False
     return document is not None and is_fence(document)
 
@@ -395,10 +405,10 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
     """
     checksums = find_checksums(document)
     if checksums is None or len(document) > MAX_FENCE_BYTES:
-        raise _invalid_fence(uri, f"its {len(document)} bytes do not end in a checksum, or are too many")
+        raise _invalid_fence_error(uri, f"its {len(document)} bytes do not end in a checksum, or are too many")
     recorded, actual = checksums
     if recorded != actual:
-        raise _invalid_fence(uri, f"its checksum is {actual:08x}, but it was written as {recorded:08x}")
+        raise _invalid_fence_error(uri, f"its checksum is {actual:08x}, but it was written as {recorded:08x}")
     try:
         major = _HEAD_DECODER.decode(document).version[0]
         if major > _FENCE_MAJOR:
@@ -408,16 +418,16 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
                 uri=uri,
             )
         fence = _FENCE_DECODER.decode(document)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _invalid_fence(uri, str(error)) from error
+    except UNDECODABLE as error:
+        raise _invalid_fence_error(uri, str(error)) from error
     if fence.version < (1, 0) or fence.version[1] < 0 or not _FENCE_ID.fullmatch(fence.id):
-        raise _invalid_fence(uri, f"it has the version {fence.version} and the id {fence.id!r}")
+        raise _invalid_fence_error(uri, f"it has the version {fence.version} and the id {fence.id!r}")
     if fence.keeps is not None and not 0 <= fence.keeps < number:
-        raise _invalid_fence(uri, f"it keeps the number {fence.keeps}, which does not come before its own")
+        raise _invalid_fence_error(uri, f"it keeps the number {fence.keeps}, which does not come before its own")
     return fence
 
 
-def _invalid_fence(uri: str, why: str) -> InvalidManifestError:
+def _invalid_fence_error(uri: str, why: str) -> InvalidManifestError:
     return InvalidManifestError(
         f"{uri} is a damaged fence: {why}. The current checkpoint is unknown: load another one, or restore "
         "the object from a backup",

@@ -20,7 +20,7 @@ _NUMBER = r"(?:0|[1-9][0-9]*)"
 _DATA = re.compile(rf"{_FOLDER}{_NUMBER}-{_NUMBER}(?:\.safetensors|\.receipt)", re.DOTALL)
 _IN_FOLDER = re.compile(rf"{_FOLDER}[^/]*", re.DOTALL)
 _PROBE = re.compile(r"((?:.*/)?)\.cloudckpt-probe-[0-9a-f]{16}", re.DOTALL)
-_CLAIM = re.compile(rf"{_FOLDER}(?P<step>[^/]+)\.claim", re.DOTALL)
+_CLAIM = re.compile(rf"{_FOLDER}[^/]+\.claim", re.DOTALL)
 _HIDDEN_ID = re.compile(r"[0-9a-f]{32}")
 _TIME_CHARACTERS = len("20260131T235959123")
 
@@ -52,7 +52,7 @@ class RemovalPlan:
     lone_fence: Entry | None
     """The last trace of a checkpoint, which ends the log."""
     young: tuple[FoundItem, ...]
-    """Data and uploads that are too young to remove, at a location without a current manifest."""
+    """Data and uploads that the current manifest does not name, and that are too young to remove."""
 
     @property
     def is_empty(self) -> bool:
@@ -102,7 +102,7 @@ class Inventory:
         """The locations of all items and logs, sorted."""
         return sorted(self._found)
 
-    def at(self, location: str) -> Sequence[FoundItem]:
+    def items_at(self, location: str) -> Sequence[FoundItem]:
         """Return the items at a location, besides the log."""
         return self._found.get(location, ())
 
@@ -142,7 +142,7 @@ def plan_removal(
     # its save fail.
     needs_fence = not is_fenced and any(item.kind == "data" for item in objects)
 
-    def is_spent(entry: Entry) -> bool:
+    def is_stale(entry: Entry) -> bool:
         if entry.number == current or entry.modified_at >= before:
             return False
         if entry == entries[-1]:  # a fence, or it would be current
@@ -151,7 +151,7 @@ def plan_removal(
             last_signs[attempt] < before for attempt in _attempts_of(references.get(entry.number, ()), last_signs)
         )
 
-    spent = tuple(entry for entry in entries if is_spent(entry))
+    stale = tuple(entry for entry in entries if is_stale(entry))
     last_entry = entries[-1] if entries else None
     is_lone = (
         last_entry is not None
@@ -159,18 +159,16 @@ def plan_removal(
         and current is None
         and not any(item.kind == "data" for item in objects)
         and len(uploads) + len(objects) == len(items)
-        and len(spent) + 1 == len(entries)
+        and len(stale) + 1 == len(entries)
     )
     return RemovalPlan(
         needs_fence=needs_fence,
         uploads=uploads,
-        entries=spent,
+        entries=stale,
         objects=objects,
         lone_fence=last_entry if is_lone else None,
         young=tuple(
-            item
-            for item in items
-            if item.kind in ("data", "upload") and current is None and not is_dead(item) and item.key not in named
+            item for item in items if item.kind in ("data", "upload") and not is_dead(item) and item.key not in named
         ),
     )
 
@@ -193,11 +191,11 @@ def _find_last_signs(
         for attempt in _attempts_of(references.get(entry.number, ()), last_signs):
             note_sign(attempt, entry.modified_at)
     # A running copy may use the leftovers of an earlier one that would commit under the same number.
-    newest: dict[int, datetime] = {}
+    last_by_number: dict[int, datetime] = {}
     numbers = {attempt: number for attempt in last_signs if (number := parse_number(attempt)) is not None}
     for attempt, number in numbers.items():
-        newest[number] = max(newest.get(number, last_signs[attempt]), last_signs[attempt])
-    return last_signs | {attempt: newest[number] for attempt, number in numbers.items()}
+        last_by_number[number] = max(last_by_number.get(number, last_signs[attempt]), last_signs[attempt])
+    return last_signs | {attempt: last_by_number[number] for attempt, number in numbers.items()}
 
 
 def _attempts_of(keys: Iterable[str], last_signs: Mapping[str, datetime]) -> set[str]:

@@ -15,19 +15,18 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
+from cloudckpt.commit.commit import check_still_next, split_into_batches
 from cloudckpt.commit.entries import (
     Entry,
-    Fence,
     manifest_key,
     put_entry,
     put_fence,
-    read_entry,
+    read_manifest,
     refuse_foreign_entries,
 )
 from cloudckpt.commit.garbage_plan import FoundItem, Inventory, RemovalPlan, attempt_time, plan_removal
 from cloudckpt.commit.log import Log, list_entries, read_current, read_log
-from cloudckpt.commit.publish import check_still_next, split_into_batches
-from cloudckpt.commit.references import Siblings, find_claimed, find_spent
+from cloudckpt.commit.references import Siblings, find_claimed, find_spent, parse_claim
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -39,7 +38,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.base import UploadInfo
-from cloudckpt.stores.probe import error_of
+from cloudckpt.stores.probe import try_removal
 
 _MAX_REFUSALS = 10
 """Number of refusals in a row after which no more keys are tried."""
@@ -75,7 +74,7 @@ def walk(client: StoreClient, *, prefixes: Sequence[str] = ("",)) -> Inventory:
     """
     return client.confirm(
         functools.partial(_walk_once, client, prefixes),
-        evidence=lambda inventory: not inventory.locations,
+        unconfirmed=lambda inventory: not inventory.locations,
     )
 
 
@@ -122,22 +121,23 @@ def plan_garbage(
     )
     claims = {item.key.removeprefix(walked.prefix) for item in walked.items if item.kind == "claim"}.difference(spent)
     log = read_log(walked.client)
-    # Manifests can be large: read none if nothing could be removed even without them.
+    # Manifests can be large: read none if nothing could be removed even without them, and no second save wrote there.
     sketch = plan_with(log.entries, current=log.current_number, references={}, claimed=claims)
-    if sketch.is_empty:
-        return log, sketch
+    is_committed = log.current_number is not None
+    if sketch.is_empty and not (is_committed and len({item.attempt for item in walked.items if item.attempt}) > 1):
+        return log, replace(sketch, young=() if is_committed else sketch.young)
     log, manifest = read_current(walked.client)
     if manifest is None:  # perhaps another program removed it; a fence still names it
         log = replace(log, current_number=None)
     references = {
-        entry.number: _references(walked.client, entry)
+        entry.number: _read_own_keys(walked.client, entry)
         for entry in log.entries
         if entry.number != log.current_number and not entry.has_fence_size
     }
     if log.current_number is not None and manifest is not None:
         references[log.current_number] = manifest.own_keys
     plan = plan_with(log.entries, current=log.current_number, references=references, claimed=claims)
-    if not any(item.kind == "data" for item in plan.objects):
+    if not any(item.kind == "data" for item in (*plan.objects, *plan.young)):
         return log, plan
     # Read the claims after the log: a save that claims later finds that its source is not current.
     claimed = find_claimed(walked.client, spent=spent)
@@ -158,7 +158,7 @@ class Removal:
     """The part of the plan that was carried out."""
     young: tuple[FoundItem, ...]
     """See `RemovalPlan.young`."""
-    left: dict[str, StoreError]
+    errors: dict[str, StoreError]
     """The errors by the keys that could not be removed."""
     num_untried: int
     """The number of further items that were planned and not tried, after these errors."""
@@ -172,13 +172,13 @@ def remove_garbage(walked: WalkedLocation, *, before: datetime, conditional: boo
     """
     spent = find_spent_claims(walked, before=before, conditional=conditional, is_dry=False)
     log, plan = plan_garbage(walked, before=before, spent=spent)
-    left: dict[str, StoreError] = {}
+    errors: dict[str, StoreError] = {}
     done: set[str] = set()
 
     def remove(keys: Sequence[str]) -> bool:
         """Remove `keys`. Return True if all of them are gone."""
         failed, gone = _remove(walked.root, keys)
-        left.update(failed)
+        errors.update(failed)
         done.update(gone)
         return not failed
 
@@ -190,7 +190,7 @@ def remove_garbage(walked: WalkedLocation, *, before: datetime, conditional: boo
                 _check_may_delete(walked, log)
             except StoreError as error:
                 # Each run would leave one more fence.
-                return _describe(walked, log, plan, done=set(), left={plan.objects[0].key: error})
+                return _describe(walked, log, plan, done=set(), errors={plan.objects[0].key: error})
             # From here on the number is taken, by this fence or another entry.
             put_fence(walked.client, highest_number + 1, keeps=log.current_number, conditional=True)
         log, second = plan_garbage(walked, before=before, is_fenced=is_fenced, spent=spent)
@@ -203,28 +203,28 @@ def remove_garbage(walked: WalkedLocation, *, before: datetime, conditional: boo
         # A proxy can answer one of the two reads with another checkpoint's manifest, which names none of the data here.
         agreed = set(plan.objects)
         plan = replace(second, objects=tuple(item for item in second.objects if item in agreed))
-    _abort_uploads(walked.root, plan.uploads, done=done, left=left)
+    _abort_uploads(walked.root, plan.uploads, done=done, errors=errors)
     # The data of a manifest that stays must stay too.
     if remove([walked.prefix + manifest_key(entry.number) for entry in plan.entries]):
         remove([item.key for item in plan.objects])
-        if plan.lone_fence is not None and not left and _holds_nothing_but(walked.client, plan.lone_fence):
+        if plan.lone_fence is not None and not errors and _holds_nothing_but(walked.client, plan.lone_fence):
             remove([walked.prefix + manifest_key(plan.lone_fence.number)])
-    return _describe(walked, log, plan, done=done, left=left)
+    return _describe(walked, log, plan, done=done, errors=errors)
 
 
 def _abort_uploads(
-    client: StoreClient, uploads: Sequence[FoundItem], *, done: set[str], left: dict[str, StoreError]
+    client: StoreClient, uploads: Sequence[FoundItem], *, done: set[str], errors: dict[str, StoreError]
 ) -> None:
     for upload in uploads:
-        failure = error_of(client.abort_multipart, upload.key, upload.upload_id)
+        failure = try_removal(client.abort_multipart, upload.key, upload.upload_id)
         if failure is None:
             done.add(upload.upload_id)
         else:
-            left[upload.key] = failure
+            errors[upload.key] = failure
 
 
 def _describe(
-    walked: WalkedLocation, log: Log, plan: RemovalPlan, *, done: set[str], left: dict[str, StoreError]
+    walked: WalkedLocation, log: Log, plan: RemovalPlan, *, done: set[str], errors: dict[str, StoreError]
 ) -> Removal:
     """Describe a plan whose keys and ids of uploads in `done` were removed."""
     lone_key = walked.prefix + manifest_key(log.highest_number)
@@ -238,8 +238,8 @@ def _describe(
     num_planned, num_removed = (
         len(planned.uploads) + len(planned.entries) + len(planned.objects) for planned in (plan, removed)
     )
-    num_untried = max(0, num_planned - num_removed - len(left)) if left else 0
-    return Removal(removed=removed, young=plan.young, left=left, num_untried=num_untried)
+    num_untried = max(0, num_planned - num_removed - len(errors)) if errors else 0
+    return Removal(removed=removed, young=plan.young, errors=errors, num_untried=num_untried)
 
 
 def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
@@ -249,27 +249,24 @@ def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
     removals below the highest entry, which have no effect any more.
     """
     walked.root.delete([walked.prefix + _NO_OBJECT])
-    spent = [entry.number for entry in log.entries[:-1] if entry.has_fence_size and entry.number != log.current_number]
-    for batch in split_into_batches([walked.prefix + manifest_key(number) for number in spent]):
+    below = [entry.number for entry in log.entries[:-1] if entry.has_fence_size and entry.number != log.current_number]
+    for batch in split_into_batches([walked.prefix + manifest_key(number) for number in below]):
         walked.root.delete(batch)
 
 
-def _references(client: StoreClient, entry: Entry) -> frozenset[str]:
+def _read_own_keys(client: StoreClient, entry: Entry) -> frozenset[str]:
     """Return the keys that a superseded manifest names; none if it cannot be read."""
-    try:
-        content = read_entry(client, entry.number)
-    except CheckpointError:
-        return frozenset()
-    if content is None or isinstance(content, Fence):
-        return frozenset()
-    return content.own_keys
+    with contextlib.suppress(CheckpointError):
+        manifest = read_manifest(client, entry.number)
+        return frozenset() if manifest is None else manifest.own_keys
+    return frozenset()
 
 
 def _holds_nothing_but(client: StoreClient, fence: Entry) -> bool:
     """Return True if the fence is the only object at the location, and no upload is under way."""
     if [entry.number for entry in list_entries(client)] != [fence.number]:
         return False
-    return not client.list("data/", most=1) and not client.list_uploads("data/", most=1)
+    return not client.list("data/", max_results=1) and not client.list_uploads("data/", max_results=1)
 
 
 def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreError], list[str]]:
@@ -278,23 +275,23 @@ def _remove(client: StoreClient, keys: Sequence[str]) -> tuple[dict[str, StoreEr
     If a request for many keys fails, each key gets a request of its own. After many refusals in a row, the keys that
     follow are not tried, and are in neither result.
     """
-    left: dict[str, StoreError] = {}
+    errors: dict[str, StoreError] = {}
     gone: list[str] = []
     for batch in split_into_batches(keys):
-        if error_of(client.delete, batch) is None:
+        if try_removal(client.delete, batch) is None:
             gone += batch
             continue
         num_refused = 0
         for key in batch:
-            error = error_of(client.delete, [key])
+            error = try_removal(client.delete, [key])
             num_refused = num_refused + 1 if error is not None else 0
             if error is None:
                 gone.append(key)
             else:
-                left[key] = error
+                errors[key] = error
             if num_refused == _MAX_REFUSALS:
-                return left, gone
-    return left, gone
+                return errors, gone
+    return errors, gone
 
 
 def group_uploads(client: StoreClient) -> Mapping[str, list[UploadInfo]]:
@@ -339,19 +336,19 @@ def delete_checkpoint(walked: WalkedLocation, *, conditional: bool) -> bool:
         _check_may_delete(walked, log)
     except StoreError as error:
         raise _with_advice(error, f"{unchanged}. Deletions are refused at {walked.client.uri}") from error
-    fenced = _fence_off(walked.client, log, conditional=conditional)
+    fence = _fence_off(walked.client, log, conditional=conditional)
     # Read the claims after the fence: a save that claims later finds the fence.
     claimed = find_claimed(walked.client)
     if any(item.kind == "claim" for item in walked.items) or claimed != frozenset():
         kept = None if claimed is None else {walked.prefix + key for key in claimed}
         walked = replace(walked, items=[item for item in walked.items if _is_free(item, kept)])
-    numbers = [entry.number for entry in fenced.log.entries if entry.number < fenced.log.highest_number]
+    numbers = [entry.number for entry in fence.log.entries if entry.number < fence.log.highest_number]
     failure, is_certain = _remove_whole(walked, numbers)
     if failure is None:
         return True
-    if is_certain and _put_back(walked, fenced, conditional=conditional):
+    if is_certain and _put_back(walked, fence, conditional=conditional):
         raise _with_advice(failure, unchanged) from failure
-    hiding = walked.client.url(manifest_key(fenced.number))
+    hiding = walked.client.url(manifest_key(fence.number))
     raise _with_advice(
         failure,
         f"The checkpoint was removed in part, or may have been, and can no longer be loaded: {hiding} hides it. When "
@@ -388,7 +385,8 @@ def _remove_whole(walked: WalkedLocation, numbers: Sequence[int]) -> tuple[Store
             for batch in split_into_batches(keys):
                 walked.root.call(delete, batch)
         for item in walked.items:
-            if item.kind == "upload":
+            # Another checkpoint's save is putting its claim, and would fail. It looks for the fence afterwards.
+            if item.kind == "upload" and parse_claim(item.key.removeprefix(walked.prefix)) is None:
                 walked.root.abort_multipart(item.key, item.upload_id)
     except StoreError as error:
         return error, is_certain
@@ -437,14 +435,14 @@ def _fence_off(client: StoreClient, log: Log, *, conditional: bool) -> _Deletion
     raise CheckpointChangedError(f"{client.uri} changes all the time: it was not deleted. Try again", uri=client.uri)
 
 
-def _put_back(walked: WalkedLocation, fenced: _DeletionFence, *, conditional: bool) -> bool:
+def _put_back(walked: WalkedLocation, fence: _DeletionFence, *, conditional: bool) -> bool:
     """Make a checkpoint current again that a deletion has hidden and could not remove. Return True on success.
 
     Requires that all data of the checkpoint exists. The new entry comes directly above the deletion's own fence, and
     only if that number is free: then no other process has begun to remove the checkpoint since.
     """
-    client, number = walked.client, fenced.number + 1
-    if fenced.hidden is None:
+    client, number = walked.client, fence.number + 1
+    if fence.hidden is None:
         return False
     data = {item.key: item.size_bytes for item in walked.items if item.kind == "data"}
     try:
@@ -452,10 +450,10 @@ def _put_back(walked: WalkedLocation, fenced: _DeletionFence, *, conditional: bo
         if any(listed.get(key) != size_bytes for key, size_bytes in data.items()):
             return False
         check_still_next(client, number)
-        if any(entry.number == fenced.hidden for entry in list_entries(client)):
-            put_fence(client, number, keeps=fenced.hidden, conditional=conditional)
-        elif fenced.document is not None:
-            put_entry(client, number, fenced.document, conditional=conditional)
+        if any(entry.number == fence.hidden for entry in list_entries(client)):
+            put_fence(client, number, keeps=fence.hidden, conditional=conditional)
+        elif fence.document is not None:
+            put_entry(client, number, fence.document, conditional=conditional)
         return read_log(client).current_number is not None
     except (StoreError, CheckpointError):
         return False

@@ -6,26 +6,40 @@ current, or none.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cloudckpt.commit.entries import MANIFEST_PREFIX, Entry, Fence, manifest_key, parse_entry, read_entry
+from cloudckpt._workers import start_beside
+from cloudckpt.commit.entries import (
+    MANIFEST_PREFIX,
+    Entry,
+    Fence,
+    manifest_key,
+    parse_entry,
+    read_entry,
+    read_manifest,
+    try_to_read_first,
+)
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     InvalidManifestError,
     StoreError,
     UnsupportedFormatError,
+    did_you_mean,
+    find_near,
 )
 from cloudckpt.format.model import Manifest
 from cloudckpt.format.safetensors import SINGLE_NAME
 from cloudckpt.io.client import StoreClient
+from cloudckpt.uri import STEP_FOLDER
 
 TORCH_METADATA_KEY = ".metadata"
 _MAX_NAMED = 5
 _MAX_LOOKED_AT = 20
-_LOAD_AN_OLDER_ONE = "Load an older checkpoint (cloudckpt ls ROOT lists them)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +65,7 @@ def list_folders(client: StoreClient) -> list[str]:
     """Return the names of the folders directly in the store. Two listings in a row agree on them."""
     return client.confirm(
         lambda: sorted(client.list_directories()),
-        evidence=lambda names: ("folders", *names),
+        unconfirmed=lambda names: ("folders", *names),
         changing=lambda: _changing_error(client),
     )
 
@@ -60,7 +74,7 @@ def list_entries(client: StoreClient) -> tuple[Entry, ...]:
     """Return all entries of a log, lowest number first. An empty log is confirmed."""
     return client.confirm(
         lambda: _list_once(client, ""),
-        evidence=lambda entries: not entries,
+        unconfirmed=lambda entries: not entries,
         changing=lambda: _changing_error(client),
     )
 
@@ -99,8 +113,8 @@ def read_log_once(client: StoreClient, *, prefix: str = "", is_lenient: bool = F
 
 def _read_log(client: StoreClient, prefix: str, *, is_lenient: bool, needs_confirming: Callable[[Log], bool]) -> Log:
     look = client.confirm(
-        lambda: _look(client, prefix, opens=False, is_lenient=is_lenient),
-        evidence=lambda look: look.log if look.has_vanished or needs_confirming(look.log) else None,
+        lambda: _list_and_read_once(client, prefix, with_manifest=False, is_lenient=is_lenient),
+        unconfirmed=lambda look: look.log if look.has_vanished or needs_confirming(look.log) else None,
         changing=lambda: _changing_error(client, prefix),
     )
     if look.has_vanished and not is_lenient:
@@ -121,8 +135,8 @@ def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
 
     """
     look = client.confirm(
-        lambda: _look(client, "", opens=True, is_lenient=False),
-        evidence=lambda look: None if look.manifest is not None else look.log,
+        lambda: _list_and_read_once(client, "", with_manifest=True, is_lenient=False),
+        unconfirmed=lambda look: None if look.manifest is not None else look.log,
         changing=lambda: _changing_error(client),
     )
     if look.manifest is None and look.log.current_entry is not None:
@@ -131,7 +145,7 @@ def read_current(client: StoreClient) -> tuple[Log, Manifest | None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
+class _LogReading:
     log: Log
     manifest: Manifest | None = None
     """The current manifest, if it was read."""
@@ -139,32 +153,40 @@ class _Look:
     """An entry was listed and not found when it was read."""
 
 
-def _look(client: StoreClient, prefix: str, *, opens: bool, is_lenient: bool) -> _Look:
-    """Read a log once. With `opens`, also read its current manifest.
+def _list_and_read_once(client: StoreClient, prefix: str, *, with_manifest: bool, is_lenient: bool) -> _LogReading:
+    """Read a log once. With `with_manifest`, also read its current manifest.
 
     An entry of a fence's size is read, since the listed size may be wrong and only the content tells a fence.
     """
-    entries = _list_once(client, prefix)
+    entries, first = _list_and_read_first(client, prefix) if with_manifest else (_list_once(client, prefix), None)
     if not entries:
-        return _Look(log=Log(entries=(), current_number=None))
+        return _LogReading(log=Log(entries=(), current_number=None))
     highest = entries[-1]
     log = Log(entries=entries, current_number=highest.number)
-    if not opens and not highest.has_fence_size:
-        return _Look(log=log)
+    if not with_manifest and not highest.has_fence_size:
+        return _LogReading(log=log)
     try:
-        content = read_entry(client, highest.number, prefix=prefix)
+        content = first if first and not highest.number else read_entry(client, highest.number, prefix=prefix)
     except (InvalidManifestError, UnsupportedFormatError):
         if not is_lenient:
             raise
-        return _Look(log=_without_fence(log))
+        return _LogReading(log=_without_fence(log))
     if not isinstance(content, Fence):
-        return _Look(log=log, manifest=content, has_vanished=content is None)
+        return _LogReading(log=log, manifest=content, has_vanished=content is None)
     log = Log(entries=entries, current_number=content.keeps)
-    if content.keeps is None or not opens:
-        return _Look(log=log)
-    kept = read_entry(client, content.keeps, prefix=prefix)
-    manifest = None if isinstance(kept, Fence) else kept
-    return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
+    if content.keeps is None or not with_manifest:
+        return _LogReading(log=log)
+    manifest = read_manifest(client, content.keeps, prefix=prefix)
+    return _LogReading(log=log, manifest=manifest, has_vanished=manifest is None)
+
+
+def _list_and_read_first(client: StoreClient, prefix: str) -> tuple[tuple[Entry, ...], Manifest | Fence | None]:
+    """Return the entries, and entry 0 from a far store: most checkpoints have it alone, and it saves a round trip."""
+    if client.store.capabilities.is_near:
+        return _list_once(client, prefix), None
+    first = start_beside(functools.partial(try_to_read_first, client, prefix=prefix), name="cloudckpt-look")
+    entries = _list_once(client, prefix)
+    return entries, first.result() if entries and not entries[-1].number else None
 
 
 def _without_fence(log: Log) -> Log:
@@ -205,7 +227,7 @@ def require_current(client: StoreClient, log: Log, manifest: Manifest | None) ->
     if manifest is None:
         raise CheckpointNotFoundError(
             f"the checkpoint at {client.uri} is gone: another program removed {manifest_key(log.current_number)}. "
-            f"{_LOAD_AN_OLDER_ONE}",
+            f"{describe_siblings(client)}",
             uri=client.uri,
         )
     return Resolved(number=log.current_number, manifest=manifest)
@@ -213,7 +235,7 @@ def require_current(client: StoreClient, log: Log, manifest: Manifest | None) ->
 
 def has_torch_checkpoint(client: StoreClient) -> bool:
     """Return True if the location has a ``.metadata`` of torch's own writers. False is confirmed."""
-    return client.confirm(lambda: lists_torch_checkpoint(client), evidence=lambda has: not has)
+    return client.confirm(lambda: lists_torch_checkpoint(client), unconfirmed=lambda has: not has)
 
 
 def lists_torch_checkpoint(client: StoreClient) -> bool:
@@ -222,17 +244,17 @@ def lists_torch_checkpoint(client: StoreClient) -> bool:
 
 
 def lists_rank_checkpoints(client: StoreClient) -> bool:
-    """Return True if rank 0 has a checkpoint of its own below the location, as ``use_collectives=False`` saved it."""
+    """Return True if rank 0 has a checkpoint of its own below the location, since each rank saved to its own URI."""
     return read_log_once(client, prefix="rank-0/", is_lenient=True).current_number is not None
 
 
 def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotFoundError:
-    if client.list("data/", most=1):
+    if client.list("data/", max_results=1):
         left = "what a deletion or a failed save has left" if was_fenced else "of an unfinished or failed save"
-        hint = f"the data there is {left}. {_LOAD_AN_OLDER_ONE}"
+        hint = f"the data there is {left}. {describe_siblings(client)}"
     elif was_fenced:
-        hint = f"it was deleted, or gc removed a failed save. {_LOAD_AN_OLDER_ONE}"
-    elif client.list("rank-0/manifest", most=1):
+        hint = f"it was deleted, or gc removed a failed save. {describe_siblings(client)}"
+    elif client.list("rank-0/manifest", max_results=1):
         uri = f"{client.uri.rstrip('/')}/rank-0"
         hint = f"each rank has a checkpoint of its own there. Load it by its own URI with no_dist=True, as {uri}"
     elif has_torch_checkpoint(client):
@@ -240,19 +262,20 @@ def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotF
     else:
         try:
             folders = list_kept_folders(client)
-            is_empty, has_files = not client.list(most=1), bool(client.list(SINGLE_NAME, most=1))
+            is_empty, has_files = not client.list(max_results=1), bool(client.list(SINGLE_NAME, max_results=1))
         except StoreError:  # the hint does without the answer
             hint = "check the URI"
         else:
-            hint = _describe_content(client.uri, folders, is_empty=is_empty, has_files=has_files)
+            hint = _describe_content(client, folders, is_empty=is_empty, has_files=has_files)
     return CheckpointNotFoundError(f"no checkpoint is committed at {client.uri}: {hint}", uri=client.uri)
 
 
-def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool, has_files: bool) -> str:
+def _describe_content(client: StoreClient, folders: Sequence[str], *, is_empty: bool, has_files: bool) -> str:
     if folders:
-        return f"it has the {describe_folders(folders)}. Name the checkpoint itself: `cloudckpt ls {uri}` lists them"
+        advice = f"Name the checkpoint itself: `cloudckpt ls {client.uri}` lists them"
+        return f"it has the {describe_folders(folders)}. {advice}"
     if is_empty:
-        return "the location is empty. Check the URI, or list the checkpoints with `cloudckpt ls ROOT`"
+        return f"the location is empty. {describe_siblings(client)}"
     if has_files:
         return (
             "these are safetensors files, which have no checksums. load, read, show and diff take them as they are; "
@@ -263,6 +286,21 @@ def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool, has_f
         f"has {SINGLE_NAME} or its index; name any other such file itself. `cloudckpt import` makes a checkpoint of "
         "files, and `cloudckpt export` writes files to any store"
     )
+
+
+def describe_siblings(client: StoreClient) -> str:
+    """Return a sentence that names the last checkpoints by name beside a location. For hints: nothing is confirmed."""
+    if client.open_parent is None:
+        return "Check the URI"
+    try:
+        parent = client.at(client.open_parent())
+        names = list(itertools.islice(_list_checkpoints(parent), _MAX_NAMED + 1))
+        near = "" if names else find_near(client.uri.rpartition("/")[2], parent.list_directories())
+    except StoreError:  # the hint does without the answer
+        return "Check the URI"
+    if not names:
+        return f"No checkpoint was found in {parent.uri} either{did_you_mean(near)}: check the URI"
+    return f"{parent.uri} has the {_name_some(names, 'checkpoint')}"
 
 
 def list_kept_folders(client: StoreClient) -> list[str]:
@@ -280,10 +318,22 @@ def list_kept_folders(client: StoreClient) -> list[str]:
     return folders
 
 
+def find_newest_step(client: StoreClient) -> str:
+    """Return the name of the highest step directly in the store, or "". For hints: nothing is confirmed."""
+    names = sorted(filter(STEP_FOLDER.fullmatch, client.list_directories()), key=_split_numbers, reverse=True)
+    logs = ((name, read_log_once(client, prefix=f"{name}/", is_lenient=True)) for name in names[:_MAX_LOOKED_AT])
+    return next((name for name, log in logs if log.current_number is not None), "")
+
+
 def has_checkpoints(client: StoreClient) -> bool:
     """Return True if one of the last folders by name is a checkpoint. For hints: nothing is confirmed."""
-    logs = (read_log_once(client, prefix=f"{name}/", is_lenient=True) for name in _list_last_folders(client))
-    return any(log.current_number is not None for log in logs)
+    return any(_list_checkpoints(client))
+
+
+def _list_checkpoints(client: StoreClient) -> Iterator[str]:
+    for name in _list_last_folders(client):
+        if read_log_once(client, prefix=f"{name}/", is_lenient=True).current_number is not None:
+            yield name
 
 
 def _list_last_folders(client: StoreClient) -> list[str]:
@@ -297,5 +347,10 @@ def _split_numbers(name: str) -> list[str | int]:
 
 def describe_folders(folders: Sequence[str]) -> str:
     """Return a phrase that names the first few folders. `folders` must not be empty."""
-    more = " and more" if len(folders) > _MAX_NAMED else ""
-    return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders[:_MAX_NAMED]))}{more}"
+    return _name_some(folders, "folder")
+
+
+def _name_some(names: Sequence[str], noun: str) -> str:
+    more = " and more" if len(names) > _MAX_NAMED else ""
+    named = ", ".join(sorted(names[:_MAX_NAMED], key=_split_numbers))
+    return f"{noun if len(names) == 1 else f'{noun}s'} {named}{more}"

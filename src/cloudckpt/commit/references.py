@@ -20,9 +20,10 @@ from awscrt.checksums import crc32c
 from cloudckpt.commit.attempts import ATTEMPT
 from cloudckpt.commit.entries import put_fence, read_entry
 from cloudckpt.commit.log import list_entries, read_current, read_log
-from cloudckpt.errors import CheckpointError, StoreError, gc_advice
+from cloudckpt.errors import CheckpointError
 from cloudckpt.format.model import Manifest
 from cloudckpt.io.client import StoreClient
+from cloudckpt.io.upload import logging_store_errors
 
 _log = logging.getLogger("cloudckpt")
 
@@ -48,18 +49,10 @@ def claim_key(attempt: str, folder: str) -> str:
 
 def parse_claim(key: str) -> tuple[str, str] | None:
     """Return the attempt and the folder of a claim; None for the key of another object."""
-    parts = key.split("/")
-    if len(parts) != 3 or parts[0] != "data" or not ATTEMPT.fullmatch(parts[1]) or not parts[2].endswith(_SUFFIX):  # noqa: PLR2004
-        return None
-    return parts[1], parts[2].removesuffix(_SUFFIX)
-
-
-def references_of(manifest: Manifest, *, folder: str) -> dict[str, frozenset[str]]:
-    """Return the keys of all objects of the checkpoint in `folder`, by the folder that holds them."""
-    keys_by_holder: defaultdict[str, set[str]] = defaultdict(set)
-    for stored in manifest.objects:
-        keys_by_holder[stored.folder or folder].add(stored.key)
-    return {holder: frozenset(keys) for holder, keys in keys_by_holder.items()}
+    match key.split("/"):
+        case ["data", attempt, name] if ATTEMPT.fullmatch(attempt) and name.endswith(_SUFFIX):
+            return attempt, name.removesuffix(_SUFFIX)
+    return None
 
 
 def put_claims(siblings: Siblings, references: Mapping[str, Collection[str]], *, attempt: str, folder: str) -> None:
@@ -89,10 +82,11 @@ def is_current(client: StoreClient, attempt: str) -> bool:
 def find_claimed(client: StoreClient, *, spent: Collection[str] = ()) -> frozenset[str] | None:
     """Return the keys of all claims and of the objects that they name; None if a claim cannot be read.
 
-    Call it after the request that hides the checkpoint: a save whose claim comes later finds its source gone.
-    Claims in `spent` do not count. Absence of claims is confirmed.
+    Call it after the fence or the commit that hides the checkpoint. A save that puts its claim later then finds that
+    its source is gone; before it, that save would refer to objects that the caller removes. Claims in `spent` do not
+    count. Absence of claims is confirmed.
     """
-    claims = client.confirm(lambda: _list_claims(client), evidence=lambda claims: not claims)
+    claims = client.confirm(lambda: _list_claims(client), unconfirmed=lambda claims: not claims)
     claimed: set[str] = set()
     for key in claims:
         if key in spent:
@@ -159,10 +153,8 @@ def drop_claims(siblings: Siblings, holders: Iterable[str], *, attempt: str, fol
     """Remove the claims of a save that has no commit and can have none any more. A failure is logged."""
     for holder in holders:
         client = siblings(holder)
-        try:
+        with logging_store_errors(f"remove a claim at {client.uri}", uri=client.uri):
             client.delete([claim_key(attempt, folder)])
-        except StoreError as error:
-            _log.warning("could not remove a claim at %s: %s. %s", client.uri, error, gc_advice(client.uri))
 
 
 def _checksum(keys: Iterable[str]) -> int:

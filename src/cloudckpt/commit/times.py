@@ -6,11 +6,10 @@ Amazon S3 are whole seconds. But they bound the time that is drawn.
 
 from __future__ import annotations
 
-import math
 import re
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt.stores import clock
+from cloudckpt import _clock
 
 # The order of these members is that of `Manifest`.
 _HEAD = re.compile(
@@ -28,20 +27,19 @@ _RESOLUTION_S = 1.0
 _DIGITS = re.compile(r"([0-9]+)")
 
 
-def draw_commit_time_ns(written_at: datetime | None = None, *, longest_since_s: float = math.inf) -> int:
+def draw_commit_time_ns(written_at: datetime | None, *, longest_since_s: float) -> int:
     """Return the time of a commit that begins now, later than every time that this process has drawn or seen.
 
-    A hybrid logical clock (Kulkarni et al., 2014) never takes a time that it has seen for wrong, because this machine's
-    clock may be the wrong one. The store's clock, which all writers share, bounds this machine's clock: `written_at` is
-    the store's time of the newest object of this save, at most `longest_since_s` ago.
+    This is a hybrid logical clock (Kulkarni et al., 2014): it follows every later time that it has seen, even a wrong
+    one, since this machine's clock may be the wrong one. The store's clock, which all writers share, bounds this
+    machine's clock: `written_at` is the store's time of the newest object of this save, at most `longest_since_s` ago.
     """
-    machine = clock.MACHINE
+    machine = _clock.MACHINE
     now_ns = machine.time_ns()
     if written_at is not None and written_at > _EARLIEST:
         begin_ns = ns_of(written_at)
         now_ns = max(begin_ns, now_ns)
-        if longest_since_s < math.inf:
-            now_ns = min(now_ns, begin_ns + int((longest_since_s + _RESOLUTION_S) * 1e9))
+        now_ns = min(now_ns, begin_ns + int((longest_since_s + _RESOLUTION_S) * 1e9))
     with machine.lock:
         machine.newest_ns = min(max(now_ns, machine.newest_ns + _TICK_NS), _LATEST_NS) // _TICK_NS * _TICK_NS
         return machine.newest_ns
@@ -51,17 +49,17 @@ def note_commit_time_ns(seen_ns: int | None, *, url: str = "") -> None:
     """Let every later `draw_commit_time_ns` return more than `seen_ns`, which the manifest at `url` holds."""
     if seen_ns is None:
         return
-    machine = clock.MACHINE
+    machine = _clock.MACHINE
     with machine.lock:
         machine.newest_ns = max(machine.newest_ns, seen_ns)
     if url:
         ahead_s = min(0.0, (machine.time_ns() - seen_ns) / 1e9)
-        clock.warn_of_clock(ahead_s, f"the time of commit that {url} has", kind="machine")
+        _clock.warn_of_clock(ahead_s, f"the time of commit that {url} has", kind="machine")
 
 
 def newest_commit_time_ns() -> int:
     """Return the latest time that this process has drawn or seen, to hand it on to another process."""
-    return clock.MACHINE.newest_ns
+    return _clock.MACHINE.newest_ns
 
 
 def parse_commit_time_ns(head: bytes) -> int | None:
@@ -76,7 +74,7 @@ def datetime_of(committed_at_ns: int) -> datetime:
 
 
 def ns_of(moment: datetime) -> int:
-    """Return the reverse of `datetime_of`."""
+    """Return the nanoseconds since 1970 of `moment`, cut to microseconds."""
     return (moment - _EPOCH) // timedelta(microseconds=1) * 1000
 
 

@@ -1,4 +1,4 @@
-"""Bodies of uploads whose bytes come from a checkpoint or from tensors."""
+"""Bodies of uploads whose bytes come from a checkpoint, a file or tensors; and the files of whole tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import functools
 import math
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from cloudckpt.commit.attempts import new_save_id
 from cloudckpt.convert.conversion import BodyIn, Conversion, choose_buffered_part_bytes
 from cloudckpt.format.model import ITEMSIZE_BYTES, ObjectRef
 from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out
@@ -22,9 +22,9 @@ from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.draft import Draft, require_no_resume
 from cloudckpt.pipeline.reader import Reader
-from cloudckpt.pipeline.wants import TensorBytes
+from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.tensors.body import pack
+from cloudckpt.tensors.data_objects import pack
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
 
@@ -52,7 +52,7 @@ class CopiedBody:
             views = [bytes_view(buffer)]
             self._reader.read_tiles(
                 RangeRead(object_index=self._object_index, begin=begin, end=end),
-                opened=lambda _: contextlib.nullcontext(views),
+                open_views=lambda _: contextlib.nullcontext(views),
                 names_in=lambda _, low, high: self._contents.names(low, high),
                 is_verified=True,
             )
@@ -118,7 +118,7 @@ def plan_files(
     ]
     files = []
     for group in pack([entry.num_bytes for entry in entries], object_bytes=file_bytes):
-        members = sorted((entries[i] for i in group), key=lambda entry: -entry.itemsize_bytes)
+        members = sorted((entries[index] for index in group), key=lambda entry: -entry.itemsize_bytes)
         files.append(TensorFile(entries=members, layout=lay_out(members, metadata=metadata)))
     return files
 
@@ -145,7 +145,7 @@ def write_files(
     target, progress, advanced = conversion.target, conversion.progress, conversion.target.options.advanced
     files = plan_files(tensors, file_bytes=advanced.object_bytes)
     require_no_resume(target.options)
-    draft = Draft(target, save_id=str(uuid.uuid4()))
+    draft = Draft(target, save_id=new_save_id())
     draft.begin(overwrite=conversion.overwrite)
     progress.expect(sum(file.layout.size_bytes for file in files))
     target.on_sent = progress.add
@@ -177,23 +177,23 @@ class _TensorsBody:
         """Lend views of bytes ``[begin, end)``. Both bounds are bounds of tiles, so no element is cut."""
         with self._arena.lend(end - begin) as buffer:
             view = bytes_view(buffer)
-            head = self._header[begin:end]
-            view[: len(head)] = head
+            header_bytes = self._header[begin:end]
+            view[: len(header_bytes)] = header_bytes
             self._reader.read_bytes(list(self._find_tensors(begin, end, buffer)))
             yield [view]
 
     def _find_tensors(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[TensorBytes]:
         first = max(bisect.bisect_right(self._begins, begin) - 1, 0)
         for index in range(first, len(self._names)):
-            own, after = self._begins[index], self._begins[index + 1]
-            if own >= end:
+            tensor_begin, tensor_end = self._begins[index], self._begins[index + 1]
+            if tensor_begin >= end:
                 return
-            low, high = max(own, begin), min(after, end)
+            low, high = max(tensor_begin, begin), min(tensor_end, end)
             if low < high:
                 yield TensorBytes(
                     name=self._names[index],
-                    begin=low - own,
-                    end=high - own,
+                    begin=low - tensor_begin,
+                    end=high - tensor_begin,
                     buffer=buffer[low - begin : high - begin],
                     dtype=self._dtypes[index],
                 )

@@ -7,11 +7,11 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from cloudckpt._display import shown
+from cloudckpt._display import with_short_repr
 from cloudckpt.convert.state_dicts import Selection, parse_patterns
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -20,8 +20,9 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
 )
 from cloudckpt.format.model import ObjectRef
-from cloudckpt.io.resume import Body, Leftover
-from cloudckpt.io.upload import choose_held_part_bytes
+from cloudckpt.io.body import Body
+from cloudckpt.io.leftovers import Leftover
+from cloudckpt.io.upload import UploadSession, fit_part_bytes
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores.base import ObjectInfo
@@ -31,11 +32,15 @@ from cloudckpt.uri import Location, parse_location
 Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
 BodyIn: TypeAlias = Callable[[Arena], Body]
 """Makes a body whose parts are read into the memory of an arena."""
+Assemble: TypeAlias = Callable[[UploadSession, str, Body, int], bool]
+"""Takes a session, a key, its body and a part size. Returns False if it has not begun to upload the body."""
 
+WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""Floats whose values count by themselves. Those of 8 bits mean nothing without their scales."""
 _RANK = 0  # all of this runs in one process
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
     """Result of `cloudckpt.copy`."""
@@ -71,7 +76,7 @@ class CopyReport:
         return self.num_bytes / self.copy_s if self.copy_s > 0 else 0.0
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
     """Result of `cloudckpt.export_checkpoint` or `cloudckpt.import_checkpoint`."""
@@ -92,8 +97,14 @@ class ConversionReport:
     """Names of the files that an export wrote, in their folder; of an import, the keys of the data objects."""
     num_bytes: int
     """Size of the files."""
+    num_service_bytes: int
+    """Bytes of an export that the service copied and confirmed by their CRC32C."""
+    num_read_back_bytes: int
+    """Bytes of an export that the service copied without a CRC32C. The export read them and compared their MD5."""
     is_whole: bool
     """False if an export lacks files that other processes have yet to write (`part`), and so the index."""
+    num_requests: int
+    """Number of requests to both stores."""
     convert_s: float
     """Seconds of the whole call."""
 
@@ -103,7 +114,7 @@ class ConversionReport:
         return self.num_bytes / self.convert_s if self.convert_s > 0 else 0.0
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
     """Result of `cloudckpt.merge`."""
@@ -155,7 +166,7 @@ class Progress:
 
 
 class Conversion:
-    """The source, the target and the arguments of one copy, export or import. A copy selects and renames nothing.
+    """The source, the target and the arguments of one copy, export or import. A copy has no selection and no prefixes.
 
     Raises `InvalidURIError` if source and target are the same folder, or one is inside the other.
     """
@@ -201,9 +212,17 @@ class Conversion:
         num_tensors: int,
         num_values: int = 0,
         left_out: tuple[str, ...] = (),
+        copied_bytes: tuple[int, int] = (0, 0),
         is_whole: bool = True,
+        contexts: Iterable[Context] = (),
+        num_other_requests: int = 0,
     ) -> ConversionReport:
-        """Build the report of an export or import that wrote `files`: their sizes, by name."""
+        """Build the report of an export or import that wrote `files`: their sizes, by name.
+
+        `contexts` made requests besides those of the source and the target, and loads and saves made
+        `num_other_requests`.
+        """
+        clients = {context.client for context in (self.source, self.target, *contexts)}
         return ConversionReport(
             source=self.source.uri,
             target=self.target.uri,
@@ -213,12 +232,15 @@ class Conversion:
             left_out=left_out,
             files=tuple(sorted(files)),
             num_bytes=sum(files.values()),
+            num_service_bytes=copied_bytes[0],
+            num_read_back_bytes=copied_bytes[1],
             is_whole=is_whole,
+            num_requests=sum(client.num_requests for client in clients) + num_other_requests,
             convert_s=self.seconds,
         )
 
 
-def upload(
+def upload_bodies(
     target: Context,
     bodies: Mapping[str, BodyIn],
     *,
@@ -229,13 +251,14 @@ def upload(
     tile_bytes: int,
     stop_reading: Callable[[], None] = lambda: None,
     check_source: Callable[[], None] = lambda: None,
+    assemble: Assemble = lambda *_: False,
 ) -> tuple[list[ObjectRef], int]:
     """Upload an object for each key of `bodies`, and then one for each key of `last`.
 
-    Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure, no object exists.
-    `check_source` is called before `last` and at the end, and may raise. `leftovers`, by key, are from earlier
-    attempts; those with the same bytes are used. With `leftovers`, a failed upload leaves the parts that it sent. A
-    failure also calls `stop_reading`.
+    Buffers take at most `budget_bytes`. Each object exists whole or not at all; after a failure, none exists.
+    `check_source` is called before `last` and at the end, and may raise. `leftovers`, by key, are parts that earlier
+    attempts sent; parts with the same bytes are used. With `leftovers`, a failed upload leaves what it sent: objects
+    and parts. A failure also calls `stop_reading`. `assemble` may begin the upload of a body in another way.
 
     Returns:
         The receipts in the order of the keys, and the number of bytes that came from `leftovers`.
@@ -254,8 +277,9 @@ def upload(
         try:
             for group in (bodies, last or {}):
                 for key, body_in in group.items():
-                    leftovers_of_key = (leftovers or {}).get(key, ())
-                    session.submit(key, body_in(arena), leftovers_of_key, part_bytes=choose_part_bytes())
+                    body, part_bytes = body_in(arena), choose_part_bytes()
+                    if not assemble(session, key, body, part_bytes):
+                        session.submit(key, body, (leftovers or {}).get(key, ()), part_bytes=part_bytes)
                 session.tasks.join()
                 receipts = session.receipts()
                 check_source()
@@ -266,35 +290,39 @@ def upload(
     return receipts, session.num_reused_bytes
 
 
+def is_one_service(source: Context, target: Context) -> bool:
+    """Return True if one service holds both places with the same storage options, so that the service can copy."""
+    source_options, target_options = source.options.storage_options, target.options.storage_options
+    service = target.store.capabilities.copies_within
+    return (
+        service != ""
+        and source.store.capabilities.copies_within == service
+        and dict(source_options) == dict(target_options)
+    )
+
+
 def choose_buffered_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
-    """Return the part size with which one buffer for each connection fits into `budget_bytes`: one tile at least."""
-    return choose_held_part_bytes(
+    """Return the size of parts, at least one tile, so that a buffer for each connection fits into `budget_bytes`."""
+    return fit_part_bytes(
         budget_bytes,
         connections=target.connections,
-        most_bytes=target.options.advanced.part_bytes,
+        max_bytes=target.options.advanced.part_bytes,
         tile_bytes=tile_bytes,
     )
 
 
-@contextlib.contextmanager
-def naming_missing_file() -> Iterator[None]:
-    """Raise `CheckpointNotFoundError` for a file of the source that does not exist."""
-    try:
-        yield
-    except ObjectNotFoundError as error:
-        raise CheckpointNotFoundError(f"{str(error).rstrip('.')}. Check the URI", uri=error.key) from error
-
-
 def head_file(context: Context, key: str) -> ObjectInfo:
     """Return the size and version of a file of the source. Raises `CheckpointNotFoundError` if it does not exist."""
-    with naming_missing_file():
+    try:
         return context.client.require(key)
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(f"{str(error).rstrip('.')}. Check the URI", uri=error.key) from error
 
 
 def check_unchanged(context: Context, files: Iterable[ObjectInfo]) -> None:
     """Raise `CheckpointChangedError` if a file of the source was replaced since `head_file` looked at it."""
     for file in files:
-        if context.client.confirm(functools.partial(_was_replaced, context, file), evidence=bool):
+        if context.client.confirm(functools.partial(_was_replaced, context, file), unconfirmed=bool):
             raise replaced_error(context.client.url(file.key))
 
 

@@ -1,4 +1,4 @@
-"""The files of an export in their folder: what is there, what is copied along, and what which process writes."""
+"""The files of an export in their folder: earlier ones, companions of the weights, and the files of each process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from cloudckpt.commit.entries import manifest_number
 from cloudckpt.convert.bodies import FileBody
-from cloudckpt.convert.conversion import BodyIn, Conversion, head_file, upload
+from cloudckpt.convert.conversion import Assemble, BodyIn, Conversion, head_file, upload_bodies
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -25,12 +25,11 @@ from cloudckpt.errors import (
     join_first,
 )
 from cloudckpt.io.download import download_range
-from cloudckpt.io.resume import Leftover
+from cloudckpt.io.leftovers import Leftover
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.safetensors_files import list_links
-from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.uri import parse_location
 
 TILE_BYTES = MIB
@@ -52,17 +51,17 @@ class NewFile:
     size_bytes: int
     body_in: BodyIn
     header: bytes = b""
-    """Its first bytes. Only in a shared export; there no other file has the same."""
+    """Its first bytes, by which a process recognizes the file. Each file of an export by parts has its own."""
 
 
-class Files:
+class ExportFolder:
     """Files of one export in one folder of a store.
 
     `patterns` match the names that an export of this format writes. If a file with a matching name exists, `check`
     fails, unless the export may overwrite. In that case, `write` removes the old export before it writes a file. It
     first removes the files whose patterns have no wildcard, since readers find the others by them.
 
-    `reader` reads the source, if that is done while the files are written.
+    `reader` reads the source, if that is done while the files are written. `assemble` is that of `upload`.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Files:
         patterns: Sequence[str],
         budget_bytes: int,
         reader: Reader | None = None,
+        assemble: Assemble = lambda *_: False,
     ) -> None:
         self._target = target
         self._progress = conversion.progress
@@ -80,6 +80,7 @@ class Files:
         self._patterns = patterns
         self._budget_bytes = budget_bytes
         self._reader = reader
+        self._assemble = assemble
 
     def check(self) -> None:
         """Raise `CheckpointExistsError` if a file exists that may not be replaced."""
@@ -90,10 +91,10 @@ class Files:
         """Return those of the files to copy along that do not exist yet. Warn of those that differ in size."""
         missing: dict[str, NewFile] = {}
         for name, file in companions.items():
-            there = self._target.client.head(name)
-            if there is None:
+            info = self._target.client.head(name)
+            if info is None:
                 missing[name] = file
-            elif there.size_bytes != file.size_bytes:
+            elif info.size_bytes != file.size_bytes:
                 _log.warning("%s exists already, and stays as it is", self._target.store.url(name))
         return missing
 
@@ -106,7 +107,7 @@ class Files:
         if self._overwrite:
             self._remove(self._find_names())
         else:  # a HEAD finds what a listing may have left out
-            self._refuse([name for name in names if self._is_there(name)])
+            self._refuse(list(filter(self._exists, names)))
         return self._upload(files, last, check_source=self._check_source)
 
     def write_part(
@@ -119,9 +120,9 @@ class Files:
     ) -> tuple[dict[str, int], bool]:
         """Write the files of one of several processes, and the index if all other files are there.
 
-        Every process plans the same files. A file that has the size and the header of its plan is one of this export,
-        whoever wrote it, since files appear whole and each export's headers are its own. The process that is the last
-        to have written its files finds all of them. If two find them, they write the same index.
+        Every process plans the same files. A file with the planned size and header belongs to this export, since files
+        appear whole and each export has headers of its own. The process that is the last to write its files finds all
+        files, and writes the index. If two processes find all files, they write the same index.
 
         Returns:
             The sizes of the files that were written, and True if the export is whole.
@@ -130,17 +131,17 @@ class Files:
         number, num_parts = part
         own = set(list(shards)[number::num_parts])
         others = set(shards) - own
-        found = {*self._find_names(changing=others), *filter(self._is_there, [*own, *index])}
-        written = {name for name in found if name in shards and self._is_written(name, shards[name])}
-        is_indexed = len(written) == len(shards) and set(index) <= set(found)
-        stale = sorted(found - written - others - (set(index) if is_indexed else set()))
+        existing = {*self._find_names(changing=others), *filter(self._exists, [*own, *index])}
+        written = {name for name in existing if name in shards and self._is_written(name, shards[name])}
+        is_indexed = len(written) == len(shards) and set(index) <= existing
+        stale = sorted(existing - written - others - (set(index) if is_indexed else set()))
         if self._overwrite:
             self._remove(stale)
         else:
             self._refuse(stale)
         new = {name: shards[name] for name in shards if name in own - written}
-        along = self.find_missing(companions) if number == 0 else {}
-        sizes = self._upload(new | along) if index else self._upload(along, new, check_source=self._check_source)
+        to_copy = self.find_missing(companions) if number == 0 else {}
+        sizes = self._upload(new | to_copy) if index else self._upload(to_copy, new, check_source=self._check_source)
         is_whole = all(self._is_written(*shard) for shard in shards.items()) and not self.find_missing(companions)
         # A failure of this check removes no file, because another process may have written the index meanwhile.
         self._check_source(every=is_whole)
@@ -161,7 +162,7 @@ class Files:
         check_source: Callable[[], None] = lambda: None,
     ) -> dict[str, int]:
         self._progress.expect(sum(file.size_bytes for group in (files, last) for file in group.values()))
-        receipts, _ = upload(
+        receipts, _ = upload_bodies(
             self._target,
             {name: file.body_in for name, file in files.items()},
             last={name: file.body_in for name, file in last.items()},
@@ -171,6 +172,7 @@ class Files:
             tile_bytes=TILE_BYTES,
             stop_reading=(lambda: None) if self._reader is None else self._reader.context.stop,
             check_source=check_source,
+            assemble=self._assemble,
         )
         return {receipt.key: receipt.size_bytes for receipt in receipts}
 
@@ -187,7 +189,7 @@ class Files:
         """Remove files of an earlier export, first those by which readers find the others."""
         names = list(names)
         first = [name for name in names if name in self._patterns]
-        # Two calls, since a store removes many siblings in any order.
+        # Make two calls: within one, a store removes objects in any order.
         for batch in (first, [name for name in names if name not in first]):
             if batch:
                 self._target.client.delete(batch)
@@ -205,14 +207,14 @@ class Files:
             )
 
         return self._target.client.confirm(
-            self._list_names, evidence=lambda names: ("names", *set(names) - changing), changing=explain
+            self._list_names, unconfirmed=lambda names: ("names", *set(names) - changing), changing=explain
         )
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return self._target.client.head(name) is not None
 
     def _is_written(self, name: str, file: NewFile) -> bool:
-        """Return True if the file is there with its size and its header."""
+        """Return True if the file exists with its planned size and header."""
         client = self._target.client
         info, header = client.head(name), bytearray(len(file.header))
         if info is None or info.size_bytes != file.size_bytes:
@@ -249,15 +251,15 @@ def find_companions(conversion: Conversion, folder: str | os.PathLike[str]) -> d
     def changing() -> CheckpointChangedError:
         return CheckpointChangedError(f"{context.uri} lists other files each time. Try again", uri=context.uri)
 
-    names = context.client.confirm(list_names, evidence=tuple, changing=changing)
+    names = context.client.confirm(list_names, unconfirmed=tuple, changing=changing)
     if not names:
         raise InvalidOptionError(f"config_from={context.uri!r} has no file beside weights. Name the folder of a model")
-    return {name: _as_new(context, head_file(context, name)) for name in names}
+    files = {name: head_file(context, name) for name in names}
+    return {
+        name: NewFile(size_bytes=file.size_bytes, body_in=functools.partial(FileBody, context, file))
+        for name, file in files.items()
+    }
 
 
 def _is_left_out(name: str) -> bool:
     return name.startswith(".") or name.lower().endswith(_WEIGHTS) or manifest_number(name) is not None
-
-
-def _as_new(context: Context, file: ObjectInfo) -> NewFile:
-    return NewFile(size_bytes=file.size_bytes, body_in=functools.partial(FileBody, context, file))

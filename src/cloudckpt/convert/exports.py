@@ -14,27 +14,36 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
 
 from cloudckpt._display import transferred
+from cloudckpt.convert.assembly import Assembler, find_ranges
 from cloudckpt.convert.bodies import TensorFile, plan_files
-from cloudckpt.convert.conversion import Conversion, ConversionReport, OnProgress
-from cloudckpt.convert.export_files import Files, NewFile, find_companions
+from cloudckpt.convert.conversion import WIDE_FLOATS, Conversion, ConversionReport, OnProgress, is_one_service
+from cloudckpt.convert.export_files import ExportFolder, NewFile, find_companions
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
-from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError, quote_names
+from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError, did_you_mean, quote_names
 from cloudckpt.format.chunks import dtype_name, dtype_of
-from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, FilesManifest, Manifest, StoredTensor
+from cloudckpt.format.model import (
+    ITEMSIZE_BYTES,
+    PUBLICATION_KEY,
+    SAFETENSORS_TAG,
+    FilesManifest,
+    Manifest,
+    StoredTensor,
+)
 from cloudckpt.format.safetensors import INDEX_NAME, SINGLE_NAME, lay_out
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
-from cloudckpt.options import MIB, Options
+from cloudckpt.options import MIB, Options, suggest_keywords
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.safetensors_files import find_source
-from cloudckpt.pipeline.wants import TensorBytes
-from cloudckpt.tensors.body import PieceBody, new_piece
+from cloudckpt.pipeline.wanted_items import TensorBytes
+from cloudckpt.tensors.data_objects import PieceBody, new_piece
 from cloudckpt.uri import folder_and_name
 
 _log = logging.getLogger("cloudckpt")
@@ -46,14 +55,14 @@ _RESERVED_NAME = "__metadata__"
 _CONNECTIONS_PER_UPLOAD = 2
 """Connections that each upload uses to read the bytes that it sends."""
 _OTHER_FILES = (".bin", ".ckpt", ".pt", ".pth", ".safetensor")
-_MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
+MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
 _MIN_SHARED_BYTES = 16 * MIB
 """Files of a shared export are no smaller for the sake of having one for each process."""
 _EXPORT_KEY = "cloudckpt.export"
 """Key in the metadata of a shared export's files. Its value tells them from those of any other export."""
-_CAST_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
+@suggest_keywords
 def export_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -61,7 +70,7 @@ def export_checkpoint(
     format: ExportFormat = "safetensors",  # as users call it
     include: str | Sequence[str] = (),
     strip_prefix: str = "",
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     skip_non_tensors: bool = False,
     dequantize: bool = False,
     dtype: torch.dtype | str | None = None,
@@ -201,7 +210,8 @@ def _export_safetensors(
         patterns = (glob.escape(single_name),) if single_name != SINGLE_NAME else _SAFETENSORS_PATTERNS
     context, resolved = find_source(source)
     manifest = resolved.manifest
-    # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
+    _refuse_differences(manifest, source.uri)
+    # One half is for the parts that are sent, the other for bytes that are read around them: whole tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
     reader = Reader(_limit_memory(context, budget_bytes // target.connections), manifest)
     dequantizing = DequantizingReader(reader) if dequantize else None
@@ -221,13 +231,14 @@ def _export_safetensors(
             ),
         )
     tensors = {name: _cast_to(dtype, stored[fqn]) for name, fqn in fqns.items()}
-    _check_tensors(fqns, tensors, manifest, source.uri)
+    check_tensors(fqns, tensors, manifest, source.uri)
     metadata = {}
     if part is not None:
-        total_bytes = sum(math.prod(one.shape) * ITEMSIZE_BYTES[one.dtype] for one in tensors.values())
+        total_bytes = sum(math.prod(tensor.shape) * ITEMSIZE_BYTES[tensor.dtype] for tensor in tensors.values())
         if not is_file:
             max_shard_bytes = min(max_shard_bytes, max(-(-total_bytes // part[1]), _MIN_SHARED_BYTES))
-        metadata[_EXPORT_KEY] = _fingerprint(manifest, fqns)
+        # A digest of the source and of the names that its tensors get.
+        metadata[_EXPORT_KEY] = hashlib.sha256(msgspec.json.encode([manifest, fqns])).hexdigest()
     shards = name_shards(tensors, max_shard_bytes=max_shard_bytes, single_name=single_name, metadata=metadata)
     if is_file and len(shards) > 1:
         raise InvalidOptionError(
@@ -243,7 +254,17 @@ def _export_safetensors(
         for name, shard in shards.items()
     }
     index = {INDEX_NAME: _in_memory(memoryview(build_index(shards)))} if len(shards) > 1 else {}
-    files = Files(conversion, target, patterns=patterns, budget_bytes=budget_bytes, reader=reader)
+    is_copied = is_one_service(context, target) and target.store.capabilities.copies_ranges and manifest.has_checksums
+    ranges = {name: find_ranges(shard, stored, fqns) for name, shard in shards.items()} if is_copied else {}
+    assembler = Assembler(target, reader, ranges)
+    files = ExportFolder(
+        conversion,
+        target,
+        patterns=patterns,
+        budget_bytes=budget_bytes,
+        reader=reader,
+        assemble=assembler.submit,
+    )
     if part is None:
         files.check()
     companions = {} if config_from is None else find_companions(conversion, config_from)
@@ -251,32 +272,56 @@ def _export_safetensors(
     if part is not None:
         written, is_whole = files.write_part(part, new, index=index, companions=companions)
     else:
-        along = files.find_missing(companions)
-        written = files.write(new | along, index) if index else files.write(along, new)
-    return conversion.report("safetensors", written, num_tensors=len(fqns), left_out=left_out, is_whole=is_whole)
+        to_copy = files.find_missing(companions)
+        written = files.write(new | to_copy, index) if index else files.write(to_copy, new)
+    return conversion.report(
+        "safetensors",
+        written,
+        num_tensors=len(fqns),
+        left_out=left_out,
+        copied_bytes=assembler.count_bytes(),
+        is_whole=is_whole,
+        contexts=(reader.context, target),
+    )
+
+
+def _refuse_differences(manifest: Manifest, uri: str) -> None:
+    """Raise `UnsupportedValueError` if the source is a published version without the whole tensors."""
+    published = manifest.metadata.get(PUBLICATION_KEY)
+    if isinstance(published, dict) and published.get("anchor") != published.get("version"):
+        raise UnsupportedValueError(
+            f"{uri} is version {published.get('version')} of a publication, and has differences alone. Pull it into a "
+            f"folder (cloudckpt.pull with this version), or export its anchor, version {published.get('anchor')}",
+            uri=uri,
+        )
 
 
 def _in_memory(content: memoryview | torch.Tensor) -> NewFile:
     return NewFile(size_bytes=content.nbytes, body_in=functools.partial(PieceBody, [new_piece(content, begin=0)]))
 
 
+_DTYPES_BY_SHORT_NAME = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}
+
+
 def _parse_dtype(dtype: torch.dtype | str | None) -> str | None:
     name = str(dtype).removeprefix("torch.")
-    if dtype is not None and name not in _CAST_DTYPES:
-        raise InvalidOptionError(f"dtype must be one of {', '.join(_CAST_DTYPES)}, not {dtype!r}")
+    if dtype is not None and name not in WIDE_FLOATS:
+        near = _DTYPES_BY_SHORT_NAME.get(name, "")
+        raise InvalidOptionError(f"dtype must be one of {', '.join(WIDE_FLOATS)}, not {dtype!r}{did_you_mean(near)}")
     return None if dtype is None else name
 
 
 def _cast_to(dtype: str | None, tensor: StoredTensor) -> StoredTensor:
-    """Return the tensor as the export has it. Floats of 8 bits mean nothing without their scales, so they stay."""
-    if dtype is None or tensor.dtype not in _CAST_DTYPES:
+    """Return the tensor as the export has it."""
+    if dtype is None or tensor.dtype not in WIDE_FLOATS:
         return tensor
     return msgspec.structs.replace(tensor, dtype=dtype)
-
-
-def _fingerprint(manifest: Manifest, fqns: Mapping[str, str]) -> str:
-    """Return a digest of the source and of the names that its tensors get."""
-    return hashlib.sha256(msgspec.json.encode([manifest, fqns])).hexdigest()
 
 
 def _limit_memory(source: Context, budget_bytes: int) -> Context:
@@ -292,7 +337,7 @@ def _limit_memory(source: Context, budget_bytes: int) -> Context:
     return Context(source.location, options, rank=source.rank, recorder=source.recorder)
 
 
-def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor], manifest: Manifest, uri: str) -> None:
+def check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor], manifest: Manifest, uri: str) -> None:
     """Raise `UnsupportedValueError` for a dtype or a name that safetensors files cannot have."""
     unknown = {fqns[name]: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_TAG}
     if isinstance(manifest, FilesManifest):
@@ -322,11 +367,11 @@ def name_shards(
     return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, start=1)}
 
 
-def build_index(shards: Mapping[str, TensorFile]) -> bytes:
-    """Build the index that ``transformers`` and torch's reader expect beside several files."""
+def build_index(shards: Mapping[str, TensorFile], *, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """Build the index that ``transformers`` and torch's reader expect beside several files. It has `metadata`, too."""
     weight_map = {entry.fqn: name for name, shard in shards.items() for entry in shard.entries}
     total_bytes = sum(entry.num_bytes for shard in shards.values() for entry in shard.entries)
-    document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    document = {"metadata": {"total_size": total_bytes, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
@@ -334,9 +379,11 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
     source, options = conversion.source, conversion.source.options
     folder, name = folder_and_name(conversion.target.location)
     target = Context(folder, conversion.target.options, rank=0)
-    files = Files(conversion, target, patterns=(glob.escape(name),), budget_bytes=options.read_bytes)
+    files = ExportFolder(conversion, target, patterns=(glob.escape(name),), budget_bytes=options.read_bytes)
     files.check()
-    state_dict = load_whole(source.location, options, conversion.selection, allow_pickle=conversion.allow_pickle)
+    state_dict, loaded = load_whole(
+        source.location, options, conversion.selection, allow_pickle=conversion.allow_pickle
+    )
     if not state_dict:
         raise UnsupportedValueError(f"{source.uri} holds nothing to export", uri=source.uri)
     flat = flatten_entries(state_dict, uri=source.uri)
@@ -346,7 +393,14 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
         torch.save(_replace_named_tuples(state_dict), path)
         content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
         written = files.write({name: _in_memory(content)})
-    return conversion.report("torch", written, num_tensors=num_tensors, num_values=len(flat) - num_tensors)
+    return conversion.report(
+        "torch",
+        written,
+        num_tensors=num_tensors,
+        num_values=len(flat) - num_tensors,
+        contexts=(target,),
+        num_other_requests=loaded.num_requests,
+    )
 
 
 def _replace_named_tuples(value: Any) -> Any:
@@ -377,14 +431,14 @@ class DequantizingReader:
 
     def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
         """Fill all buffers."""
-        self._reader.read_bytes([want for want in wanted if want.name not in self._wrappers])
-        for want in wanted:
-            if want.name in self._wrappers:
+        self._reader.read_bytes([tensor for tensor in wanted if tensor.name not in self._wrappers])
+        for tensor in wanted:
+            if tensor.name in self._wrappers:
                 with self._lock:
-                    if self._last is None or self._last[0] != want.name:
-                        self._last = None
-                        self._last = want.name, self._dequantize(want.name, want.dtype)
-                    want.buffer.copy_(self._last[1][want.begin : want.end])
+                    if self._last is None or self._last[0] != tensor.name:
+                        self._last = None  # frees its memory first
+                        self._last = tensor.name, self._dequantize(tensor.name, tensor.dtype)
+                    tensor.buffer.copy_(self._last[1][tensor.begin : tensor.end])
 
     def _describe(self, wrapper: SavedWrapper) -> StoredTensor:
         tensor = wrapper.rebuild(lambda _, part: torch.empty(part.shape, dtype=dtype_of(part.dtype), device="meta"))
@@ -403,9 +457,9 @@ class DequantizingReader:
                 uri=self._uri,
             ) from error
         values = values.detach().to(wrapper.dtype).contiguous().view(-1)
-        found = torch.empty(values.shape, dtype=wrapper.dtype if dtype is None else dtype_of(dtype), device="cpu")
-        cast = self._reader.find_cast(name, values.dtype, found)
-        return found.copy_(values if cast is None else cast.check(values)).view(torch.uint8)
+        result = torch.empty(values.shape, dtype=wrapper.dtype if dtype is None else dtype_of(dtype), device="cpu")
+        cast = self._reader.find_cast(name, values.dtype, result)
+        return result.copy_(values if cast is None else cast.check(values)).view(torch.uint8)
 
 
 def _add_wanted(wanted: list[TensorBytes], name: str, stored: StoredTensor) -> torch.Tensor:

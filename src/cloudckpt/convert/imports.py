@@ -45,7 +45,7 @@ from cloudckpt.events import Event
 from cloudckpt.format.build import Content
 from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.download import download_range
-from cloudckpt.options import MIB, Options
+from cloudckpt.options import MIB, Options, suggest_keywords
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.safetensors_files import list_source
@@ -58,6 +58,7 @@ _DOWNLOAD_BYTES = 16 * MIB
 _DCP_SUFFIXES = (".metadata", ".distcp")
 
 
+@suggest_keywords
 def import_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -150,19 +151,19 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
     source = list_source(conversion.source)
     reader, ties = Reader(source.context, source.manifest), {**source.ties, **tie}
     tensors = {name: tensor for name, tensor in reader.manifest.tensors.items() if name not in source.ties}
-    for name, kept in tie.items():
-        if kept not in tensors:
+    for name, stored_name in tie.items():
+        if stored_name not in tensors:
             raise InvalidOptionError(
-                f"no tensor of {conversion.source.uri} is called {kept!r}, as tie says. It has "
+                f"no tensor of {conversion.source.uri} is called {stored_name!r}, as tie says. It has "
                 f"{quote_names(sorted(tensors))}"
             )
         if name in tensors:
             raise InvalidOptionError(f"{name!r} is in {conversion.source.uri} already, and needs no tie")
     names = conversion.selection.choose_names([*tensors, *ties])
-    names_of: defaultdict[str, list[str]] = defaultdict(list)  # names of each stored tensor, its own first
+    names_by_fqn: defaultdict[str, list[str]] = defaultdict(list)  # of each stored tensor, its own name first
     for fqn, name in names.items():
-        names_of[ties.get(fqn, fqn)].append(name)
-    fqns = {tied_names[0]: fqn for fqn, tied_names in names_of.items()}
+        names_by_fqn[ties.get(fqn, fqn)].append(name)
+    fqns = {tied_names[0]: fqn for fqn, tied_names in names_by_fqn.items()}
     if unknown := [f"{fqn} ({source.unknown[fqn]})" for fqn in fqns.values() if fqn in source.unknown]:
         raise UnsupportedValueError(
             f"{conversion.source.uri} has tensors of dtypes that torch does not have: {quote_names(unknown)}. Choose "
@@ -184,15 +185,18 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
             fqn = fqns[entry.fqn]
             chunk = Chunk((0,) * len(entry.shape), entry.shape, number, begin, begin + entry.num_bytes)
             tensor = StoredTensor(dtype=tensors[fqn].dtype, shape=entry.shape, chunks=[chunk])
-            stored.update(dict.fromkeys(names_of[fqn], tensor))
+            stored.update(dict.fromkeys(names_by_fqn[fqn], tensor))
     draft.commit(Content(objects=[receipts], tensors={name: stored[name] for name in names.values()}))
     sizes = {receipt.key: receipt.size_bytes for receipt in receipts}
-    return conversion.report("safetensors", sizes, num_tensors=len(names))
+    return conversion.report("safetensors", sizes, num_tensors=len(names), contexts=(source.context,))
 
 
 def _import_torch(conversion: Conversion) -> ConversionReport:
-    with _read(conversion) as (state_dict, check_unchanged):
-        return _save_state_dict("torch", conversion.selection.rename_entries(state_dict), conversion, check_unchanged)
+    folder, name = folder_and_name(conversion.source.location)
+    context = Context(folder, conversion.source.options, rank=0)
+    with _read(conversion, context, name) as (state_dict, check_unchanged):
+        renamed = conversion.selection.rename_entries(state_dict)
+        return _save_state_dict("torch", renamed, conversion, check_unchanged, contexts=(context,))
 
 
 def _import_dcp(conversion: Conversion) -> ConversionReport:
@@ -216,12 +220,20 @@ def _import_dcp(conversion: Conversion) -> ConversionReport:
             uri=source.uri,
         )
     infos_before = list_files()
-    state_dict = load_whole(source.location, source.options, conversion.selection, allow_pickle=conversion.allow_pickle)
-    return _save_state_dict("dcp", state_dict, conversion, check_unchanged)
+    state_dict, loaded = load_whole(
+        source.location, source.options, conversion.selection, allow_pickle=conversion.allow_pickle
+    )
+    return _save_state_dict("dcp", state_dict, conversion, check_unchanged, num_other_requests=loaded.num_requests)
 
 
 def _save_state_dict(
-    kind: Format, state_dict: dict[str, Any], conversion: Conversion, check_source_unchanged: Callable[[], None]
+    kind: Format,
+    state_dict: dict[str, Any],
+    conversion: Conversion,
+    check_source_unchanged: Callable[[], None],
+    *,
+    contexts: Sequence[Context] = (),
+    num_other_requests: int = 0,
 ) -> ConversionReport:
     target, progress = conversion.target, conversion.progress
     flat = flatten_entries(state_dict, uri=conversion.source.uri)
@@ -241,16 +253,24 @@ def _save_state_dict(
             users_on_event(event)
 
     options = dataclasses.replace(target.options, on_event=on_event)
-    save(state_dict, target.uri, no_dist=True, overwrite=conversion.overwrite, options=options)
-    return conversion.report(kind, sizes, num_tensors=len(tensors), num_values=len(flat) - len(tensors))
+    saved = save(state_dict, target.uri, no_dist=True, overwrite=conversion.overwrite, options=options)
+    return conversion.report(
+        kind,
+        sizes,
+        num_tensors=len(tensors),
+        num_values=len(flat) - len(tensors),
+        contexts=contexts,
+        num_other_requests=num_other_requests + (saved.report.num_requests if saved.report else 0),
+    )
 
 
 @contextlib.contextmanager
-def _read(conversion: Conversion) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
-    """Yield the content of the file, mapped into memory, and a check that raises if the file was replaced."""
+def _read(conversion: Conversion, context: Context, name: str) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """Yield the content of a file, mapped into memory, and a check that raises if it was replaced.
+
+    The file is `name` in the folder of `context`.
+    """
     location = conversion.source.location
-    folder, name = folder_and_name(location)
-    context = Context(folder, conversion.source.options, rank=0)
     with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
         is_local = location.local_path is not None
         path = location.local_path or str(Path(scratch, "state.pt"))
@@ -262,7 +282,7 @@ def _read(conversion: Conversion) -> Iterator[tuple[dict[str, Any], Callable[[],
             check_unchanged(context, [info])
             return _unpickle(path, location.uri, allow_pickle=conversion.allow_pickle), info
 
-        # No checksum covers the file, so an answer that is wrong once must not count.
+        # No checksum covers the file, so an answer that finds damage must be confirmed.
         errors = (CheckpointNotFoundError, CheckpointChangedError, CorruptCheckpointError, ShortObjectError)
         state_dict, info = context.client.confirm(look, errors=errors)
         yield state_dict, lambda: check_unchanged(context, [info] if is_local else [])

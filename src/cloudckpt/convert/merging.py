@@ -6,34 +6,47 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from cloudckpt._display import transferred
 from cloudckpt.convert.bodies import TensorFile, write_files
-from cloudckpt.convert.conversion import Conversion, MergeReport, OnProgress, check_apart
-from cloudckpt.convert.state_dicts import parse_patterns
+from cloudckpt.convert.conversion import WIDE_FLOATS, Conversion, MergeReport, OnProgress, check_apart
+from cloudckpt.convert.state_dicts import parse_patterns, require_matches
+from cloudckpt.dcp.renaming import common_prefixes, is_below
 from cloudckpt.dcp.torch_metadata import nesting_of
-from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, quote_names
+from cloudckpt.errors import Hint, InvalidOptionError, InvalidURIError, UnsupportedValueError, join_first
 from cloudckpt.format.build import Content
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, StoredValue
 from cloudckpt.format.nesting import Nesting
 from cloudckpt.inspect.comparison import compare_readers, open_reader
 from cloudckpt.inspect.description import matches
-from cloudckpt.options import Options
+from cloudckpt.options import Options, suggest_keywords
 from cloudckpt.pipeline.reader import Reader
-from cloudckpt.pipeline.wants import TensorBytes
+from cloudckpt.pipeline.wanted_items import TensorBytes
+from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
+from cloudckpt.uri import STEP_FOLDER, Location
 
 _log = logging.getLogger("cloudckpt")
 _MIN_SOURCES = 2
+_MAX_SHOWN = 5
 _BUDGET_SHARE = 6
-"""A part of a float8 tensor takes six times its size: its bytes, those of one source, and its sum in float32."""
+"""Shares of ``options.read_bytes``. The means have one."""
+_SCRATCH_SHARES = 5
+"""Shares of the budget beside that of the means. A bfloat16 tensor needs three: for a source's bytes, and the sum."""
+_SLICE_ELEMENTS = 1 << 16
+"""Elements that are widened and added at once. The copies in a wider dtype take so little memory."""
+_SLOT_ELEMENTS = 64
+"""Scratch memory is for a multiple of so many elements, so that all that is in it is aligned."""
+_ZERO = 1e-9
+"""A smaller sum, beside that of the absolute weights, is 0 up to the rounding of decimal fractions."""
 
 
+@suggest_keywords
 def merge(
     sources: Sequence[str | os.PathLike[str]],
     target: str | os.PathLike[str],
@@ -48,10 +61,11 @@ def merge(
 ) -> MergeReport:
     """Save the weighted mean of several checkpoints as a checkpoint at `target`.
 
-    Tensors of floating point are averaged in float32, or in float64 if the first source has them so, and have the dtype
-    of the first source. All other entries must be the same in all sources: integers, Python objects, and the parts of
-    quantized tensors. Tensors are streamed in at most ``options.read_bytes`` of memory for all sources. Every byte that
-    is read is checked. The cut into shards makes no difference.
+    Float tensors of 16 bits or more are averaged in float32, or in float64 if the first source has them so, and have
+    the dtype of the first source. All other entries must be the same in all sources: integers, Python objects, floats
+    of 8 bits, which need their scales, and the parts of quantized tensors. Tensors are streamed in at most
+    ``options.read_bytes`` of memory for all sources. Every byte that is read is checked. The cut into shards makes no
+    difference.
 
     Args:
         sources: URIs of checkpoints, or of safetensors files as for `load`. They have the same entries and shapes.
@@ -70,13 +84,15 @@ def merge(
         Counts and sizes of the merge.
 
     Raises:
-        InvalidOptionError: There are fewer than two sources, the weights do not fit them, or `include` fits no entry.
+        InvalidOptionError: There are fewer than two sources, the weights do not fit them, or a pattern of `include` or
+            `from_first` fits no entry.
         UnsupportedValueError: The sources differ in their entries, in a shape, or in an entry that is no float tensor,
             or a mean does not fit the dtype. The message names the entries. Nothing is committed.
         CheckpointNotFoundError: No checkpoint exists at a source.
         CorruptCheckpointError: A source is damaged.
         CheckpointChangedError: A source was replaced during the merge.
         CheckpointExistsError: A checkpoint exists at `target`.
+        InvalidURIError: `target` would be a step of the run whose steps are merged.
 
     Example::
 
@@ -100,14 +116,19 @@ def merge(
     readers = [open_reader(source, options or Options()) for source in sources]
     for reader in readers:
         check_apart(reader.context, conversion.target)
+    _refuse_step_of_run(conversion.target.location, [reader.context.location for reader in readers])
     first = readers[0].manifest
     names = [*conversion.selection.choose_names([*first.tensors, *first.values])]
     exempt = parse_patterns(from_first)
+    in_any = dict.fromkeys(name for reader in readers for name in [*reader.manifest.tensors, *reader.manifest.values])
+    require_matches("from_first", exempt, list(in_any), uri=" and ".join(reader.context.uri for reader in readers))
     shared = [name for name in names if not matches(name, exempt)]
     averaged = _choose_averaged(first, shared)
     _check_alike(
         readers,
+        names,
         averaged,
+        exempt,
         takes=lambda name: conversion.selection.takes(name) and name not in averaged and not matches(name, exempt),
     )
     values = _read_values(readers[0], [name for name in names if name in first.values])
@@ -127,55 +148,113 @@ def merge(
     return report
 
 
+def _refuse_step_of_run(target: Location, sources: Iterable[Location]) -> None:
+    """Refuse a target that a restore of the run whose steps are merged would take for the newest step."""
+    runs = {source.parent for source in sources if STEP_FOLDER.fullmatch(source.name)}
+    if STEP_FOLDER.fullmatch(target.name) and target.parent in runs:
+        raise InvalidURIError(
+            f"{target.uri} would be the newest step of the run whose steps are merged, and its next restore would take "
+            f"the mean. Choose a place outside the run, such as {target.parent.uri}-mean/{target.name}"
+        )
+
+
 def _normalize(weights: Sequence[float] | None, num_sources: int) -> tuple[float, ...]:
     if weights is None:
         return (1 / num_sources,) * num_sources
-    numbers = list(weights)
+    numbers = list(weights) if isinstance(weights, Iterable) else [weights]
     if len(numbers) != num_sources:
         raise InvalidOptionError(f"there are {num_sources} checkpoints to merge, and {len(numbers)} weights: {weights}")
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers) or not sum(numbers):
+    is_finite = all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers)
+    if not is_finite or abs(sum(numbers)) <= _ZERO * sum(map(abs, numbers)):
         raise InvalidOptionError(f"weights must be finite numbers, and their sum not 0, not {weights!r}")
     total = math.fsum(numbers)
     return tuple(float(number) / total for number in numbers)
 
 
 def _choose_averaged(first: Manifest, names: Iterable[str]) -> frozenset[str]:
-    """Return the names of the tensors to average: those of floating point that stand for themselves."""
+    """Return the names of the tensors to average: floats of 16 bits or more that are no part of a wrapper."""
     parts = {f"{name}.{part}" for name, wrapper in first.wrappers.items() for part in wrapper.tensors}
     return frozenset(
         name
         for name in names
-        if name in first.tensors and name not in parts and dtype_of(first.tensors[name].dtype).is_floating_point
+        if name in first.tensors and name not in parts and first.tensors[name].dtype in WIDE_FLOATS
     )
 
 
-def _check_alike(readers: Sequence[Reader], averaged: frozenset[str], *, takes: Callable[[str], bool]) -> None:
-    """Raise `UnsupportedValueError`, which names all entries that the sources cannot be merged in.
+def _check_alike(
+    readers: Sequence[Reader],
+    names: Collection[str],
+    averaged: frozenset[str],
+    exempt: Sequence[str],
+    *,
+    takes: Callable[[str], bool],
+) -> None:
+    """Raise `UnsupportedValueError`, which names all entries of `names` that the sources cannot be merged in.
 
     `takes` returns True for the names of the entries that must be the same.
     """
     first = readers[0]
+    kinds: dict[str, str] = {}
+    uris: dict[str, None] = {}
     for reader in readers[1:]:
-        problems = [
-            f"{difference.name!r} ({difference.kind})"
-            for difference in compare_readers([first, reader], only=takes).differences
-        ]
+        problems: dict[str, str] = {
+            difference.name: difference.kind for difference in compare_readers([first, reader], only=takes).differences
+        }
         for name in sorted(averaged):
-            tensor, own = reader.manifest.tensors.get(name), first.manifest.tensors[name]
+            tensor, first_tensor = reader.manifest.tensors.get(name), first.manifest.tensors[name]
             if tensor is None:
-                problems.append(f"{name!r} (removed)")
-            elif tensor.shape != own.shape:
-                problems.append(f"{name!r} (shape: {list(own.shape)} and {list(tensor.shape)})")
-            elif not dtype_of(tensor.dtype).is_floating_point:
-                problems.append(f"{name!r} (dtype: {own.dtype} and {tensor.dtype})")
-        if problems:
-            raise UnsupportedValueError(
-                f"{reader.context.uri} cannot be merged with {first.context.uri}, because they differ in "
-                f"{quote_names(problems)}. Only float tensors of one shape are averaged, and all else must be the "
-                "same. Choose what to merge with include, such as include='model', or take such entries from the first "
-                "one with from_first",
-                uri=reader.context.uri,
-            )
+                problems[name] = "removed"
+            elif tensor.shape != first_tensor.shape:
+                problems[name] = f"shape: {list(first_tensor.shape)} and {list(tensor.shape)}"
+            elif tensor.dtype not in WIDE_FLOATS:
+                problems[name] = f"dtype: {first_tensor.dtype} and {tensor.dtype}"
+        kinds = problems | kinds
+        uris |= dict.fromkeys([reader.context.uri] if problems else [])
+    if kinds:
+        texts = [f"{name!r} ({kind})" for name, kind in kinds.items()]
+        raise UnsupportedValueError(
+            f"{' and '.join(uris)} cannot be merged with {first.context.uri}, because they differ in "
+            f"{join_first(texts, _MAX_SHOWN, separator=', ')}. Only float tensors of one shape and at least 16 "
+            "bits are averaged, and all else must be the same",
+            uri=next(iter(uris)),
+            hint=_advise(
+                names, kinds, averaged, exempt, among=[*first.manifest.tensors, *first.manifest.values, *kinds]
+            ),
+        )
+
+
+def _advise(
+    names: Collection[str],
+    different: Collection[str],
+    averaged: frozenset[str],
+    exempt: Sequence[str],
+    *,
+    among: Sequence[str],
+) -> Hint | None:
+    """Return the advice to leave out what is `different` of the chosen `names`, or to take it from the first source.
+
+    Returns None if nothing that can be averaged is alike.
+    """
+    alike = common_prefixes([name for name in names if name not in different], among)
+    means = [prefix for prefix in alike if any(is_below(name, prefix) for name in averaged)]
+    if not means:  # they are of different models
+        return None
+    of_model = [prefix for prefix in means if is_below(prefix, "model")]
+    from_first = Hint(
+        advice="{option} to take it from the first one",
+        option="from_first",
+        value=_code_of([*exempt, *common_prefixes(different, among)]),
+    )
+    return Hint(
+        advice="To merge the rest alone, {option}",
+        option="include",
+        value=_code_of(of_model or means),
+        other=from_first,
+    )
+
+
+def _code_of(names: Sequence[str]) -> str:
+    return "…" if not 0 < len(names) <= _MAX_SHOWN else repr(names[0] if len(names) == 1 else [*names])
 
 
 def _read_values(reader: Reader, names: Sequence[str]) -> dict[str, bytes]:
@@ -192,23 +271,24 @@ class _Mean:
     ) -> None:
         self.readers = readers
         self.values = values
+        self.averaged = averaged
+        self._scratch = Arena(budget_bytes=_SCRATCH_SHARES * (readers[0].context.options.read_bytes // _BUDGET_SHARE))
         self._weighted = [(reader, weight) for reader, weight in zip(readers, weights, strict=True) if weight]
-        self._averaged = averaged
 
     @property
     def first(self) -> Manifest:
-        """The manifest of the first source, which says what the merged checkpoint consists of."""
+        """The manifest of the first source, whose entries the merged checkpoint has."""
         return self.readers[0].manifest
 
     def read_bytes(self, wanted: Sequence[TensorBytes]) -> None:
         """Fill all buffers."""
-        for piece in wanted:
-            if (content := self.values.get(piece.name)) is not None:
-                bytes_view(piece.buffer)[:] = content[piece.begin : piece.end]
-            elif piece.name in self._averaged:
-                self._average(piece)
+        for tensor_bytes in wanted:
+            if (content := self.values.get(tensor_bytes.name)) is not None:
+                bytes_view(tensor_bytes.buffer)[:] = content[tensor_bytes.begin : tensor_bytes.end]
+            elif tensor_bytes.name in self.averaged:
+                self._average(tensor_bytes)
             else:
-                self.readers[0].read_bytes([piece])
+                self.readers[0].read_bytes([tensor_bytes])
 
     def stop(self) -> None:
         """Let the reads in flight end soon."""
@@ -219,19 +299,23 @@ class _Mean:
         dtype = dtype_of(self.first.tensors[piece.name].dtype)
         begin, end = piece.begin // dtype.itemsize, piece.end // dtype.itemsize
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        total = torch.zeros(end - begin, dtype=wide, device="cpu")
-        is_finite = True
-        for reader, weight in self._weighted:
-            source_dtype = dtype_of(reader.manifest.tensors[piece.name].dtype)
-            buffer = torch.empty((end - begin) * source_dtype.itemsize, dtype=torch.uint8, device="cpu")
-            source_begin, source_end = begin * source_dtype.itemsize, end * source_dtype.itemsize
-            reader.read_bytes([TensorBytes(name=piece.name, begin=source_begin, end=source_end, buffer=buffer)])
-            block = buffer.view(source_dtype).to(wide)
-            is_finite = is_finite and bool(block.isfinite().all())
-            total.add_(block, alpha=weight)
+        dtypes = [dtype_of(reader.manifest.tensors[piece.name].dtype) for reader, _ in self._weighted]
+        num_slots = -(-(end - begin) // _SLOT_ELEMENTS) * _SLOT_ELEMENTS
+        sum_bytes = num_slots * wide.itemsize
         mean = piece.buffer.view(dtype)
-        mean.copy_(total)
-        if is_finite and not mean.to(wide).isfinite().all():
+        is_finite = True
+        with self._scratch.lend(sum_bytes + num_slots * max(each.itemsize for each in dtypes)) as scratch:
+            total = scratch[: (end - begin) * wide.itemsize].view(wide).zero_()
+            for (reader, weight), source_dtype in zip(self._weighted, dtypes, strict=True):
+                source_begin, source_end = begin * source_dtype.itemsize, end * source_dtype.itemsize
+                buffer = scratch[sum_bytes : sum_bytes + source_end - source_begin]
+                reader.read_bytes([TensorBytes(name=piece.name, begin=source_begin, end=source_end, buffer=buffer)])
+                source = buffer.view(source_dtype)
+                is_finite = is_finite and _is_finite(source)
+                for part, values in zip(total.split(_SLICE_ELEMENTS), source.split(_SLICE_ELEMENTS), strict=True):
+                    part.add_(values.to(wide), alpha=weight)
+            mean.copy_(total)
+        if is_finite and not _is_finite(mean):
             raise UnsupportedValueError(
                 f"the mean of {piece.name!r} does not fit its dtype, {dtype}. Choose other weights, or make the first "
                 "checkpoint one that has it in a wider dtype",
@@ -239,17 +323,22 @@ class _Mean:
             )
 
 
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return True if no element is infinite or NaN. It takes a tenth of the time of `torch.isfinite`."""
+    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))
+
+
 def _save(mean: _Mean, conversion: Conversion, names: Sequence[str]) -> int:
     """Write and commit the merged checkpoint. Returns the size of its objects."""
     first = mean.first
-    names_of: defaultdict[Any, list[str]] = defaultdict(list)  # tensors that share their bytes in all sources
+    tied_names: defaultdict[Any, list[str]] = defaultdict(list)  # of tensors that share their bytes
     for name in names:
-        names_of[_bytes_of(mean.readers, name)].append(name)
+        tied_names[_storage_key(mean, name)].append(name)
     shapes = {
-        tied[0]: ("uint8", (len(mean.values[tied[0]]),))
-        if tied[0] in mean.values
-        else (first.tensors[tied[0]].dtype, first.tensors[tied[0]].shape)
-        for tied in names_of.values()
+        name: ("uint8", (len(mean.values[name]),))
+        if name in mean.values
+        else (first.tensors[name].dtype, first.tensors[name].shape)
+        for name, *_ in tied_names.values()
     }
 
     def check_unchanged() -> None:
@@ -265,7 +354,7 @@ def _save(mean: _Mean, conversion: Conversion, names: Sequence[str]) -> int:
         stop_reading=mean.stop,
         check_unchanged=check_unchanged,
     )
-    tensors, values = _place(mean, files, list(names_of.values()))
+    tensors, values = _locate_entries(mean, files, list(tied_names.values()))
     draft.commit(
         Content(
             objects=[receipts],
@@ -277,18 +366,19 @@ def _save(mean: _Mean, conversion: Conversion, names: Sequence[str]) -> int:
     return sum(receipt.size_bytes for receipt in receipts)
 
 
-def _bytes_of(readers: Sequence[Reader], name: str) -> Any:
-    """Return what is equal for two names only if they share their bytes in each source."""
-    if name in readers[0].manifest.values:
+def _storage_key(mean: _Mean, name: str) -> Any:
+    """Return a key that two names have in common only if they share their bytes in each source read for them."""
+    if name in mean.first.values:
         return name
+    readers = mean.readers if name in mean.averaged else mean.readers[:1]
     stored = [reader.manifest.tensors[name] for reader in readers]
     return tuple((tensor.dtype, tensor.shape, tuple(tensor.chunks)) for tensor in stored)
 
 
-def _place(
+def _locate_entries(
     mean: _Mean, files: Sequence[TensorFile], tied_names: Sequence[Sequence[str]]
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredValue]]:
-    """Return where each entry is stored."""
+    """Return the stored tensors and values of the merged checkpoint, with their locations in `files`."""
     first = mean.first
     names_of = {tied[0]: tied for tied in tied_names}
     tensors: dict[str, StoredTensor] = {}
@@ -315,10 +405,10 @@ def _nesting_of(first: Manifest, names: frozenset[str]) -> Nesting | None:
     """Return the nesting of the first source, without that of entries that are left out."""
     nesting = nesting_of(first)
     if nesting is not None and names != first.tensors.keys() | first.values.keys():
-        kept = [nesting.typed.get(name, path) for name, path in nesting.items() if name in names]
+        paths = [nesting.typed.get(name, path) for name, path in nesting.items() if name in names]
         nesting.empty = []
         nesting.tuples = {
-            path: kind for path, kind in nesting.tuples.items() if any(one[: len(path)] == path for one in kept)
+            path: kind for path, kind in nesting.tuples.items() if any(entry[: len(path)] == path for entry in paths)
         }
         nesting.wrappers = {
             name: wrapper

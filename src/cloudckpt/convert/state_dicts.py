@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from typing import Any
 from cloudckpt.api import load
 from cloudckpt.dcp.load_planner import WholePlanner
 from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.renaming import common_prefixes
 from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, did_you_mean, find_near_entry, quote_names
 from cloudckpt.format.nesting import flatten
 from cloudckpt.inspect.description import matches
 from cloudckpt.options import Options
+from cloudckpt.report import LoadReport
 from cloudckpt.tensors.tensor_bytes import training_mode
 from cloudckpt.uri import Location, parse_location
+
+_log = logging.getLogger("cloudckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class Selection:
     strip_prefix: str = ""
     add_prefix: str = ""
     leaves_out: Callable[[str], object] | None = None
-    """Called with the first part of a name. Returns a true value if the entry is not to be taken."""
+    """Takes the first part of a name, and returns a true value if the entry is left out."""
 
     def __post_init__(self) -> None:
         if self.add_prefix and "" in self.add_prefix.removesuffix(".").split("."):
@@ -41,13 +46,7 @@ class Selection:
         entries would have one name.
         """
         known = list(fqns)
-        for pattern in self.include:
-            if not any(matches(fqn, [pattern]) for fqn in known):
-                near = find_near_entry(pattern.rstrip("*").rstrip("."), known)
-                raise InvalidOptionError(
-                    f"no entry of {self.uri} matches include={pattern!r}{did_you_mean(near)}. It has "
-                    f"{quote_names(sorted(known))}"
-                )
+        require_matches("include", self.include, known, uri=self.uri)
         selected = [fqn for fqn in known if self.takes(fqn)]
         stripped, added = _with_dot(self.strip_prefix), _with_dot(self.add_prefix)
         if stripped and not any(fqn.startswith(stripped) for fqn in selected):
@@ -55,6 +54,14 @@ class Selection:
             raise InvalidOptionError(
                 f"no entry that is taken of {self.uri} has a name with the prefix {stripped!r}{did_you_mean(near)}. "
                 f"The names are {quote_names(sorted(selected))}"
+            )
+        if stripped and (unfit := [fqn for fqn in selected if not fqn.startswith(stripped)]):
+            _log.warning(
+                "the prefix %r does not fit %s of %s, which keep their names. To leave them out, include %r alone",
+                stripped.rstrip("."),
+                quote_names(common_prefixes(unfit, selected)),
+                self.uri,
+                stripped.rstrip("."),
             )
         names: dict[str, str] = {}
         old_names: dict[str, str] = {}
@@ -92,6 +99,17 @@ def _with_dot(prefix: str) -> str:
     return f"{prefix.rstrip('.')}." if prefix else ""
 
 
+def require_matches(option: str, patterns: Iterable[str], known: Sequence[str], *, uri: str) -> None:
+    """Raise `InvalidOptionError` for a pattern that fits none of the `known` entries."""
+    for pattern in patterns:
+        if not any(matches(fqn, [pattern]) for fqn in known):
+            near = find_near_entry(pattern.rstrip("*").rstrip("."), known)
+            raise InvalidOptionError(
+                f"no entry of {uri} matches {option}={pattern!r}{did_you_mean(near)}. It has "
+                f"{quote_names(sorted(known))}"
+            )
+
+
 def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:
     """Return one or several patterns as a tuple."""
     patterns = (include,) if isinstance(include, str) else tuple(include)
@@ -101,16 +119,18 @@ def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:
 
 
 @training_mode()
-def load_whole(source: Location, options: Options, selection: Selection, *, allow_pickle: bool) -> dict[str, Any]:
-    """Load the state dict saved at `source`: nested as it was, or flat if names are changed.
+def load_whole(
+    source: Location, options: Options, selection: Selection, *, allow_pickle: bool
+) -> tuple[dict[str, Any], LoadReport]:
+    """Load the state dict saved at `source`: nested as it was, or flat if names are changed. Also return the report.
 
     Raises what `load` raises.
     """
     included = dataclasses.replace(selection, strip_prefix="", add_prefix="")
     planner = WholePlanner(included.choose_names, included.takes, uri=selection.uri)
     reader = ObjectStoreReader(source.uri, options=options, allow_pickle=allow_pickle, _is_part=True, _via="")
-    load({}, storage_reader=reader, planner=planner, no_dist=True)
-    return dataclasses.replace(selection, include=(), leaves_out=None).rename_entries(planner.nest())
+    report = load({}, storage_reader=reader, planner=planner, no_dist=True)
+    return dataclasses.replace(selection, include=(), leaves_out=None).rename_entries(planner.nest()), report
 
 
 def flatten_entries(state_dict: Mapping[str, Any], *, uri: str, takes_apart: bool = True) -> dict[str, Any]:
@@ -155,4 +175,4 @@ def read(
     """
     location = parse_location(uri)
     selection = Selection(uri=location.uri, include=parse_patterns(include))
-    return load_whole(location, options or Options(), selection, allow_pickle=allow_pickle)
+    return load_whole(location, options or Options(), selection, allow_pickle=allow_pickle)[0]

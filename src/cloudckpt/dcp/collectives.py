@@ -15,7 +15,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.rendezvous import Rendezvous, c10d
 from cloudckpt.errors import RankLostError, name_ranks
 from cloudckpt.telemetry.timeline import records_waits
+
+if TYPE_CHECKING:
+    from cloudckpt.pipeline.shared_reads import MemoryTransfer
 
 Purpose: TypeAlias = Literal["foreground", "background", "asking"]
 """The purposes of calls. Calls with different purposes may run at once, so each purpose has its own connections."""
@@ -151,6 +154,22 @@ class CollectiveCall(DistWrapper):
             return received
 
         return _unpickle(self._run_collective(scatter))
+
+    @records_waits
+    def exchange(self, sends: Sequence[MemoryTransfer], receives: Sequence[MemoryTransfer]) -> None:
+        """Send and receive memory. All ranks call this directly after another collective, so that none is missing."""
+        limit = dt.timedelta(seconds=min(self._rendezvous.timeout_s, _MAX_COLLECTIVE_S))
+
+        def exchange() -> None:
+            try:
+                works = [self._gloo.recv([memory], rank, tag) for rank, tag, memory in receives]
+                works += [self._gloo.send([memory], rank, tag) for rank, tag, memory in sends]
+                for work in works:
+                    work.wait(limit)
+            except RuntimeError as error:
+                raise self._rendezvous.explain(error) from None
+
+        _run_to_end(exchange, self._rendezvous.fail)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

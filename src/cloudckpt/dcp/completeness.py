@@ -1,8 +1,8 @@
 """Find loads that would leave saved entries behind, and fill ``Stateful`` objects that do not ask for all of theirs.
 
 An object that fills its state lazily, such as a sampler or a tracker of metrics, asks for nothing while it is fresh.
-A load gives it its saved entries all the same, except for those that another rank asks for: a stage of a pipeline must
-not get the state of the other stages.
+A load gives it the entries that were saved of it all the same. Entries that another rank asks for are left out: a stage
+of a pipeline must not get the state of the other stages.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ def check_completeness(
 
     """
     if whole is not None and not whole and not any(_GROUPS in name for name in saved):
-        return  # nothing can be left behind, and plans of many ranks take long to go through
+        return  # nothing can be left behind, and the plans of many ranks would take long to read
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
-    if left := _find_left(saved, asked, whole):
-        is_sharded = len(plans) > 1 and any(len(getattr(saved[name], "chunks", ())) > 1 for name in left)
+    if unasked := _find_unasked(saved, asked, whole):
+        is_sharded = len(plans) > 1 and any(len(getattr(saved[name], "chunks", ())) > 1 for name in unasked)
         hint = ". In the place of a tensor of which several ranks hold parts, hold a tensor of its layout"
-        of_live = [name for name in left if "." not in name and any(each.startswith("model.") for each in asked)]
-        advice = advise_extra(of_live).replace("{", "{{").replace("}", "}}")  # the hint is a format
+        outside = [name for name in unasked if "." not in name and any(name.startswith("model.") for name in asked)]
+        advice = advise_extra(outside).replace("{", "{{").replace("}", "}}")  # the hint is a format
         raise _make_error(
-            f"the load leaves behind a part of {uri}: {_summarize(left, saved)}",
+            f"the load leaves behind a part of {uri}: {_summarize(unasked, saved)}",
             "Ask for all that was saved (restore takes the objects that save was given), or {option}"
             f"{advice}{hint if is_sharded else ''}",
             uri=uri,
         )
     for prefix in _prefixes_of_groups(asked):
-        if left := _find_left_state(saved, asked, f"{prefix}state."):
+        if unasked := _find_unasked_state(saved, asked, f"{prefix}state."):
             raise _make_error(
-                f"the load asks for {prefix}param_groups of an optimizer in {uri}, but not for {len(left)} entries of "
-                f"its state: {quote_names(left)}. The optimizer goes on without them",
+                f"the load asks for {prefix}param_groups of an optimizer in {uri}, but not for {len(unasked)} entries "
+                f"of its state: {quote_names(unasked)}. The optimizer continues without them",
                 "One that has not taken a step has no state in its state_dict(). Pass the objects instead, as in "
                 "cloudckpt.load(uri, model=model, optimizer=optimizer), or {option} to leave its state behind",
                 uri=uri,
@@ -82,15 +82,15 @@ def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str
     torch's ``load`` gives a fresh ``Stateful`` nothing, and reports success.
     """
     empty = dict.fromkeys(name for plan in plans for name in plan.planner_data or ())
-    left = {
+    unasked = {
         name: below
         for name in empty
         if (below := [saved_name for saved_name in saved if saved_name.startswith(f"{name}.")])
     }
-    if not left:
+    if not unasked:
         return
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
-    for name, below in left.items():
+    for name, below in unasked.items():
         if asked.isdisjoint(below):
             raise _make_error(
                 f"{uri} holds {quote_names(below)}, and {name!r} is empty in the state dict, so that it asks for none "
@@ -103,9 +103,9 @@ def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str
 
 def check_hidden(names: Collection[str], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if the dict of `rename` hides entries from a load that must take all."""
-    if left := [name for name in names if not name.startswith("random_state.")]:
+    if unasked := [name for name in names if not name.startswith("random_state.")]:
         raise _make_error(
-            f"rename hides a part of {uri} from the load, and strict=True asks for all: {quote_names(left)}",
+            f"rename hides a part of {uri} from the load, and strict=True asks for all: {quote_names(unasked)}",
             "Give them other names, too, or {option}",
             uri=uri,
         )
@@ -126,7 +126,7 @@ def check_used(plans: Sequence[LoadPlan], renaming: Renaming, *, lacking: Collec
         raise StateDictMismatchError(text, uri=uri)
 
 
-def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+def find_unasked_entries(plans: Sequence[LoadPlan], saved: Mapping[str, Any], keys: Collection[str]) -> list[str]:
     """Return the saved entries of the objects under the top-level `keys` that no rank asks for.
 
     The ``state`` of an optimizer is left out, because `check_completeness` refuses a load that leaves it behind.
@@ -139,12 +139,12 @@ def find_left_of_objects(plans: Sequence[LoadPlan], saved: Mapping[str, Any], ke
         names = [name for name in names if name not in asked]
         if not names:
             return []
-    of_any_rank = {_RANK.sub(".rank", name) for name in asked}
+    rankless = {_RANK.sub(".rank", name) for name in asked}
     states = tuple(f"{prefix}state." for prefix in _prefixes_of_groups(asked))
     return [
         name
         for name in names
-        if not name.startswith(states) and _RANK.sub(".rank", name) not in of_any_rank and _has_elements(saved[name])
+        if not name.startswith(states) and _RANK.sub(".rank", name) not in rankless and _has_elements(saved[name])
     ]
 
 
@@ -156,36 +156,36 @@ def _fqns_of(plan: LoadPlan) -> Iterable[str]:
     items = plan.items
     if isinstance(items, LoadItems):
         yield from items.fqns
-        items = items.rest
+        items = items.others
     for item in items:
         yield item.storage_index.fqn
 
 
-def _find_left(saved: Mapping[str, Any], asked: set[str], whole: Collection[str] | None) -> list[str]:
+def _find_unasked(saved: Mapping[str, Any], asked: set[str], whole: Collection[str] | None) -> list[str]:
     if whole is not None and not whole:
         return []
-    of_any_rank = {_RANK.sub(".rank", name) for name in asked}
+    rankless = {_RANK.sub(".rank", name) for name in asked}
     return [
         name
         for name in saved
         if name not in asked
         and (whole is None or _top_of(name) in whole)
-        and _RANK.sub(".rank", name) not in of_any_rank
+        and _RANK.sub(".rank", name) not in rankless
         and not name.startswith("random_state.")
         and _has_elements(saved[name])
     ]
 
 
-def _find_left_state(saved: Mapping[str, Any], asked: set[str], state: str) -> list[str]:
-    left = [name for name in saved if name.startswith(state) and name not in asked and _has_elements(saved[name])]
-    if not left:
+def _find_unasked_state(saved: Mapping[str, Any], asked: set[str], state: str) -> list[str]:
+    unasked = [name for name in saved if name.startswith(state) and name not in asked and _has_elements(saved[name])]
+    if not unasked:
         return []
     of_asked_state = {_param_of(name, state) for name in asked if name.startswith(state)}
     # "model.up.weight" may ask for the parameter "up.weight", or for "weight".
     params = {name[position:] for name in asked if not name.startswith(state) for position in _begins_of_parts(name)}
-    if params.isdisjoint(of_asked_state | {_param_of(name, state) for name in left}):
-        return left  # the optimizer is loaded apart from its model
-    return [name for name in left if _param_of(name, state) in params | of_asked_state]
+    if params.isdisjoint(of_asked_state | {_param_of(name, state) for name in unasked}):
+        return unasked  # the optimizer is loaded apart from its model
+    return [name for name in unasked if _param_of(name, state) in params | of_asked_state]
 
 
 def _param_of(name: str, state: str) -> str:
@@ -196,12 +196,12 @@ def _begins_of_parts(name: str) -> list[int]:
     return [0, *(position + 1 for position, letter in enumerate(name) if letter == ".")]
 
 
-def _summarize(left: list[str], saved: Mapping[str, Any]) -> str:
+def _summarize(unasked: list[str], saved: Mapping[str, Any]) -> str:
     """Name the top-level keys of which nothing is asked for, and single entries of the others."""
     num_saved = Counter(_top_of(name) for name in saved)
-    num_left = Counter(_top_of(name) for name in left)
+    num_left = Counter(_top_of(name) for name in unasked)
     whole = [f"{top} ({number} entries)" for top, number in num_left.items() if number == num_saved[top] > 1]
-    single = [name for name in left if not (num_left[_top_of(name)] == num_saved[_top_of(name)] > 1)]
+    single = [name for name in unasked if not (num_left[_top_of(name)] == num_saved[_top_of(name)] > 1)]
     return ", ".join([*whole, *([quote_names(single)] if single else [])])
 
 
@@ -215,11 +215,11 @@ def _has_elements(entry: Any) -> bool:
 
 
 class _Placeholder(dict[Any, Any]):
-    """An empty dict of `add_placeholders`, with the value that it replaces."""
+    """The empty dict that `add_placeholders` puts in place of `value`."""
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__()
-        self.held = held
+        self.value = value
 
 
 def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
@@ -231,10 +231,11 @@ def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
     if isinstance(state, (Mapping, list)) and state:
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
         changed = {
-            key: made for key, value in pairs if (made := add_placeholders(value, f"{name}.{key}", saved)) is not value
+            key: new for key, value in pairs if (new := add_placeholders(value, f"{name}.{key}", saved)) is not value
         }
         return _replace(state, changed)
-    if (state is None or (isinstance(state, (list, tuple)) and not state)) and not _is_value(saved.get(name)):
+    is_empty = state is None or (isinstance(state, (list, tuple)) and not state)
+    if is_empty and not isinstance(saved.get(name), BytesStorageMetadata):
         below = f"{name}."
         if name in saved or any(other.startswith(below) for other in saved):
             return _Placeholder(state)
@@ -244,49 +245,47 @@ def add_placeholders(state: Any, name: str, saved: Mapping[str, Any]) -> Any:
 def restore_placeholders(state: Any) -> Any:
     """Return `state` with the object's own value in place of each placeholder that is still empty."""
     if isinstance(state, _Placeholder):
-        return state.held
+        return state.value
     if isinstance(state, (Mapping, list)):
         pairs = state.items() if isinstance(state, Mapping) else enumerate(state)
-        return _replace(
-            state, {key: made for key, value in pairs if (made := restore_placeholders(value)) is not value}
-        )
+        return _replace(state, {key: new for key, value in pairs if (new := restore_placeholders(value)) is not value})
     return state
 
 
 def fill_placeholders(
     entries: dict[str, Any],
     objects: Mapping[str, Any],
-    left: Collection[str],
+    unasked: Collection[str],
     metadata: Metadata,
     *,
     is_strict: bool,
     num_ranks: int,
 ) -> None:
-    """Add the saved entries `left`, which no rank asks for, to `entries`, the states of `objects`.
+    """Add the saved entries `unasked`, which no rank asks for, to `entries`, the states of `objects`.
 
     Without strictness, a state that asks for some entries gets no others. A module cannot take more entries.
     """
-    saved = {name: metadata.state_dict_metadata[name] for name in left}
+    saved = {name: metadata.state_dict_metadata[name] for name in unasked}
     extra = nest_metadata(dataclasses.replace(metadata, state_dict_metadata=saved), num_ranks=num_ranks)
-    for key, held in objects.items():
-        if key in extra and not isinstance(held, nn.Module):
+    for key, value in objects.items():
+        if key in extra and not isinstance(value, nn.Module):
             entries[key] = _add(entries[key], extra[key], is_strict=is_strict)
 
 
 def refuse_unloaded(names: Iterable[str], objects: Mapping[str, Any], *, is_strict: bool, rank: int, uri: str) -> None:
     """Raise `StateDictMismatchError`, or warn, if saved entries of `objects` are not loaded."""
-    kinds = {key: type(held).__name__ for key, held in objects.items()}
-    left = {name: key for name in names for key in kinds if name.startswith(f"{key}.")}
-    if left and is_strict:
+    kinds = {key: type(value).__name__ for key, value in objects.items()}
+    unasked = {name: key for name in names for key in kinds if name.startswith(f"{key}.")}
+    if unasked and is_strict:
         raise StateDictMismatchError(
-            f"the load leaves behind {quote_names([*left])} of {uri}: the state_dict() of "
-            f"{', '.join(sorted({kinds[key] for key in left.values()}))} does not ask for it, and it cannot be added, "
-            "since it is sharded, in a tuple or for a module. Let state_dict() ask for all that was saved, or pass "
-            "strict=False to leave it behind",
+            f"the load leaves behind {quote_names([*unasked])} of {uri}: the state_dict() of "
+            f"{', '.join(sorted({kinds[key] for key in unasked.values()}))} does not ask for it, and it cannot be "
+            "added, since it is sharded, in a tuple or for a module. Let state_dict() ask for all that was saved, or "
+            "pass strict=False to leave it behind",
             uri=uri,
         )
-    if left and rank == 0:  # one rank says it for all
-        _log.warning("%s holds %s, for which the objects do not ask: it stays behind", uri, quote_names([*left]))
+    if unasked and rank == 0:  # one rank warns for all
+        _log.warning("%s holds %s, for which the objects do not ask: it stays behind", uri, quote_names([*unasked]))
 
 
 def _add(state: Any, extra: Any, *, is_strict: bool) -> Any:
@@ -316,7 +315,3 @@ def _replace(state: Any, changed: Mapping[Any, Any]) -> Any:
     for key, value in changed.items():
         copied[key] = value
     return copied
-
-
-def _is_value(entry: object) -> bool:
-    return isinstance(entry, BytesStorageMetadata)

@@ -62,7 +62,7 @@ def enable(
 
     """
     disable()
-    chosen = options or Options()
+    own_options = options or Options()
     storage_utils = _torch_compat.find("torch.distributed.checkpoint", "_storage_utils")
     original = getattr(storage_utils, "_storage_setup", None)
     if original is None:
@@ -71,14 +71,14 @@ def enable(
             "cloudckpt.save and cloudckpt.load, or pass a storage_writer or storage_reader"
         )
 
-    new_writer = functools.partial(ObjectStoreWriter, options=chosen, overwrite=overwrite, _via="enable")
+    new_writer = functools.partial(ObjectStoreWriter, options=own_options, overwrite=overwrite, _via="enable")
 
     @functools.wraps(original)
     def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # torch's signature
-        if storage is None and _is_cloudckpt_uri(checkpoint_id, options=chosen):
+        if storage is None and _is_cloudckpt_uri(checkpoint_id, options=own_options):
             if reader:
                 return ObjectStoreReader(
-                    checkpoint_id, options=chosen, allow_pickle=allow_pickle, strict=strict, _via="enable"
+                    checkpoint_id, options=own_options, allow_pickle=allow_pickle, strict=strict, _via="enable"
                 )
             return new_writer(checkpoint_id)
         return original(storage, checkpoint_id, reader)
@@ -89,13 +89,13 @@ def enable(
     _plan_by_default(state_dict_saver, "_save_state_dict", "storage_writer", _save_planner_for)
     _plan_by_default(state_dict_loader, "_load_state_dict", "storage_reader", _load_planner_for)
 
-    _read_with_fsspec_reader(lambda uri: set_up(None, uri, reader=True), chosen)
+    _read_with_fsspec_reader(lambda uri: set_up(None, uri, reader=True), own_options)
 
     threads = _torch_compat.find(
         "torch.distributed.checkpoint._async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"
     )
     if threads is not None:
-        _warn_of_shared_group(threads, lambda location: _is_cloudckpt_uri(location, options=chosen))
+        _warn_of_shared_group(threads, lambda location: _is_cloudckpt_uri(location, options=own_options))
 
     # An async save in another process sets up its storage there, without this patch.
     executor = _torch_compat.find(
@@ -111,10 +111,10 @@ def enable(
         if (
             location is not None
             and kwargs.get("storage_writer") is None
-            and _is_cloudckpt_uri(location, options=chosen)
+            and _is_cloudckpt_uri(location, options=own_options)
         ):
             kwargs["storage_writer"] = new_writer(location)
-            kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner(compare=chosen.compare_replicas)
+            kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner(compare=own_options.compare_replicas)
         return execute(*args, **kwargs)
 
     replace_attribute(_undo, executor, "execute_save", execute_save)
@@ -139,7 +139,7 @@ def replace_attribute(undo: contextlib.ExitStack, owner: Any, name: str, replace
 
 
 def _warn_of_shared_group(executor: Any, is_cloudckpt_uri: Callable[[object], bool]) -> None:
-    """Make torch's background saves in threads warn, once, if they use the connections of training."""
+    """Make torch's background saves in threads warn once if they share a process group with training."""
     execute, warned = executor.execute_save, threading.Event()
 
     @functools.wraps(execute)
@@ -162,7 +162,7 @@ def _warn_of_shared_group(executor: Any, is_cloudckpt_uri: Callable[[object], bo
 
 
 def _is_shared(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> bool:
-    """True for the default group of several ranks, if collectives of training on the CPU and the GPU go over gloo."""
+    """Return True for the default group of several ranks, if training uses it for tensors of the CPU and the GPU."""
     if no_dist or not (dist.is_available() and dist.is_initialized()) or process_group not in (None, dist.group.WORLD):
         return False
     backends = {pair.rpartition(":")[2] for pair in str(dist.get_backend_config()).lower().split(",")}

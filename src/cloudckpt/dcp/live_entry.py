@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from cloudckpt.dcp.renaming import Renaming, advise_extra, is_below, quote_others, suggest_renames
+from cloudckpt.dcp.renaming import Renaming, advise_extra, is_below, offer_renames, suggest_renames
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -43,7 +43,7 @@ MISSING: Any = object()
 
 @dataclasses.dataclass
 class _PartsOfRanks(TensorStorageMetadata):
-    """torch's metadata of a tensor whose parts several ranks hold. Only a tensor of a live object says which."""
+    """torch's metadata of a tensor of which several ranks hold parts. Only a live tensor shows the part of a rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,10 @@ class LoadSource:
     """The names in the checkpoint, if the load renames them."""
     is_strict: bool = True
     """False if an object keeps its values that the checkpoint lacks."""
-    takes_all: bool = False
-    """True if the load must ask for all that was saved."""
+    keys: Collection[str] = ()
+    """The top-level keys of the load."""
+    whole_keys: Collection[str] | None = ()
+    """Top-level keys below which the load must ask for all that was saved. None means all keys."""
     has_optimizer: bool = False
     """True if an optimizer is loaded, too."""
     is_logged: bool = False
@@ -97,7 +99,6 @@ class LoadSource:
             other_way = f", or model={{{old.removeprefix('model.')!r}: …}}"
         elif where == "model." and old == "model" == new.rpartition(".")[0]:
             other_way = ", or the model alone, without a dict: model=…"
-        maps = [{**kept_pairs, **renames} for renames in maps]
         if self.has_optimizer and not is_all and where == "model":
             # It has the state of all models, so that none of them may be renamed beside it.
             olds = [old for renames in maps for old, new in renames.items() if new == "model"]
@@ -105,9 +106,17 @@ class LoadSource:
             if tops:
                 ways = " or ".join(f"model={{{top!r}: …}}, strict=False" for top in tops)
                 return f"If it was saved beside others, pass {ways}"
-        if self.takes_all and not is_all and where == new == "model":
-            other_way = ", and strict=False, which leaves the rest behind"
-        return f"If it was saved under another name, pass rename={maps[0]}{quote_others(maps)}{other_way}"
+        models = {name.partition(".")[0] for name in wanted}
+        offers = offer_renames(
+            [{**kept_pairs, **renames} for renames in maps],
+            saved,
+            wanted,
+            whole_keys=self.whole_keys,
+            keys=[*found_names, *(key for key in self.keys if key not in models)],
+            partial="strict=False" if self.is_strict else "",
+        )
+        strict = ", strict=False" if other_way and "strict=False" in offers else ""
+        return f"If it was saved under another name, {offers}{other_way}{strict}" if offers else ""
 
 
 class LiveEntry:
@@ -150,7 +159,7 @@ class LiveEntry:
         raise NotImplementedError
 
     def find_unused(self, where: str) -> list[str]:
-        """Return the paths in the checkpoint that the object has no use for, such as moments of frozen parameters."""
+        """Return the paths in the checkpoint that the object does not use, such as moments of frozen parameters."""
         return []
 
 
@@ -161,7 +170,7 @@ class OptionalEntry(LiveEntry):
 def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, source: LoadSource, num_ranks: int) -> list[str]:
     """Replace each `LiveEntry` in `entries` by the values that the load of a checkpoint with this `metadata` fills.
 
-    Entries that keep their values are removed. Returns the paths that the objects have no use for.
+    Entries that keep their values are removed. Returns the paths that the objects do not use.
     """
     live = {key: entry for key, entry in entries.items() if isinstance(entry, LiveEntry)}
     if not live:
@@ -215,19 +224,17 @@ def _plan_all(
         is_empty = not any(not isinstance(entries[key], OptionalEntry) for key in saved_by_key)
         has_no_model = not where and any(entries[key].takes_flat_names for key in missing)
         # On all ranks, since it calls state_dict(), which may be collective.
-        renamed = _advise_rename(missing, saved_by_key, entries, where=where, source=source)
-        if missing == ["extra"] and not renamed:
-            values = [key for key in saved if key not in entries and not isinstance(saved[key], Mapping)]
-            renamed = advise_extra(values).removeprefix(". ")
+        renamed = _advise_rename(missing, saved_by_key, entries, saved, where=where, source=source)
         if source.is_strict or is_empty or has_no_model:
             has = quote_names([f"{where}{name}" for name in saved])
-            advice = f"{renamed and f'{renamed}. '}Leave out of the load what it lacks"
+            advice = f"{renamed}. Otherwise leave" if renamed else "Leave"
             keep = ", or pass strict=False to leave it as it is" if source.is_strict else ""
             keys = [f"{where}{key}" for key in entries]
             problem = source.renaming and source.renaming.explain_unasked(
                 {*keys, *(name for name in source.entries if any(is_below(name, key) for key in keys))}, below=where
             )
-            text = f"{problem or f'{source.uri} has no {quote_names(missing)}, only {has}'}. {advice}{keep}"
+            lack = problem or f"{source.uri} has no {quote_names(missing)}, only {has}"
+            text = f"{lack}. {advice} out of the load what it lacks{keep}"
             raise StateDictMismatchError(text, uri=source.uri)
         if source.renaming is not None:
             source.renaming.lacking += missing
@@ -245,10 +252,10 @@ def _overlap_error(error: ValueError, source: LoadSource) -> Exception:
 
     A flat state dict may hold both. Most of them come from `rename`.
     """
-    heads = (
+    prefixes = (
         (name[:position], name) for name in source.entries for position, letter in enumerate(name) if letter == "."
     )
-    pair = next((pair for pair in heads if pair[0] in source.entries), None)
+    pair = next((pair for pair in prefixes if pair[0] in source.entries), None)
     if pair is None:
         return error
     if source.renaming is None:
@@ -265,6 +272,7 @@ def _advise_rename(
     missing: list[str],
     found_names: Collection[str],
     entries: Mapping[str, LiveEntry],
+    saved: Mapping[Any, Any],
     *,
     where: str,
     source: LoadSource,
@@ -274,7 +282,14 @@ def _advise_rename(
     optimizers = [name for name, entry in lacking.items() if name not in states and entry.is_synchronized]
     wanted = flatten(states, uri=source.uri).entries
     found_names = [f"{where}{key}" for key in found_names]
-    return source.advise_rename(wanted, *optimizers, found_names=found_names, where=where if len(entries) == 1 else "")
+    where_of_one = where if len(entries) == 1 else ""
+    renamed = source.advise_rename(wanted, *optimizers, found_names=found_names, where=where_of_one)
+    values = [key for key in saved if key not in entries and not isinstance(saved[key], Mapping)]
+    if missing == ["extra"] and not renamed:
+        return advise_extra(values).removeprefix(". ")
+    if renamed and values and not where and source.renaming is None:
+        renamed += f". To take {quote_names(values)} into extra, add {values[0]!r}: 'extra.{values[0]}' to the map"
+    return renamed
 
 
 def find_synchronized(state_dict: Mapping[str, Any]) -> SynchronizedNames:
@@ -305,8 +320,8 @@ class EntryGroup(LiveEntry):
         return {key: entry.state_at(f"{where}.{key}") for key, entry in self._entries.items()}
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
-        known = saved if isinstance(saved, Mapping) else {}
-        return _plan_all(self._entries, known, where=f"{where}.", source=source)
+        by_key = saved if isinstance(saved, Mapping) else {}
+        return _plan_all(self._entries, by_key, where=f"{where}.", source=source)
 
     def find_unsynchronized(self, where: str) -> list[str]:
         return [name for key, entry in self._entries.items() for name in entry.find_unsynchronized(f"{where}.{key}")]
@@ -332,23 +347,23 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def refuse_class(held: Any, *, where: str) -> None:
+def refuse_class(value: Any, *, where: str) -> None:
     """Raise `InvalidOptionError` for a class in the place of an object."""
-    if isinstance(held, type):
-        raise InvalidOptionError(f"{where!r} is {kind_of(held)}, so it has no state. Pass an object of that class")
+    if isinstance(value, type):
+        raise InvalidOptionError(f"{where!r} is {kind_of(value)}, so it has no state. Pass an object of that class")
 
 
 @contextlib.contextmanager
-def _naming(held: Any, subject: str, consequence: str, *, where: str) -> Iterator[None]:
-    """Name the object and its path in an error of its own code, which may be the user's."""
-    refuse_class(held, where=where)
+def _naming(value: Any, subject: str, consequence: str, *, where: str) -> Iterator[None]:
+    """Add the object's path to an error of its own code, which may be the user's."""
+    refuse_class(value, where=where)
     try:
         yield
     except Exception as error:
-        # These two make a restore take an older step, since they say that this one is absent or damaged. Raised by the
-        # code of an object, they do not say that.
-        is_sign = isinstance(error, (CheckpointNotFoundError, CorruptCheckpointError))
-        if isinstance(error, CloudckptError) and not is_sign:
+        # After these two, a restore takes an older step, because this one is absent or damaged. An object that raises
+        # them itself must not cause that.
+        is_about_step = isinstance(error, (CheckpointNotFoundError, CorruptCheckpointError))
+        if isinstance(error, CloudckptError) and not is_about_step:
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise CloudckptError(
@@ -356,12 +371,12 @@ def _naming(held: Any, subject: str, consequence: str, *, where: str) -> Iterato
         ) from error
 
 
-def ask_state(held: Any, *, where: str) -> Any:
+def ask_state(value: Any, *, where: str) -> Any:
     """Return ``held.state_dict()``. An error in a user's code is raised with the path of the object."""
-    if isinstance(held, LiveEntry):
-        return held.state_at(where)
-    with _naming(held, f"state_dict() of {where!r}", _NOTHING_DONE, where=where):
-        return held.state_dict()
+    if isinstance(value, LiveEntry):
+        return value.state_at(where)
+    with _naming(value, f"state_dict() of {where!r}", _NOTHING_DONE, where=where):
+        return value.state_dict()
 
 
 def load_object(target: Any, state: Any, *, where: str) -> None:
@@ -386,8 +401,8 @@ def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
         return _make_empty_tensor(saved, like)
     if isinstance(saved, Mapping):
         by_key = {key: make_empty(value, part_of(like, key), is_whole=is_whole) for key, value in saved.items()}
-        made = {key: value for key, value in by_key.items() if value is not MISSING}
-        return MISSING if is_whole and len(made) < len(by_key) else made
+        possible = {key: value for key, value in by_key.items() if value is not MISSING}
+        return MISSING if is_whole and len(possible) < len(by_key) else possible
     if isinstance(saved, (list, tuple)):
         elements = [make_empty(value, part_of(like, position), is_whole=True) for position, value in enumerate(saved)]
         if any(element is MISSING for element in elements):
@@ -415,7 +430,7 @@ def has_parts_of_ranks(saved: Any) -> bool:
 
 
 def tensors_in(saved: Any) -> Iterator[TensorStorageMetadata]:
-    """Give torch's metadata of the tensors in a nested state dict of metadata."""
+    """Yield torch's metadata of the tensors in a nested state dict of metadata."""
     if isinstance(saved, TensorStorageMetadata):
         yield saved
     elif isinstance(saved, SavedWrapper):
@@ -425,9 +440,9 @@ def tensors_in(saved: Any) -> Iterator[TensorStorageMetadata]:
             yield from tensors_in(value)
 
 
-def part_of(held: Any, key: Any) -> Any:
+def part_of(container: Any, key: Any) -> Any:
     """Return the value at `key` of a mapping, list or tuple; None if there is none."""
-    if isinstance(held, Mapping):
-        return held.get(key)
-    is_within = isinstance(held, (list, tuple)) and type(key) is int and 0 <= key < len(held)
-    return held[key] if is_within else None
+    if isinstance(container, Mapping):
+        return container.get(key)
+    is_within = isinstance(container, (list, tuple)) and type(key) is int and 0 <= key < len(container)
+    return container[key] if is_within else None

@@ -16,8 +16,8 @@ from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 _log = logging.getLogger("cloudckpt")
 
 _MADE_WITH = "_made_with"
-_OF_SAMPLER = ("epoch", "num_replicas", "rank", "seed", "shuffle")
-_PLAIN = (bool, int, str)
+_SAMPLER_SETTINGS = ("epoch", "num_replicas", "rank", "seed", "shuffle")
+_PLAIN_TYPES = (bool, int, str)
 
 
 def length_of(data: Any) -> int | None:
@@ -28,13 +28,13 @@ def length_of(data: Any) -> int | None:
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:
-    """Return the settings that decide which batches follow a position of a data loader or sampler.
+    """Return the settings of a data loader or sampler that decide which batches come after a position.
 
-    It never raises: a save must not fail because a class of the user's cannot be described.
+    It never raises: a save must not fail because a user's class cannot be described.
     """
     order = sampler_of(loader)
     data = next((dataset for name in ("dataset", "data_source") if (dataset := _get(loader, name)) is not None), loader)
-    settings = {"sampler": type(order).__name__, **{name: _get(order, name) for name in _OF_SAMPLER}}
+    settings = {"sampler": type(order).__name__, **{name: _get(order, name) for name in _SAMPLER_SETTINGS}}
     is_stream = isinstance(data, IterableDataset)
     if not is_stream:  # a stream may return the length of its rest
         settings["samples"] = length_of(data)
@@ -43,19 +43,19 @@ def describe_loader(loader: Any) -> dict[str, Any]:
         # A sampler counts samples, so batches of another size continue at the same sample.
         if is_stream or _get(loader, "batch_size") is None:
             settings["batch_size"] = _get(_get(loader, "batch_sampler"), "batch_size")
-    return {name: value for name, value in settings.items() if type(value) in _PLAIN}
+    return {name: value for name, value in settings.items() if type(value) in _PLAIN_TYPES}
 
 
-def find_differences(saved: Mapping[str, Any], held: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the settings that differ, as saved and as held; None if all settings that both have are equal."""
-    names = [name for name in saved if name in held and saved[name] != held[name]]
-    before, after = (", ".join(f"{name}={of[name]}" for name in names) for of in (saved, held))
+def find_differences(saved: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the settings that differ, as saved and as they are now; None if all settings in both are equal."""
+    names = [name for name in saved if name in live and saved[name] != live[name]]
+    before, after = (", ".join(f"{name}={settings[name]}" for name in names) for settings in (saved, live))
     return (before, after) if names else None
 
 
-def make_position_error(subject: str, saved_with: str, held: str, *, advice: str, uri: str) -> StateDictMismatchError:
-    """Return the error for a position in data that other batches follow in this job."""
-    text = f"{subject} of {uri} was saved with {saved_with}, and this job has {held}, so it would give other batches"
+def make_position_error(subject: str, saved_with: str, live: str, *, advice: str, uri: str) -> StateDictMismatchError:
+    """Return the error for a saved position after which this job would get other batches."""
+    text = f"{subject} of {uri} was saved with {saved_with}, and this job has {live}, so it would give other batches"
     return StateDictMismatchError(f"{text}. {advice}", uri=uri)
 
 
@@ -90,12 +90,12 @@ class LoaderEntry(LiveEntry):
     def _check_settings(self, saved: dict[str, Any], *, where: str) -> None:
         """Raise `StateDictMismatchError` if settings differ that no class of the user restores."""
         saved.pop("epoch", None)
-        loader, held = self._loader, describe_loader(self._loader)
+        loader, live = self._loader, describe_loader(self._loader)
         parts = (sampler_of(loader), _get(loader, "batch_sampler"))
         # A sampler of the user's restores its order in its own way, perhaps only when an epoch begins.
         if any(map(_has_own_state, parts)):
-            of_sampler = {name: saved.pop(name) for name in _OF_SAMPLER if name in saved}
-            if differing := find_differences(of_sampler, held):
+            of_sampler = {name: saved.pop(name) for name in _SAMPLER_SETTINGS if name in saved}
+            if differing := find_differences(of_sampler, live):
                 _log.warning(
                     "%r of %s was saved with %s, and its sampler now has %s: it gives the same batches only if it "
                     "restores that when an epoch begins",
@@ -103,31 +103,31 @@ class LoaderEntry(LiveEntry):
                     self._uri,
                     *differing,
                 )
-        if differing := find_differences(saved, held):
+        if differing := find_differences(saved, live):
             leave_out = f"leave {where.partition('.')[0]} out, pass strict=False, and set the position yourself"
             advice = f"Make the loader as that run did; or {self._advice or leave_out}"
             raise make_position_error(repr(where), *differing, advice=advice, uri=self._uri)
 
 
-def _get(held: Any, name: str) -> Any:
+def _get(owner: Any, name: str) -> Any:
     """Return an attribute; None if it cannot be read."""
     with contextlib.suppress(Exception):
-        return getattr(held, name)
+        return getattr(owner, name)
     return None
 
 
-def _has_own_state(held: Any) -> bool:
+def _has_own_state(owner: Any) -> bool:
     """Return True if neither torch nor torchdata defines how the object is restored."""
-    module = getattr(_get(held, "load_state_dict"), "__module__", None) or "torch"
+    module = getattr(_get(owner, "load_state_dict"), "__module__", None) or "torch"
     return module.partition(".")[0] not in {"torch", "torchdata"}
 
 
 def sampler_of(loader: Any) -> Any:
     """Return the sampler that orders the samples. A batch sampler of the user may order them itself."""
     batches = _get(loader, "batch_sampler")
-    held = loader if batches is None else batches
-    order = _get(held, "sampler")
-    return held if order is None else order
+    source = loader if batches is None else batches
+    order = _get(source, "sampler")
+    return source if order is None else order
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -148,10 +148,10 @@ def begin_next_epoch(state: dict[str, Any]) -> None:
 
 
 def _begin_epoch_whole(state: dict[str, Any], *, is_between: bool = False) -> None:
-    """Set the position of a sampler to 0 in a state of torchdata, if it is of the start or the end of an epoch.
+    """Set the position of a sampler to 0 in a state of torchdata that was saved at the start or the end of an epoch.
 
-    torchdata leaves the last position of the epoch before there, so the loader would silently skip the next epoch
-    (https://github.com/meta-pytorch/data/issues/1513, in torchdata 0.11).
+    torchdata leaves the last position of the previous epoch in such a state, so the loader would silently skip the next
+    epoch (https://github.com/meta-pytorch/data/issues/1513, in torchdata 0.11).
     """
     has_workers = isinstance(state.get("_snapshot"), dict)
     main = state["_snapshot"].get("_main_snapshot", {}) if has_workers else state
@@ -174,12 +174,12 @@ class RankEntry(LiveEntry):
         return {self._key: self._entry.state_at(where)}
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
-        known = saved if isinstance(saved, Mapping) else {}
-        if self._key not in known or len(known) not in {1, self._num_ranks}:  # 1: this rank saved by itself
+        by_rank = saved if isinstance(saved, Mapping) else {}
+        if self._key not in by_rank or len(by_rank) not in {1, self._num_ranks}:  # 1: this rank saved by itself
             advice = f"Leave {where} out, pass strict=False, and set the position yourself"
-            ranks = f"{len(known)} ranks", str(self._num_ranks)
+            ranks = f"{len(by_rank)} ranks", str(self._num_ranks)
             raise make_position_error(repr(where), *ranks, advice=advice, uri=source.uri)
-        return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", source=source)}
+        return {self._key: self._entry.plan_load(by_rank[self._key], where=f"{where}.{self._key}", source=source)}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         self._entry.load_state_dict(state[self._key], where=f"{where}.{self._key}")

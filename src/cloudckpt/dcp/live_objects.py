@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import logging
 import random
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
@@ -47,6 +50,8 @@ Model: TypeAlias = nn.Module | Mapping[str, nn.Module]
 
 _log = logging.getLogger("cloudckpt")
 
+_STATE_OF_ALL_SCHEDULERS = frozenset({"base_lrs", "last_epoch", "verbose"})
+
 
 class ModelEntry(LiveEntry):
     """The parameters and persistent buffers of a model, by names without the names of wrappers (DDP, compile)."""
@@ -67,8 +72,8 @@ class ModelEntry(LiveEntry):
         names = []
         for path, module in self._module.named_modules(remove_duplicate=False):
             if buffers := [name for name, _ in module.named_buffers(recurse=False)]:
-                raw = f"{path}.{buffers[0]}" if path else buffers[0]
-                for name in fqns_of(self._module, raw):  # one call for a module: each takes 20 µs
+                buffer_path = f"{path}.{buffers[0]}" if path else buffers[0]
+                for name in fqns_of(self._module, buffer_path):  # one call for a module: each takes 20 µs
                     prefix = name.removesuffix(buffers[0])
                     names += [f"{where}.{prefix}{buffer}" for buffer in buffers]
         return names
@@ -88,8 +93,8 @@ class ModelEntry(LiveEntry):
                 "name, pass rename",
                 uri=source.uri,
             )
-        known = {name: entry for name in wanted if (entry := _find_named(saved, name)) is not MISSING}
-        if wanted and saved and not known:
+        found = {name: entry for name in wanted if (entry := _find_named(saved, name)) is not MISSING}
+        if wanted and saved and not found:
             names = {f"{where}.{name}": value for name, value in wanted.items()}
             advice = source.advise_rename(names, where=where) or "Check that it is the same model"
             problem = source.renaming and source.renaming.explain_unasked(names.keys(), below=f"{where}.")
@@ -97,21 +102,23 @@ class ModelEntry(LiveEntry):
                 f"{where!r} of {source.uri} has only {quote_names(list(saved))}, and the model has other names: "
                 f"{quote_names(list(wanted))}"
             )
-            raise StateDictMismatchError(f"{problem}. {advice}", uri=source.uri)
-        if len(known) < len(wanted):
-            self._tied = _find_tied(self._module, known)
+            is_restore = source.whole_keys is None and source.is_strict  # else a part of a checkpoint may be wanted
+            other_root = " If another run has saved it, use another root." if is_restore else ""
+            raise StateDictMismatchError(f"{problem}.{other_root} {advice}", uri=source.uri)
+        if len(found) < len(wanted):
+            self._tied = _find_tied(self._module, found)
             wanted = {name: value for name, value in wanted.items() if name not in self._tied}
         if not self._is_strict:
-            new = [name for name in wanted if name not in known]
+            new = [name for name in wanted if name not in found]
             if source.renaming is not None:
                 source.renaming.lacking += [f"{where}.{name}" for name in new]
             if self._rank == 0 and new:
                 _log.warning(
                     "%s of %s lacks %s, which the model keeps as they are", where, source.uri, quote_names(new)
                 )
-            wanted = {name: value for name, value in wanted.items() if name in known}
+            wanted = {name: value for name, value in wanted.items() if name in found}
         planned = {
-            name: make_empty(known[name], value) if name in known and _is_replaced(name, value, known[name]) else value
+            name: make_empty(found[name], value) if name in found and _is_replaced(name, value, found[name]) else value
             for name, value in wanted.items()
         }
         return {name: value for name, value in planned.items() if value is not MISSING}
@@ -123,18 +130,18 @@ class ModelEntry(LiveEntry):
                 set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
 
 
-def _find_tied(module: nn.Module, known: Collection[str]) -> dict[str, str]:
-    """Return, for each name of a parameter or buffer that `known` lacks, another of its names that `known` has."""
+def _find_tied(module: nn.Module, saved: Collection[str]) -> dict[str, str]:
+    """Map each name of a parameter or buffer that `saved` lacks to another of its names that `saved` has."""
     names: defaultdict[int, list[str]] = defaultdict(list)
-    for held in (module.named_parameters, module.named_buffers):
-        for raw, tensor in held(remove_duplicate=False):
-            names[id(tensor)].append(raw)
+    for named in (module.named_parameters, module.named_buffers):
+        for path, tensor in named(remove_duplicate=False):
+            names[id(tensor)].append(path)
     tied = {}
-    for raws in names.values():
-        if len(raws) > 1:
-            fqns = sorted({fqn for raw in raws for fqn in fqns_of(module, raw)})
-            if kept := [fqn for fqn in fqns if fqn in known]:
-                tied.update({fqn: kept[0] for fqn in fqns if fqn not in known})
+    for paths in names.values():
+        if len(paths) > 1:
+            fqns = sorted({fqn for path in paths for fqn in fqns_of(module, path)})
+            if names_there := [fqn for fqn in fqns if fqn in saved]:
+                tied.update({fqn: names_there[0] for fqn in fqns if fqn not in saved})
     return tied
 
 
@@ -149,11 +156,11 @@ def _find_named(saved: Any, name: str) -> Any:
     return next((value for value in inner if value is not MISSING), MISSING)
 
 
-def _is_replaced(name: str, held: Any, saved: Any) -> bool:
-    """Return True if `held` is not filled in place. A fresh module's extra state may have another shape."""
+def _is_replaced(name: str, live: Any, saved: Any) -> bool:
+    """Return True if `live` is not filled in place. A fresh module's extra state may have another shape."""
     is_extra = name.endswith("_extra_state")
-    fits = not is_extra or (isinstance(saved, TensorStorageMetadata) and held.shape == saved.size)
-    return not (isinstance(held, torch.Tensor) and fits)
+    fits = not is_extra or (isinstance(saved, TensorStorageMetadata) and live.shape == saved.size)
+    return not (isinstance(live, torch.Tensor) and fits)
 
 
 class StatefulEntry(LiveEntry):
@@ -173,15 +180,19 @@ class StatefulEntry(LiveEntry):
         refuse_class(self._value, where=where)
         if isinstance(saved, Mapping):
             self._refuse_group(saved, where=where, source=source)
+            is_scheduler = isinstance(self._value, LRScheduler)
+            if is_scheduler and type(self._value).load_state_dict.__module__ == LRScheduler.__module__:
+                # A class with a method of its own may convert the state.
+                self._refuse_other_scheduler(saved, where=where, source=source)
         # Only the object's own state says which tensors are DTensors. An object without floats is not asked for it,
         # because a data loader would begin to iterate.
         has_floats = any(tensor.properties.dtype.is_floating_point and tensor.size for tensor in tensors_in(saved))
         is_asked = has_floats or has_parts_of_ranks(saved)
-        made = make_empty(saved, ask_state(self, where=where) if is_asked else None)
-        return {} if made is MISSING else made
+        empty = make_empty(saved, ask_state(self, where=where) if is_asked else None)
+        return {} if empty is MISSING else empty
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
-        if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
+        if isinstance(self._value, LRScheduler):
             state = _with_types_of(self._value.state_dict(), state)
         load_object(self._value, state, where=where)
 
@@ -192,15 +203,67 @@ class StatefulEntry(LiveEntry):
         may read its state under other names.
         """
         is_list = bool(saved) and saved.keys() == {str(position) for position in range(len(saved))}
-        if not is_list and not isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
+        if not is_list and not isinstance(self._value, LRScheduler):
             return
-        held = ask_state(self, where=where)
-        if isinstance(held, Mapping) and held and saved.keys().isdisjoint(held):
+        live = ask_state(self, where=where)
+        if isinstance(live, Mapping) and live and saved.keys().isdisjoint(live):
             raise StateDictMismatchError(
                 f"{where!r} of {source.uri} has {quote_names(list(map(str, saved)))}, which is no state of a "
                 f"{type(self._value).__name__}: a list or a dict of objects was saved. Pass the same to the load",
                 uri=source.uri,
             )
+
+    def _refuse_other_scheduler(self, saved: Mapping[Any, Any], *, where: str, source: LoadSource) -> None:
+        """Refuse the state of another class of torch's schedulers, whose method takes any names.
+
+        The settings of one class are never disjoint, also between versions of torch. If some are the same, a warning
+        names the settings of the class that were not saved, and saved ones that only other classes of torch have.
+        """
+        own = inspect.signature(type(self._value)).parameters
+        live = ask_state(self, where=where)
+        in_live, in_saved = ({key for key in state if _is_setting(key)} for state in (live, saved))
+        lacking = sorted(key for key in in_live - in_saved if key in own)
+        unknown = sorted(in_saved - in_live - own.keys() & _settings_of_schedulers())
+        name = type(self._value).__name__
+        if in_live and in_saved and in_live.isdisjoint(in_saved):
+            raise StateDictMismatchError(
+                f"{where!r} of {source.uri} was saved with {quote_names(sorted(in_saved))}, and {name} has "
+                f"{quote_names(sorted(in_live))} instead. Pass a scheduler of the class that was saved, or leave it "
+                "out and pass strict=False",
+                uri=source.uri,
+            )
+        if (lacking or unknown) and source.is_logged:
+            problems = [f"was saved without {quote_names(lacking)}"] * bool(lacking)
+            problems += [f"has {quote_names(unknown)}, which {name} ignores"] * bool(unknown)
+            advice = "If it was saved with another class, pass that class: this one does not continue its schedule"
+            _log.warning("%s of %s %s. %s", where, source.uri, " and ".join(problems), advice)
+
+
+def _is_setting(key: object) -> bool:
+    return isinstance(key, str) and not key.startswith("_") and key not in _STATE_OF_ALL_SCHEDULERS
+
+
+def _settings_of_schedulers() -> set[str]:
+    classes = [value for value in vars(lr_scheduler).values() if isinstance(value, type)]
+    return {name for cls in classes if issubclass(cls, LRScheduler) for name in inspect.signature(cls).parameters}
+
+
+class ScalerEntry(StatefulEntry):
+    """A GradScaler. A disabled one has an empty state, which an enabled one does not take."""
+
+    def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
+        if saved == {} and self._value.is_enabled():
+            problem = f"{where!r} of {source.uri} is empty, as a disabled GradScaler saves it, and this one is enabled"
+            if source.is_strict:
+                advice = "Load without it, and add it afterwards; or pass strict=False to leave it as it is"
+                raise StateDictMismatchError(f"{problem}. {advice}", uri=source.uri)
+            if source.is_logged:
+                _log.warning("%s: it stays as it is", problem)
+        return super().plan_load(saved, where=where, source=source)
+
+    def load_state_dict(self, state: Any, *, where: str) -> None:
+        if state:
+            super().load_state_dict(state, where=where)
 
 
 class GeneratorEntry(StatefulEntry):
@@ -258,24 +321,24 @@ class ValuesEntry(LiveEntry):
 
     def find_lacking(self, saved: Any, *, where: str) -> dict[str, str]:
         """Return the paths below `where` that the checkpoint lacks, each with a similar saved one, or ""."""
-        known = saved if isinstance(saved, Mapping) else {}
-        unasked = {str(key): key for key in known if key not in self._values}
+        by_key = saved if isinstance(saved, Mapping) else {}
+        unasked = {str(key): key for key in by_key if key not in self._values}
         lacking: dict[str, str] = {}
         for key in self._values:
             entry = self._live.get(key)
             nested = entry if isinstance(entry, ValuesEntry) else None
-            below = {} if nested is None else nested.find_lacking(known.get(key), where=f"{where}{key}.")
-            if key in known:
-                lacking |= below
-            elif below or nested is None:  # an empty dict has no value that would be kept
+            lacking_below = {} if nested is None else nested.find_lacking(by_key.get(key), where=f"{where}{key}.")
+            if key in by_key:
+                lacking |= lacking_below
+            elif lacking_below or nested is None:  # an empty dict has no value that would be kept
                 near = find_near(key, unasked)
                 lacking[f"{where}{key}"] = f"{where}{near}" if near else ""
         return lacking
 
     def plan_values(self, saved: Any, *, where: str, source: LoadSource) -> dict[Any, Any]:
-        """Return the values that a load fills, and do not check that the checkpoint has them all."""
-        known = saved if isinstance(saved, Mapping) else {}
-        planned = {key: self._plan_value(key, entry, where=where, source=source) for key, entry in known.items()}
+        """Return the values that a load fills, without a check that the checkpoint has all of them."""
+        by_key = saved if isinstance(saved, Mapping) else {}
+        planned = {key: self._plan_value(key, entry, where=where, source=source) for key, entry in by_key.items()}
         return {key: value for key, value in planned.items() if value is not MISSING}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
@@ -311,7 +374,7 @@ def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
 
 
 class RefusedEntry(OptionalEntry):
-    """The entry of objects that cannot be saved. Raises the reason within the collective call, and so on all ranks."""
+    """The entry of objects that cannot be saved. It raises the reason within the collective call, so on all ranks."""
 
     def __init__(self, reason: InvalidOptionError) -> None:
         self._reason = reason
@@ -329,7 +392,7 @@ class RefusedEntry(OptionalEntry):
 class RandomState(NamedTuple):
     """State of this process's random generators: of Python, numpy, torch, and the current GPU.
 
-    Holds no tensors, so that a save stores one value, and not an entry for each part of each rank's state.
+    It has no tensors, so that a save stores it as one value for each rank.
     """
 
     python: Any
@@ -379,13 +442,13 @@ class RandomStateEntry(OptionalEntry):
         return {self._key: tuple(RandomState.capture())}
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
-        known = saved if isinstance(saved, Mapping) else {}
-        if self._key not in known:
-            if all(f"rank-{rank}" in known for rank in range(self._rank)):  # one rank says it for all
+        by_rank = saved if isinstance(saved, Mapping) else {}
+        if self._key not in by_rank:
+            if all(f"rank-{rank}" in by_rank for rank in range(self._rank)):  # one rank warns for all
                 has, whose = f"no {where}", ""
-                if known:
+                if by_rank:
                     has, whose = (
-                        f"the {where} of {len(known)} rank{'s' * (len(known) > 1)} alone",
+                        f"the {where} of {len(by_rank)} rank{'s' * (len(by_rank) > 1)} alone",
                         " of all other ranks",
                     )
                 _log.warning("%s has %s: the random generators%s stay as they are", source.uri, has, whose)
@@ -413,9 +476,9 @@ def find_parameters(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, LiveEntry):
         yield from find_parameters(vars(value))
     elif is_stateful(value):
-        held = getattr(value, "__dict__", {}).values()
+        attributes = getattr(value, "__dict__", {}).values()
         yield from find_parameters(
-            [element for element in held if isinstance(element, (nn.Module, torch.optim.Optimizer))]
+            [element for element in attributes if isinstance(element, (nn.Module, torch.optim.Optimizer))]
         )
 
 
@@ -434,7 +497,7 @@ def wrap(value: Any) -> LiveEntry | None:
     if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
         return GeneratorEntry(value)
     if not isinstance(value, torch.Tensor) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        entry = StatefulEntry(value)
+        entry = ScalerEntry(value) if isinstance(value, torch.amp.GradScaler) else StatefulEntry(value)
         return LoaderEntry(entry, value) if isinstance(value, (DataLoader, Sampler)) else entry
     return None
 
@@ -471,10 +534,15 @@ class LiveObjects:
     has_random_state: bool
 
     @property
+    def given(self) -> list[str]:
+        """Names of the objects that are given, besides the random generators, which each process has."""
+        names = ("model", "optimizer", "scheduler", "dataloader", "extra")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
     def are_given(self) -> bool:
-        """True if any object is given, besides the random generators, which each process has."""
-        objects = (self.model, self.optimizer, self.scheduler, self.dataloader, self.extra)
-        return any(value is not None for value in objects)
+        """True if any object is given."""
+        return bool(self.given)
 
     def entries(self, *, rank: int, num_ranks: int, is_strict: bool) -> dict[str, Any]:
         """Return a state dict of the objects, each as a `LiveEntry`.

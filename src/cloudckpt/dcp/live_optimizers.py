@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from cloudckpt.dcp.live_entry import (
     make_empty,
     part_of,
 )
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, name_all, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, join_first, name_all, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
 
@@ -41,10 +42,10 @@ _log = logging.getLogger("cloudckpt")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _MODEL = "model."  # before the names of the model's entries in every load
-_IDENTITY = frozenset({_PARAMS, "param_names"})
-"""Keys of a group that name its parameters. A load keeps the values of the live optimizer."""
-_KINDS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
-"""Settings of groups that tell torch's optimizers apart. Versions add other keys, and so do schedulers."""
+_PARAMETER_KEYS = frozenset({_PARAMS, "param_names"})
+"""Keys of a group that name its parameters. A load keeps their values in the live optimizer."""
+_OWN_SETTINGS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
+"""Settings of groups that only some of torch's optimizers have, by which a load recognizes another kind."""
 
 
 def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: int) -> LiveEntry:
@@ -55,6 +56,8 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: i
     if not modules:
         raise InvalidOptionError("optimizer needs model=…: its state is saved by the names of the model's parameters")
     if isinstance(optimizer, Mapping):
+        if optimizer.keys() >= {_STATE, _GROUPS}:
+            raise InvalidOptionError("optimizer is a state dict: pass the optimizer itself, without .state_dict()")
         return EntryGroup({key: wrap_optimizers(member, modules, rank=rank) for key, member in optimizer.items()})
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for member in optimizers:
@@ -69,8 +72,8 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: i
 class OptimizerEntry(LiveEntry):
     """The state of optimizers by the names of the model's parameters, as in ``get_optimizer_state_dict``.
 
-    torch's functions first take a step with zero gradients if an optimizer is fresh. This changes its counters, and
-    runs its hooks. Here a fresh optimizer stays fresh in a save, and a load plans by the checkpoint.
+    torch's functions first take a step with zero gradients if an optimizer is fresh. It changes its counters, and runs
+    its hooks. Here a save leaves a fresh optimizer as it is, and a load plans by the content of the checkpoint.
     """
 
     is_synchronized = True
@@ -122,10 +125,10 @@ class OptimizerEntry(LiveEntry):
                 continue
             optimizer, param = params[name]
             # torch's first FSDP holds parts of flat parameters, which can have the size of a whole one by chance.
-            held = {} if optimizer in of_fsdp1 else optimizer.state.get(param, {})
+            live = {} if optimizer in of_fsdp1 else optimizer.state.get(param, {})
             try:
-                layout = _Layout(layouts.get(name, param), optimizer, param, held)
-                state[key] = _plan_state(saved[_STATE][key], held, layout)
+                layout = _Layout(layouts.get(name, param), optimizer, param, live)
+                state[key] = _plan_state(saved[_STATE][key], live, layout)
             except NotImplementedError:
                 raise StateDictMismatchError(
                     f"the optimizer's state for the sharded parameter {name!r} in {source.uri} has another shape than "
@@ -136,9 +139,7 @@ class OptimizerEntry(LiveEntry):
         return {**make_empty(_other_entries_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
     def find_unused(self, where: str) -> list[str]:
-        updated = {
-            id(param) for optimizer in self._optimizers for group in optimizer.param_groups for param in group[_PARAMS]
-        }
+        updated = {id(param) for optimizer in self._optimizers for param in _params_of(optimizer)}
         return [
             f"{where}.{_STATE}.{self._saved_keys.get(name, name)}"
             for param, name in self._names.items()
@@ -150,7 +151,9 @@ class OptimizerEntry(LiveEntry):
         self._refuse_other_numbers(state, where=where)
         loaded = {name: state[_STATE][key] for key, name in self._by_name(state[_STATE]).items()}
         position_by_name = {
-            name: position for position, group in enumerate(state[_GROUPS]) for name in self._names_in(group[_PARAMS])
+            name: position
+            for position, group in enumerate(state[_GROUPS])
+            for name in self._by_name(dict.fromkeys(group[_PARAMS])).values()
         }
         saved_names = {*loaded, *position_by_name}
         if loaded and self._rank == 0 and (new := [name for name in self._params_by_name() if name not in saved_names]):
@@ -185,31 +188,31 @@ class OptimizerEntry(LiveEntry):
             )
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        held = optimizer.state_dict()
-        others = _other_entries_of(held)
+        live = optimizer.state_dict()
+        others = _other_entries_of(live)
         if (fsdp1_unit := self._find_fsdp1(optimizer)) is not None:
             prefix, module = fsdp1_unit
             _refuse_containers(optimizer)
             with _sharded_fsdp1(module):
-                held = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)
+                live = FullyShardedDataParallel.optim_state_dict(module, optimizer, live)
             return {
                 **others,
-                _STATE: {prefix + _strip_compile_prefix(name): value for name, value in held[_STATE].items()},
+                _STATE: {prefix + _strip_compile_prefix(name): value for name, value in live[_STATE].items()},
                 _GROUPS: [
                     {**group, _PARAMS: [prefix + _strip_compile_prefix(name) for name in group[_PARAMS]]}
-                    for group in held[_GROUPS]
+                    for group in live[_GROUPS]
                 ],
             }
         names = self._names_of(optimizer)
-        if unnamed := [key for key in held[_STATE] if key not in names]:
+        if unnamed := [key for key in live[_STATE] if key not in names]:
             raise InvalidOptionError(
                 f"a {type(optimizer).__name__} holds state of no parameter, under {quote_names(unnamed)}. Save it by "
                 "itself, as a value in extra={…}"
             )
         return {
             **others,
-            _STATE: {names[index]: value for index, value in held[_STATE].items()},
-            _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in held[_GROUPS]],
+            _STATE: {names[index]: value for index, value in live[_STATE].items()},
+            _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in live[_GROUPS]],
         }
 
     def _load_one(
@@ -220,8 +223,8 @@ class OptimizerEntry(LiveEntry):
         if (fsdp1_unit := self._find_fsdp1(optimizer)) is not None:
             prefix, module = fsdp1_unit
             with _sharded_fsdp1(module):
-                held = {**optimizer.state_dict(), _STATE: {}}  # only the names are of use
-                names = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)[_GROUPS]
+                live = {**optimizer.state_dict(), _STATE: {}}  # only the names are of use
+                names = FullyShardedDataParallel.optim_state_dict(module, optimizer, live)[_GROUPS]
                 groups = match([[prefix + _strip_compile_prefix(name) for name in group[_PARAMS]] for group in names])
                 state = {
                     raw: loaded[prefix + _strip_compile_prefix(raw)]
@@ -256,14 +259,18 @@ class OptimizerEntry(LiveEntry):
         positions = [
             {position_by_name[name] for name in names if name in position_by_name} for names in names_of_groups
         ]
-        groups = []
+        groups: list[dict[str, Any]] = []
+        sources: list[set[int]] = []
         for position, (names, live) in enumerate(zip(names_of_groups, optimizer.param_groups, strict=True)):
             saved_positions = positions[position]
-            # Each stage of a pipeline has parameters of its own, and the checkpoint has the names of one of them.
-            is_free = position < len(saved_groups) and not any(position in taken for taken in positions)
+            # Each stage of a pipeline has parameters of its own, and the checkpoint has the names of one stage.
+            is_free = position < len(saved_groups) and not any(position in of_group for of_group in positions)
             if not saved_positions and is_free and len(self._optimizers) == 1:
                 saved_positions = {position}
-            settings = [_without_identity(saved_groups[number]) for number in sorted(saved_positions)]
+            settings = [
+                {key: value for key, value in saved_groups[number].items() if key not in _PARAMETER_KEYS}
+                for number in sorted(saved_positions)
+            ]
             if any(not _is_same(settings[0], other) for other in settings[1:]):
                 raise StateDictMismatchError(
                     f"parameter group {position} of the optimizer has parameters of {len(settings)} saved groups with "
@@ -272,14 +279,18 @@ class OptimizerEntry(LiveEntry):
                 )
             saved = {key: _on_device_of(live.get(key), value) for key, value in (settings or [{}])[0].items()}
             groups.append({**{key: value for key, value in live.items() if key != _PARAMS}, **saved})
+            sources.append(saved_positions)
+        if self._rank == 0:
+            _warn_of_equal_groups(optimizer.param_groups, groups, sources)
+            _tell_changed_settings(optimizer, groups)
         return groups
 
     @cached_property
     def _names(self) -> dict[nn.Parameter, str]:
         return {
-            param: prefix + next(iter(fqns_of(module, raw)))
+            param: prefix + next(iter(fqns_of(module, path)))
             for prefix, module in self._modules.items()
-            for raw, param in module.named_parameters()
+            for path, param in module.named_parameters()
         }
 
     @cached_property
@@ -289,8 +300,7 @@ class OptimizerEntry(LiveEntry):
 
     def _names_of(self, optimizer: Optimizer) -> dict[int, str]:
         """Return the parameters' names by their numbers in the optimizer's state dict."""
-        names = self._names
-        params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
+        names, params = self._names, _params_of(optimizer)
         if any(param not in names for param in params):
             raise InvalidOptionError(
                 f"the optimizer ({type(optimizer).__name__}) updates parameters that are not in the model that was "
@@ -304,13 +314,13 @@ class OptimizerEntry(LiveEntry):
         for optimizer in self._optimizers:
             if (fsdp1_unit := self._find_fsdp1(optimizer)) is not None:
                 prefix, module = fsdp1_unit
-                flat = {id(param): param for group in optimizer.param_groups for param in group[_PARAMS]}
-                for raw, param in module.named_parameters():
-                    if id(param) in flat:
-                        params.update({prefix + name: (optimizer, param) for name in fqns_of(module, raw)})
+                flat_ids = set(map(id, _params_of(optimizer)))
+                for path, param in module.named_parameters():
+                    if id(param) in flat_ids:
+                        params.update({prefix + name: (optimizer, param) for name in fqns_of(module, path)})
             else:
-                held = [param for group in optimizer.param_groups for param in group[_PARAMS]]
-                params.update({name: (optimizer, held[index]) for index, name in self._names_of(optimizer).items()})
+                own = _params_of(optimizer)
+                params.update({name: (optimizer, own[index]) for index, name in self._names_of(optimizer).items()})
         return params
 
     def _layouts(self) -> dict[str, Any]:
@@ -329,7 +339,7 @@ class OptimizerEntry(LiveEntry):
         return {key: names.get(int(key), str(key)) for key in state}
 
     def _are_numbers(self, keys: Collection[Any]) -> bool:
-        """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""
+        """Return True if `keys` are numbers of parameters, or their text, and not names as in a ParameterList."""
         if not all(str(key).isdigit() for key in keys):
             return False
         return not {str(key) for key in keys} <= set(self._names.values())
@@ -338,11 +348,11 @@ class OptimizerEntry(LiveEntry):
         """Refuse a state by number, from a plain state dict, that numbers other parameters than the optimizer's."""
         params = [param for group in state[_GROUPS] for param in group[_PARAMS]]
         saved = [len(group[_PARAMS]) for group in state[_GROUPS]]
-        held = [len(group[_PARAMS]) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if saved != held and self._are_numbers(params):
+        live = [len(group[_PARAMS]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        if saved != live and self._are_numbers(params):
             raise StateDictMismatchError(
                 f"{where!r} was saved by the numbers of parameters, in groups of {saved}, and the optimizer has groups "
-                f"of {held}, so the numbers would mean other parameters. Group the parameters as they were saved",
+                f"of {live}, so the numbers would mean other parameters. Group the parameters as they were saved",
                 uri="",
             )
         # The plan took the keys for names, because a path holds text. The values in the groups are still numbers.
@@ -390,23 +400,21 @@ class OptimizerEntry(LiveEntry):
 
     def _refuse_other_kind(self, saved_groups: Sequence[Any], *, uri: str) -> None:
         """Refuse the state of another kind of optimizer, such as moments of Adam for SGD, which would ignore them."""
-        saved = {key for group in saved_groups if isinstance(group, Mapping) for key in group} & _KINDS
-        held = {key for optimizer in self._optimizers for group in optimizer.param_groups for key in group} & _KINDS
-        if saved and held and saved.isdisjoint(held):
+        live_groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        saved = {key for group in saved_groups if isinstance(group, Mapping) for key in group} & _OWN_SETTINGS
+        live = {key for group in live_groups for key in group} & _OWN_SETTINGS
+        if saved and live and saved.isdisjoint(live):
             classes = sorted({type(optimizer).__name__ for optimizer in self._optimizers})
             raise StateDictMismatchError(
                 f"{uri} was saved with an optimizer that has {quote_names(sorted(saved))}, and {', '.join(classes)} "
-                f"has {quote_names(sorted(held))} instead. Pass an optimizer of the class that was saved, or leave the "
+                f"has {quote_names(sorted(live))} instead. Pass an optimizer of the class that was saved, or leave the "
                 "optimizer out and pass strict=False",
                 uri=uri,
             )
 
-    def _names_in(self, params: Sequence[Any]) -> list[str]:
-        return list(self._by_name(dict.fromkeys(params)).values())
-
     def _find_fsdp1(self, optimizer: Optimizer) -> tuple[str, nn.Module] | None:
         """Return the module of torch's first FSDP that has the optimizer's parameters, and the prefix of its names."""
-        own_params = {id(param) for group in optimizer.param_groups for param in group[_PARAMS]}
+        own_params = set(map(id, _params_of(optimizer)))
         for prefix, module, units in self._fsdp1_units:
             module_params = {id(param) for param in module.parameters()}
             if not own_params.isdisjoint(module_params):
@@ -423,13 +431,13 @@ class OptimizerEntry(LiveEntry):
 
 
 class _Layout:
-    """Makes empty tensors laid out over the ranks as the state of one parameter is."""
+    """Makes empty tensors that are laid out over the ranks like the state of one parameter."""
 
-    def __init__(self, like: torch.Tensor, optimizer: Optimizer, param: nn.Parameter, held: Any) -> None:
+    def __init__(self, like: torch.Tensor, optimizer: Optimizer, param: nn.Parameter, live: Any) -> None:
         self._like = like
         self._optimizer = optimizer
         self._param = param
-        self._held = held
+        self._live = live
         self._stepped: dict[str, Any] | None = None
         self._handed_out: list[torch.Tensor] = []
 
@@ -461,7 +469,7 @@ class _Layout:
         return tensor
 
     def _find_stepped(self, path: Sequence[Any]) -> torch.Tensor:
-        stepped = _find_like(self._held, path)
+        stepped = _find_like(self._live, path)
         if stepped is None:
             try:
                 stepped = _find_like(self._step(), path)
@@ -474,7 +482,7 @@ class _Layout:
     def _step(self) -> dict[str, Any]:
         """Return the state that a copy of the optimizer makes for a copy of the parameter."""
         if self._stepped is None:
-            shadow = object.__new__(type(self._optimizer))  # copies of optimizers lack attributes of their own
+            shadow = object.__new__(type(self._optimizer))  # copy.copy would leave out attributes of a subclass
             shadow.__dict__.update(self._optimizer.__dict__)
             param = self._param.detach().clone().requires_grad_()
             param.grad = torch.zeros_like(param)
@@ -489,7 +497,7 @@ class _Layout:
 
 
 def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
-    """Return the tensor at `path`. If a list on the way is shorter, or holds None there, take another of its values."""
+    """Return the tensor at `path`. If a list on the path is too short, or holds None there, take its last value."""
     for key in path:
         value = part_of(state, key)
         if value is None and isinstance(state, (list, tuple)):
@@ -498,22 +506,22 @@ def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
     return state if isinstance(state, torch.Tensor) else None
 
 
-def _plan_state(saved: Any, held: Any, layout: _Layout, path: tuple[Any, ...] = ()) -> Any:
+def _plan_state(saved: Any, live: Any, layout: _Layout, path: tuple[Any, ...] = ()) -> Any:
     """Return the values that a load fills for one parameter: the optimizer's own tensors where they fit."""
     if isinstance(saved, SavedWrapper):
-        return held if isinstance(held, torch.Tensor) else layout.make_wrapper(path, saved)
+        return live if isinstance(live, torch.Tensor) else layout.make_wrapper(path, saved)
     if isinstance(saved, Mapping):
-        return {key: _plan_state(value, part_of(held, key), layout, (*path, key)) for key, value in saved.items()}
+        return {key: _plan_state(value, part_of(live, key), layout, (*path, key)) for key, value in saved.items()}
     if isinstance(saved, (list, tuple)):
         planned = [
-            _plan_state(value, part_of(held, position), layout, (*path, position))
+            _plan_state(value, part_of(live, position), layout, (*path, position))
             for position, value in enumerate(saved)
         ]
         return planned if isinstance(saved, list) else rebuild_tuple(saved, planned)
     if not isinstance(saved, TensorStorageMetadata):
         return make_empty(saved)
-    if isinstance(held, torch.Tensor) and held.size() == saved.size and held.dtype is saved.properties.dtype:
-        return held
+    if isinstance(live, torch.Tensor) and live.size() == saved.size and live.dtype is saved.properties.dtype:
+        return live
     return layout.make(path, saved)
 
 
@@ -523,7 +531,7 @@ def _load_state(optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> N
         load_object(optimizer, saved, where=where)
         return
     load_object(optimizer, {**saved, _STATE: _for_torch(saved[_STATE])}, where=where)
-    params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
+    params = _params_of(optimizer)
     for index, loaded in saved[_STATE].items():
         optimizer.state[params[index]] = _restore_devices(loaded, optimizer.state[params[index]])
 
@@ -552,6 +560,51 @@ def _restore_devices(loaded: Any, cast: Any) -> Any:
     return loaded if isinstance(loaded, Iterable) else cast
 
 
+def _tell_changed_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Log the settings in which the loaded groups differ from the script's. Warn if Adam takes AdamW's decay."""
+    name = type(optimizer).__name__
+    changes = {
+        f"{key}: {live[key]!r} -> {group[key]!r}": key
+        for live, group in zip(optimizer.param_groups, groups, strict=True)
+        for key in live.keys() & group.keys() - {"initial_lr"}
+        if isinstance(live[key], (int, float)) and isinstance(group[key], (int, float)) and live[key] != group[key]
+    }
+    if changes:
+        _log.info("the load changes settings of %s: %s", name, join_first(sorted(changes), 5, separator=", "))
+    if "decoupled_weight_decay" in changes.values():
+        _log.warning(
+            "the state of Adam is loaded into AdamW, or the reverse: from now on, the weight decay of this %s is that "
+            "of the optimizer that was saved. To keep its own, set decoupled_weight_decay in its param_groups after "
+            "the load",
+            name,
+        )
+
+
+def _warn_of_equal_groups(
+    live: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]], sources: Sequence[set[int]]
+) -> None:
+    """Warn of settings that differed between groups, and are equal now, because one group was saved in their place."""
+    pairs = [
+        (first, second)
+        for first, second in itertools.combinations(range(len(live)), 2)
+        if sources[first] and sources[first] == sources[second]
+    ]
+    lost: dict[str, set[int]] = {}
+    for first, second in pairs:
+        for key in live[first].keys() & live[second].keys() & loaded[first].keys() - _PARAMETER_KEYS - {"initial_lr"}:
+            is_equal_now = _equal(loaded[first][key], loaded[second][key])
+            if is_equal_now and not _equal(live[first][key], live[second][key]):
+                lost.setdefault(key, set()).update({first, second})
+    if lost:
+        settings = "; ".join(f"{key!r} of groups {sorted(lost[key])}" for key in sorted(lost))
+        _log.warning(
+            "the optimizer was saved with one parameter group in place of several of its groups, and the load made "
+            "settings equal in which they differed: %s. Set optimizer.param_groups[…][%r] after the load",
+            settings,
+            min(lost),
+        )
+
+
 def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, updated: Collection[int]) -> None:
     """Refuse an optimizer of some parameters of one FSDP module, whose state torch cannot take apart."""
     nested = [module for module in FullyShardedDataParallel.fsdp_modules(unit) if module is not unit]
@@ -576,6 +629,10 @@ def _refuse_containers(optimizer: Optimizer) -> None:
         )
 
 
+def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group[_PARAMS]]
+
+
 def _strip_compile_prefix(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
@@ -589,10 +646,6 @@ def _sharded_fsdp1(module: nn.Module) -> Any:
 def _other_entries_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the entries of an optimizer's state dict that a class or a hook of the user's adds."""
     return {key: value for key, value in state.items() if key not in {_STATE, _GROUPS}}
-
-
-def _without_identity(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _IDENTITY}
 
 
 def _on_device_of(live: Any, saved: Any) -> Any:

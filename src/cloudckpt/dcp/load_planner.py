@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata, part_of
 from cloudckpt.dcp.load_items import LoadItems, whole_item
-from cloudckpt.dcp.renaming import Renaming, is_below, quote_others, suggest_renames
+from cloudckpt.dcp.renaming import Renaming, is_below, offer_renames, suggest_renames
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
 from cloudckpt.errors import (
     CorruptCheckpointError,
@@ -52,12 +52,21 @@ from cloudckpt.format.wrappers import Registry, collapse, describe_difference
 from cloudckpt.tensors.tensor_bytes import refuse_target
 
 _MAX_SHOWN_PROBLEMS = 10
-_MIN_CHUNKS = 64  # torch visits fewer chunks faster than any can be left out
+_MIN_CHUNKS = 64  # for fewer chunks, torch's visits take less time than the search
 
 
 def is_default_planner(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
     """Return True for torch's default planner with its default flattening."""
     return type(planner) is DefaultLoadPlanner and planner.flatten_state_dict and planner.flatten_sharded_tensors
+
+
+def find_absent(planner: LoadPlanner) -> list[str]:
+    """Return the names that a partial load asks for, if the checkpoint has none of them."""
+    metadata = getattr(planner, "metadata", None)  # a planner of the user's may not keep it
+    if not isinstance(planner, DefaultLoadPlanner) or not planner.allow_partial_load or metadata is None:
+        return []
+    saved = metadata.state_dict_metadata
+    return [] if any(name in saved for name in planner.state_dict) else [*planner.state_dict]
 
 
 class ExplainingLoadPlanner(DefaultLoadPlanner):
@@ -84,6 +93,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self.num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self.renaming: Renaming | None = None
         """The new names of the checkpoint; those of files of one model, if the caller gives no `rename`."""
+        self.whole_keys: Collection[str] | None = ()
+        """Top-level keys below which the load must ask for all that was saved. None means all keys."""
         self._saved: Mapping[str, Any] = {}
         self._empty: list[str] = []
         self._wrappers: dict[str, StoredWrapper] = {}
@@ -118,7 +129,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 assign(state_dict, flat.paths[fqn], materialized[fqn])
 
     def _open_tuples(self, state_dict: dict[str, Any], flat: FlatStateDict, metadata: Metadata) -> bool:
-        """Let a state dict with None or another value in the place of a saved tuple take the tuple."""
+        """Put an empty tuple where a tuple was saved and another value is now. Returns True if any was put."""
         if (nesting := stored_nesting(metadata)) is None:
             return False
         paths = {name_path(path): path for path in nesting.tuples}
@@ -130,34 +141,34 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         narrowed = dataclasses.replace(metadata, state_dict_metadata=saved, planner_data=nesting)
         nested = nest_metadata(narrowed, num_ranks=self.num_ranks)
         for name in names_of_tuples:
-            held: Any = nested
+            saved_value: Any = nested
             for step in paths[name]:
-                held = part_of(held, step[0] if isinstance(step, tuple) else step)
-            if (made := make_empty(held)) is MISSING:
+                saved_value = part_of(saved_value, step[0] if isinstance(step, tuple) else step)
+            if (empty := make_empty(saved_value)) is MISSING:
                 kind = type(flat.entries[name]).__name__
                 raise StateDictMismatchError(
                     f"{name!r} of {self._uri} is a tuple with tensors of which several ranks hold parts, and a {kind} "
                     "is to take it. Put a tuple with tensors of their layout there",
                     uri=self._uri,
                 )
-            assign(state_dict, flat.paths[name], made)
+            assign(state_dict, flat.paths[name], empty)
         return bool(names_of_tuples)
 
     def create_local_plan(self) -> LoadPlan:
         try:
             plan = self._create_plan()
-            # The reader has the plans of all ranks. It finds out if no rank asks for the entries that were saved there.
+            # The coordinator's reader, which gets all plans, checks if any rank asks for the entries saved there.
             return dataclasses.replace(plan, planner_data=self._empty) if self._empty else plan
         except (RuntimeError, ValueError) as error:
-            missing, reshaped, unlike = self._find_mismatches()
-            if not missing and not reshaped and not unlike:
+            missing, reshaped, mistyped = self._find_mismatches()
+            if not missing and not reshaped and not mistyped:
                 raise
             if missing and self.renaming and (text := self.renaming.explain_unasked(self.state_dict.keys())):
                 raise StateDictMismatchError(text, uri=self._uri) from error
             # The search for similar names takes long, so only shown ones get it.
             missing_texts = (self._describe_missing(fqn) for fqn in missing[:_MAX_SHOWN_PROBLEMS])
-            problems = [*unlike, *reshaped.values(), *missing_texts][:_MAX_SHOWN_PROBLEMS]
-            num_more = len(missing) + len(reshaped) + len(unlike) - len(problems)
+            problems = [*mistyped, *reshaped.values(), *missing_texts][:_MAX_SHOWN_PROBLEMS]
+            num_more = len(missing) + len(reshaped) + len(mistyped) - len(problems)
             more = f"; and {num_more} more" if num_more else ""
             if unasked := self._find_unasked(missing):
                 more += f"; and nothing asks for {quote_names(unasked)} in it"
@@ -173,20 +184,26 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 )
             advice = ". Build the model as it was saved, or " + keep if reshaped else ""
             if missing:
-                advice += f". Ask only for what was saved, or pass {partial} to leave out what is missing"
-            hint = None
+                advice += ". Ask only for what was saved"
+            if missing and len(missing) < len(self.state_dict):  # else nothing would be loaded
+                advice += f", or pass {partial} to leave out what is missing"
             lacking = {} if self._is_renamed else {name: self.state_dict[name] for name in missing}
             old_names = {} if self.renaming is None else self.renaming.old_names
             saved = {old_names.get(name, name): self._saved[name] for name in unasked}
-            if renames := suggest_renames(saved, lacking):
-                others = quote_others(renames).replace("{", "{{").replace("}", "}}")
-                text = f"To load under other names, {{option}}{others}."
-                hint = Hint(advice=text, option="rename", value=repr(renames[0]))
+            offers = offer_renames(
+                suggest_renames(saved, lacking),
+                [old_names.get(name, name) for name in self._saved],
+                self.state_dict,
+                whole_keys=self.whole_keys,
+                partial=partial,
+                say_rename=lambda renames: Hint(advice="{option}", option="rename", value=renames).as_python(self._via),
+            )
+            if offers:
+                advice += f". To load under other names, {offers}"
             with raised_via(self._via):
                 raise StateDictMismatchError(
                     f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}{advice}",
                     uri=self._uri,
-                    hint=hint,
                 ) from error
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -216,7 +233,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             return self._create_plan_of_torch()  # which also knows the names of older versions
         fqns: list[str] = []
         sizes: list[torch.Size] = []
-        rest: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         tensors = self._saved.tensors if isinstance(self._saved, StoredEntries) else None
         for fqn, value in self.state_dict.items():
             if type(value) in PLAIN_TENSORS and not has_planner_hooks(value):
@@ -231,31 +248,31 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                     fqns.append(fqn)
                     sizes.append(size)
                     continue
-            rest[fqn] = value
+            others[fqn] = value
         if tensors is None:  # a reader that is not cloudckpt's may change the list of items
-            return LoadPlan([*map(whole_item, fqns, sizes), *self._plan_rest(rest)])
-        return LoadPlan(LoadItems(fqns, sizes, self._plan_rest(rest)))  # type: ignore[arg-type]  # torch reads them as a sequence
+            return LoadPlan([*map(whole_item, fqns, sizes), *self._plan_others(others)])
+        return LoadPlan(LoadItems(fqns, sizes, self._plan_others(others)))  # type: ignore[arg-type]  # torch reads them as a sequence
 
     def _create_plan_of_torch(self) -> LoadPlan:
-        whole, paths = self.metadata, self.mappings
-        assert whole is not None  # noqa: S101  # set up before it plans
+        metadata, paths = self.metadata, self.mappings
+        assert metadata is not None  # noqa: S101  # set up before it plans
         try:
-            self.metadata = narrow_metadata(whole, self.state_dict)
+            self.metadata = narrow_metadata(metadata, self.state_dict)
             plan = super().create_local_plan()
         finally:
-            self.metadata = whole
+            self.metadata = metadata
         if self.mappings is not paths:  # torch took older names, and its paths have text for every key
             self.mappings = {fqn: self._containers.get(fqn) or paths[fqn] for fqn in self.mappings}
         self._check_kinds(self.state_dict)
         return plan
 
-    def _plan_rest(self, rest: dict[str, Any]) -> list[ReadItem]:
-        if not rest:
+    def _plan_others(self, others: dict[str, Any]) -> list[ReadItem]:
+        if not others:
             return []
         assert self.metadata is not None  # noqa: S101  # set up before it plans
-        self._check_kinds(rest)
-        metadata = narrow_metadata(self.metadata, rest)
-        return create_default_local_load_plan(rest, metadata, not self.allow_partial_load).items
+        self._check_kinds(others)
+        metadata = narrow_metadata(self.metadata, others)
+        return create_default_local_load_plan(others, metadata, not self.allow_partial_load).items
 
     def _check_kinds(self, wanted: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if a tensor is to take a Python value: torch would replace the tensor."""
@@ -267,7 +284,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         """Return the FQNs that the checkpoint lacks, and a sentence for each entry of another shape or kind."""
         missing: list[str] = []
         reshaped: dict[str, str] = {}
-        unlike = list(self._find_wrapper_problems())
+        mistyped = list(self._find_wrapper_problems())
         explained = tuple(f"{name}." for name in self._wrappers if name in self._saved)
         for fqn, value in self.state_dict.items():
             entry = self._saved.get(fqn)
@@ -279,14 +296,14 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                     missing.append(fqn)
             elif not isinstance(entry, TensorStorageMetadata):
                 if isinstance(value, torch.Tensor):
-                    unlike.append(f"{fqn!r} was saved as a Python value: hold one there, or None, not a tensor")
+                    mistyped.append(f"{fqn!r} was saved as a Python value: hold one there, or None, not a tensor")
             elif not is_tensor:
                 kind, shape = type(value).__name__, tuple(entry.size)
-                unlike.append(f"{fqn!r} was saved as a tensor: hold torch.empty({shape}) there, not a value ({kind})")
+                mistyped.append(f"{fqn!r} was saved as a tensor: hold torch.empty({shape}) there, not a value ({kind})")
             elif isinstance(value, torch.Tensor) and entry.size != value.size():
-                here = tuple(value.size())
-                reshaped[fqn] = f"{fqn!r} was saved with shape {tuple(entry.size)}, and has shape {here} here"
-        return missing, reshaped, unlike
+                shape = tuple(value.size())
+                reshaped[fqn] = f"{fqn!r} was saved with shape {tuple(entry.size)}, and has shape {shape} here"
+        return missing, reshaped, mistyped
 
     def _find_wrapper_problems(self) -> Iterator[str]:
         """Yield a sentence for each tensor that consists of others here or in the checkpoint, and does not fit."""
@@ -359,10 +376,10 @@ def _wanted_chunks(
         return None
     chunks_by_offsets: dict[tuple[int, ...], ChunkStorageMetadata] = {}
     for box in boxes:
-        held = chunks.find_overlapping(box)
-        if held is None:
+        overlapping = chunks.find_overlapping(box)
+        if overlapping is None:
             return None
-        chunks_by_offsets.update((tuple(chunk.offsets), chunk) for chunk in held)
+        chunks_by_offsets.update((tuple(chunk.offsets), chunk) for chunk in overlapping)
     return list(chunks_by_offsets.values())
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -20,15 +21,16 @@ from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.collectives import CollectiveCall, refuse_other_calls
-from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_left_of_objects
+from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_unasked_entries
 from cloudckpt.dcp.hosts import HeldObjects, HostGroups, find_held, plan_transfers, run_transfers
-from cloudckpt.dcp.load_items import find_wants, log_dropped
+from cloudckpt.dcp.load_items import find_wanted_items, log_dropped
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed_rename
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CheckpointNotFoundError,
     CloudckptError,
     StateDictMismatchError,
@@ -40,14 +42,17 @@ from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.reader import CopyElsewhere, Reader, is_trouble
+from cloudckpt.pipeline.reader import CopyElsewhere, Reader, is_no_answer
 from cloudckpt.pipeline.safetensors_files import find_source, folder_of
-from cloudckpt.pipeline.wants import Wants
-from cloudckpt.report import LoadReport
+from cloudckpt.pipeline.wanted_items import WantedItems
+from cloudckpt.report import LoadReport, place_of
 from cloudckpt.telemetry.timeline import new_recorder
 from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
 from cloudckpt.tensors.values import EncodedValue
 from cloudckpt.uri import is_valid_location, parse_location
+
+if TYPE_CHECKING:
+    from cloudckpt.pipeline.shared_reads import SharedReads
 
 _log = logging.getLogger("cloudckpt")
 _MODEL = "model"
@@ -63,16 +68,16 @@ class ManifestLookup:
     error: Exception | None = None
     """The reason why there is no manifest: none is committed, or the lookup failed."""
     is_of_copy: bool = False
-    """True if the manifest is that of the copy in another place."""
-    is_torchs: bool = False
+    """True if the copy in another place has the manifest."""
+    is_of_torch: bool = False
     """True if no manifest is committed, but a checkpoint of torch's own writer exists."""
     files: FilesManifest | None = None
     """The safetensors files at `uri`, if there is no checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One load of `cloudckpt.load`."""
+class _LoadCall:
+    """The arguments of one call of `cloudckpt.load` (`ObjectStoreReader.begin_call`)."""
 
     lookup: ManifestLookup
     """The coordinator's lookup."""
@@ -92,16 +97,22 @@ class RankPlanData:
 
     attempt: str
     """The attempt of the checkpoint that the rank found."""
-    names: int = 0
+    names_checksum: int = 0
     """`Renaming.checksum` of the new names on this rank; 0 without `rename`."""
     unused: Sequence[str] = ()
     """Paths in the checkpoint that this rank's objects do not use."""
     objects: Sequence[str] = ()
-    """Top-level keys of this rank's ``Stateful`` objects, which can take more than they ask for."""
+    """Top-level keys of this rank's ``Stateful`` objects, which can take more entries than they ask for."""
     lacking: Sequence[str] = ()
     """`Renaming.lacking` of this rank."""
-    left: Sequence[str] = ()
+    absent: Sequence[str] = ()
+    """The names that this rank asks for, if the checkpoint has none of them and the rank's planner allows that."""
+    is_empty: bool = False
+    """The rank asks for nothing: its state dict is empty, or has only empty dicts."""
+    unasked: Sequence[str] = ()
     """Saved entries of ``Stateful`` objects that no rank has asked for. If there are any, all ranks plan again."""
+    shares_reads: bool = False
+    """The rank would share reads. In the coordinator's answer: some ranks share, and all make the steps for it."""
 
 
 class ObjectStoreReader(StorageReader):
@@ -139,6 +150,7 @@ class ObjectStoreReader(StorageReader):
     _manifest: Manifest | None
     _torch_reader: TorchCheckpointReader | None
     _copy_elsewhere: CopyElsewhere | None
+    _shared: SharedReads | None
     _failure: Exception | None
     """The error of `read_metadata`, which torch calls twice. `set_up_storage_reader` raises it."""
 
@@ -170,7 +182,7 @@ class ObjectStoreReader(StorageReader):
         self._may_be_renamed = _may_be_renamed
         self.hosts, self._holder = _hosts, _holder
         self._registry = extend_registry(_extension_registry, self._options.extensions)
-        self._call: _Call | None = None
+        self._call: _LoadCall | None = None
         self.lifecycle = Lifecycle("load", self._options, via=_via)
         self.is_alone = False
         """True if this process loads without others. `run_load` sets it."""
@@ -219,7 +231,8 @@ class ObjectStoreReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self.report = None
         self.lifecycle = Lifecycle("load", self._options, via=self.lifecycle.via)
-        self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri, operation=self.load_id)
+        uri, place = self._location.uri, place_of(self._options.metadata)
+        self._recorder = new_recorder(self._options.trace, verb="load", uri=uri, place=place, operation=self.load_id)
         self._started_s, self._manifest_s = time.monotonic(), 0.0
         self._found_here: tuple[Context, Manifest] | None = None
         self._forget()
@@ -243,15 +256,17 @@ class ObjectStoreReader(StorageReader):
         """
         self._begin(ranks.rank)
         self._recorder.open(ranks.rank)
+        self._has_common_place = isinstance(ranks, CollectiveCall) and self.hosts is None
         if self.hosts is not None and isinstance(ranks, CollectiveCall):
-            found = self._look_up(is_sent=True) if ranks.rank == self._holder else None
-            lookup = ranks.broadcast_object(found, self._holder)
+            own_lookup = self._look_up(is_sent=True) if ranks.rank == self._holder else None
+            lookup = ranks.broadcast_object(own_lookup, self._holder)
         else:
             is_sent = ranks.get_world_size() > 1
             lookup = ranks.broadcast_object(self._look_up(is_sent=is_sent) if ranks.is_coordinator else None)
-            if self._copy is None and lookup.uri != self.checkpoint_id:  # this rank reads another copy
+            if self._copy is None and lookup.uri != self.checkpoint_id:  # this rank reads from a place of its own
+                self._has_common_place = False
                 lookup = self._look_up(is_sent=False)
-        self._call = _Call(
+        self._call = _LoadCall(
             lookup=lookup,
             is_lazy=is_lazy and type(self) is ObjectStoreReader,
             whole_keys=whole_keys,
@@ -259,26 +274,56 @@ class ObjectStoreReader(StorageReader):
         )
 
     def fetch_from_hosts(self, plan: LoadPlan, ranks: DistWrapper) -> None:
-        """Bring what this rank's plan wants, and other hosts have, to the directory of its host. Collective.
+        """Copy the objects that this rank's plan needs from other hosts to the directory of its host. Collective.
 
         Args:
             plan: The plan of this rank.
             ranks: The collectives of the load.
 
         """
-        hosts, context, manifest = self.hosts, self._context, self._manifest
-        if hosts is None or context is None or manifest is None or context.location != self._location:
-            return  # on all ranks alike
+        hosts, context, manifest, metadata = self.hosts, self._context, self._manifest, self._metadata
+        if hosts is None or context is None or manifest is None or metadata is None:
+            return
+        if context.location != self._location:
+            return  # all ranks decide alike
         assert isinstance(ranks, CollectiveCall)  # noqa: S101  # else there are no `HostGroups`
 
         def find() -> HeldObjects:
-            assert self._metadata is not None  # noqa: S101  # read_metadata has made it
-            locations = map(self._metadata.storage_data.get, (item.storage_index for item in plan.items))
-            wanted = {location.object_index for location in locations if location is not None}
-            return find_held(context.client, manifest, wanted, hosts)
+            locations = map(metadata.storage_data.get, (item.storage_index for item in plan.items))
+            needed = {location.object_index for location in locations if location is not None}
+            return find_held(context, manifest, needed, hosts)
 
         held = ranks.all_gather("read", find)
-        run_transfers(ranks, context.client, manifest, plan_transfers(held, hosts.leaders))
+        run_transfers(ranks, context, manifest, plan_transfers(held, hosts.leaders))
+
+    @contextlib.contextmanager
+    def sharing_reads(self, plan: LoadPlan, ranks: DistWrapper) -> Iterator[None]:
+        """Let `read_data` share reads in the body. If the body raises, the other ranks learn it before the next step.
+
+        Args:
+            plan: The plan of this rank. It says whether ranks share reads.
+            ranks: The collectives of the load.
+
+        Returns:
+            The context in which the ranks share.
+
+        """
+        data = plan.storage_data
+        if not (isinstance(data, RankPlanData) and data.shares_reads and isinstance(ranks, CollectiveCall)):
+            yield
+            return
+        from cloudckpt.pipeline.shared_reads import SharedReads  # noqa: PLC0415  # few loads share
+
+        self._shared = shared = SharedReads(ranks, takes_part=self._can_share())
+        try:
+            yield
+        except BaseException:
+            shared.leave()
+            raise
+        finally:
+            self._shared = None
+        if shared.leave():
+            raise CloudckptError(f"the load of {self.checkpoint_id} on rank {ranks.rank} did not read what it planned")
 
     def end_call(self) -> Exception | None:
         """End the load that `begin_call` began, on all ranks. Returns the error of the lookup, if it failed."""
@@ -325,7 +370,13 @@ class ObjectStoreReader(StorageReader):
                 self._copy_elsewhere.context.rank = rank
 
     def prepare_local_plan(
-        self, plan: LoadPlan, *, unused: Sequence[str] = (), objects: Sequence[str] = ()
+        self,
+        plan: LoadPlan,
+        *,
+        unused: Sequence[str] = (),
+        objects: Sequence[str] = (),
+        absent: Sequence[str] = (),
+        is_empty: bool = False,
     ) -> LoadPlan:
         """Attach this rank's `RankPlanData` to its plan.
 
@@ -333,18 +384,21 @@ class ObjectStoreReader(StorageReader):
         """
         data = RankPlanData(
             attempt="" if self._manifest is None else self._manifest.attempt,
-            names=0 if self._renaming is None else self._renaming.checksum,
+            names_checksum=0 if self._renaming is None else self._renaming.checksum,
             unused=unused,
             objects=objects,
             lacking=() if self._renaming is None else self._renaming.lacking,
+            absent=absent,
+            is_empty=is_empty,
+            shares_reads=self._can_share(),
         )
         return dataclasses.replace(plan, storage_data=data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check the plans of all ranks, on the coordinator.
 
-        If an object asks for a part of its saved entries, the returned plans name the rest (`RankPlanData.left`), and
-        all ranks plan again.
+        If an object asks for a part of its saved entries, the returned plans name the others (`RankPlanData.unasked`),
+        and all ranks plan again.
 
         Raises:
             CheckpointChangedError: The ranks found different saves, and would mix them.
@@ -353,26 +407,42 @@ class ObjectStoreReader(StorageReader):
         """
         refuse_other_calls(plans, uri=self.checkpoint_id)
         plan_data = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
-        if len({rank_data.names for rank_data in plan_data if rank_data is not None}) > 1:
+        if len({rank_data.names_checksum for rank_data in plan_data if rank_data is not None}) > 1:
             raise StateDictMismatchError(
                 f"the ranks pass different `rename` for {self.checkpoint_id}, and would mix what they load. Pass the "
                 "same on all ranks",
                 uri=self.checkpoint_id,
             )
-        left = self._find_left(
+        unasked = self._find_unasked(
             plans, {key for rank_data in plan_data if rank_data is not None for key in rank_data.objects}
         )
-        self._check_completeness(plans, left=left)
-        if self._renaming is not None and not left:
+        self._check_completeness(plans, unasked=unasked)
+        if self._renaming is not None and not unasked:
             lacking = [name for rank_data in plan_data if rank_data is not None for name in rank_data.lacking]
             check_used(plans, self._renaming, lacking=lacking, uri=self.checkpoint_id)
-        if left:
+        if unasked:
             return [
                 plan
                 if rank_data is None
-                else dataclasses.replace(plan, storage_data=dataclasses.replace(rank_data, left=left))
+                else dataclasses.replace(plan, storage_data=dataclasses.replace(rank_data, unasked=unasked))
                 for plan, rank_data in zip(plans, plan_data, strict=True)
             ]
+        absent = dict.fromkeys(name for rank_data in plan_data if rank_data is not None for name in rank_data.absent)
+        saved = [] if self._metadata is None else [*self._metadata.state_dict_metadata]
+        is_empty = all(rank_data is not None and rank_data.is_empty for rank_data in plan_data)
+        if saved and is_empty and not self._is_part and not any(plan.items for plan in plans):
+            raise StateDictMismatchError(
+                f"the state dict asks for nothing of {self.checkpoint_id}, so nothing would be loaded. A load fills "
+                "what is in the dict, such as {'model': model.state_dict()}. To get what was saved, call "
+                f"cloudckpt.read({self.checkpoint_id!r}), or pass live objects: model=…, extra={{}}",
+                uri=self.checkpoint_id,
+            )
+        if absent and not any(plan.items for plan in plans):
+            raise StateDictMismatchError(
+                f"{self.checkpoint_id} has none of {quote_names([*absent])}, only {quote_names(saved)}, so nothing "
+                "would be loaded. Ask for names that were saved. Without allow_partial_load, the error suggests some",
+                uri=self.checkpoint_id,
+            )
         attempts = {rank_data.attempt for rank_data in plan_data if rank_data is not None}
         if len(attempts) > 1:
             raise CheckpointChangedError(
@@ -380,7 +450,13 @@ class ObjectStoreReader(StorageReader):
                 "different saves. Nothing was loaded; load again",
                 uri=self.checkpoint_id,
             )
-        return plans
+        shares_reads = sum(rank_data is not None and rank_data.shares_reads for rank_data in plan_data) > 1
+        return [
+            plan
+            if rank_data is None
+            else dataclasses.replace(plan, storage_data=dataclasses.replace(rank_data, shares_reads=shares_reads))
+            for plan, rank_data in zip(plans, plan_data, strict=True)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the items of the plan. After an error, the content of the tensors is undefined."""
@@ -405,13 +481,13 @@ class ObjectStoreReader(StorageReader):
         assert self._metadata is not None  # noqa: S101  # read_metadata has made it
         return self._metadata if self._manifest is None else self._make_metadata(self._manifest, is_lazy=False)
 
-    def _find_left(self, plans: list[LoadPlan], objects: Collection[str]) -> list[str]:
+    def _find_unasked(self, plans: list[LoadPlan], objects: Collection[str]) -> list[str]:
         if self._metadata is None or not objects:
             return []
-        return find_left_of_objects(plans, self._metadata.state_dict_metadata, objects)
+        return find_unasked_entries(plans, self._metadata.state_dict_metadata, objects)
 
-    def _check_completeness(self, plans: list[LoadPlan], *, left: Collection[str]) -> None:
-        """Check the entries that the ranks ask for, without those `left` for a second plan."""
+    def _check_completeness(self, plans: list[LoadPlan], *, unasked: Collection[str]) -> None:
+        """Check the entries that the ranks ask for, without those `unasked` for a second plan."""
         if self._metadata is None or self._is_part:
             return
         whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
@@ -423,8 +499,8 @@ class ObjectStoreReader(StorageReader):
             saved = {
                 name: entry for name, entry in saved.items() if name not in unused and not name.startswith(of_unused)
             }
-        if handed := set(left):
-            saved = {name: entry for name, entry in saved.items() if name not in handed}
+        if unasked_names := set(unasked):
+            saved = {name: entry for name, entry in saved.items() if name not in unasked_names}
         hidden = self._renaming.hidden if self._strict and self._renaming is not None else []
         try:
             with raised_via(self.lifecycle.via):
@@ -437,7 +513,14 @@ class ObjectStoreReader(StorageReader):
                 raise
             _log.warning("loading all the same, because of strict=False: %s", error.message)
 
+    def _can_share(self) -> bool:
+        """Return True if this rank would share its reads. It must verify what it gets."""
+        options, manifest = self._options, self._manifest
+        can_verify = manifest is not None and manifest.has_checksums and options.verify
+        return options.share_reads == "always" and self._has_common_place and can_verify
+
     def _forget(self) -> None:
+        self._has_common_place, self._shared = False, None
         self._failure = self._metadata = self._context = self._manifest = self._torch_reader = None
         self._copy_elsewhere = None
         self._renaming: Renaming | None = None
@@ -464,10 +547,10 @@ class ObjectStoreReader(StorageReader):
                         resolved = resolve(context.client)
                 except CheckpointNotFoundError as error:
                     if self._copy is None and has_torch_checkpoint(context.client):
-                        return ManifestLookup(uri=uri, error=error, is_torchs=True)
+                        return ManifestLookup(uri=uri, error=error, is_of_torch=True)
                     raise
             except Exception as error:  # each rank raises it
-                if failure is None or (is_trouble(error) and not is_trouble(failure)):
+                if failure is None or (is_no_answer(error) and not is_no_answer(failure)):
                     failure = make_picklable(error)
                 continue
             if failure is not None:
@@ -483,7 +566,7 @@ class ObjectStoreReader(StorageReader):
         if found_here is not None:
             return self._use(*found_here)
         context = self._new_context(is_of_copy=lookup.is_of_copy)
-        if lookup.is_torchs:
+        if lookup.is_of_torch:
             self._torch_reader, metadata = read_torch_metadata(
                 context.client, self._registry, allow_pickle=self._allow_pickle
             )
@@ -515,7 +598,7 @@ class ObjectStoreReader(StorageReader):
         return self._make_metadata(manifest, is_lazy=self._call is not None and self._call.is_lazy)
 
     def _new_renaming(self, names: Collection[str], *, uri: str, is_of_model: bool = False) -> Renaming | None:
-        """Return the new names. Without `rename`, names in files of one model's tensors are put below ``model``."""
+        """Return the new names. Without `rename`, the names in safetensors files are put below ``model``."""
         rename = self._rename
         if rename is None and is_of_model and names and self._call is not None and self._call.has_live_model:
             rename = {"": _MODEL}
@@ -529,9 +612,10 @@ class ObjectStoreReader(StorageReader):
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         context = self._context
-        if context is None or self._metadata is None:
+        metadata, manifest = self._metadata, self._manifest
+        if context is None or metadata is None:
             raise CloudckptError("read_metadata has to be called before each load, as torch's dcp.load does")
-        wrappers = {} if self._manifest is None else self._manifest.wrappers
+        wrappers = {} if manifest is None else manifest.wrappers
         left_out = wrappers.keys() & getattr(planner, "state_dict", {}).keys()
         if left_out:
             raise StateDictMismatchError(
@@ -540,47 +624,58 @@ class ObjectStoreReader(StorageReader):
                 uri=self.checkpoint_id,
             )
         context.emit("load.planned")
-        wants = None if self._manifest is None else self._find_wants(context, plan, planner, self._manifest)
-        context.emit("load.reading", num_bytes=0 if wants is None else wants.num_bytes)
+        wanted = None
+        if manifest is not None:
+            wanted = self._find_wanted_items(plan, planner, manifest, metadata, is_logged=context.rank == 0)
+        context.emit("load.reading", num_bytes=0 if wanted is None else wanted.num_bytes)
         planned_s = time.monotonic()
         self._recorder.span("plan", int(self._started_s * 1e9))
         if self._torch_reader is not None:
             report = self._torch_reader.load(
                 plan,
                 planner,
-                self._metadata,
+                metadata,
                 rank=context.rank,
                 allows_lossy_casts=self._options.allow_lossy_casts,
             )
         else:
-            assert self._manifest is not None and wants is not None  # noqa: S101, PT018  # read_metadata has found it
+            assert manifest is not None and wanted is not None  # noqa: S101, PT018  # read_metadata has found it
             transforms = ReadTransforms(self._registry, self._options.extensions)
             reader = Reader(
                 context,
-                self._manifest,
-                copy=self._copy_elsewhere,
+                manifest,
+                copy_elsewhere=self._copy_elsewhere,
                 transforms=transforms,
-                is_apart=self.hosts is not None,
+                is_of_other_host=self.hosts is not None,
             )
-            report = reader.read(wants)
+            try:
+                report = reader.read(wanted, shared=self._shared)
+            except CheckpointError:
+                if self._shared is None or not self._shared.is_stopped:
+                    raise
+                return  # all ranks raise the error of the rank that has failed
             reader.check_unchanged()
-            log_dropped(wants, uri=self.checkpoint_id)
-        self.report = dataclasses.replace(report, plan_s=planned_s - self._started_s, manifest_s=self._manifest_s)
+            log_dropped(wanted, uri=self.checkpoint_id)
+        report = dataclasses.replace(report, plan_s=planned_s - self._started_s, manifest_s=self._manifest_s)
+        if isinstance(manifest, FilesManifest):  # the context is that of the folder
+            report = dataclasses.replace(report, uri=self._location.uri)
+        self.report = report
         self.lifecycle.end(self.report)
 
-    def _find_wants(self, context: Context, plan: LoadPlan, planner: LoadPlanner, manifest: Manifest) -> Wants:
-        assert self._metadata is not None  # noqa: S101  # read_metadata has made it
+    def _find_wanted_items(
+        self, plan: LoadPlan, planner: LoadPlanner, manifest: Manifest, metadata: Metadata, *, is_logged: bool
+    ) -> WantedItems:
         with rare_collections():
-            return find_wants(
+            return find_wanted_items(
                 plan.items,
                 planner,
                 manifest,
-                self._metadata.storage_data,
+                metadata.storage_data,
                 tensors_of=planner.tensors_of if isinstance(planner, ExplainingLoadPlanner) else None,
                 on_value=functools.partial(self._load_value, planner),
                 allows_lossy_casts=self._options.allow_lossy_casts,
                 uri=self.checkpoint_id,
-                is_logged=context.rank == 0,
+                is_logged=is_logged,
             )
 
     def _load_value(

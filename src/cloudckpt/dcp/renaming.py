@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias, TypeVar
@@ -29,7 +29,7 @@ from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_js
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 _T = TypeVar("_T")
 _Pair: TypeAlias = tuple[str, str]
-_MAX_COMPARED, _MAX_SAMPLE, _MAX_SHOWN = 5000, 50, 2
+_MAX_COMPARED_NAMES, _MAX_SAMPLE, _MAX_SHOWN = 5000, 50, 2
 _FUNCTION = "<function>"
 _log = logging.getLogger("cloudckpt")
 _ADVICE = "rename maps names in the checkpoint to those of what is loaded"
@@ -39,8 +39,8 @@ _NOT_NEEDED = "rename=%s is not needed for %s, which has the new names: they are
 class Renaming:
     """The new names of the entries of one checkpoint.
 
-    An entry without a new name is hidden from the load. With a mapping, so is an entry that it does not rename and that
-    is below one of its new prefixes: only renamed entries are found there.
+    An entry without a new name is hidden from the load. A mapping also hides each entry that it does not rename and
+    that is below one of its new prefixes: only renamed entries are found there.
 
     Raises `StateDictMismatchError` if two entries get one new name, or if a part of `rename` fits no entry. The message
     then also names the parts whose new names fit none of `keys`, the keys that this rank loads, if they are known.
@@ -63,7 +63,7 @@ class Renaming:
         self.given: dict[str, set[str]] = {}
         """The new names that each part of `rename` has given, by its text."""
         self.lacking: list[str] = []
-        """Names that objects of this rank keep without strictness, since the checkpoint has none of them."""
+        """Names that the checkpoint lacks, and whose values objects of this rank keep with ``strict=False``."""
         for old in names:
             new, part = self._find(old)
             self.new_names[old] = new
@@ -97,17 +97,17 @@ class Renaming:
                     suggested[new], is_reversed = old, True
                     continue
             if new is not None and leads_nowhere(new):
-                top, dot, rest = new.partition(".")
-                near_new = f"{near}{dot}{rest}" if (near := find_near(top, keys)) else ""
+                top, dot, suffix = new.partition(".")
+                near_new = f"{near}{dot}{suffix}" if (near := find_near(top, keys)) else ""
                 unloaded.append(part)
             if near_old and near_new != "":
                 suggested[near_old] = near_new
         tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
         unloaded_text = f"; and {', '.join(unloaded)} leads to nothing that is loaded" if unloaded else ""
         direction = ", not the other way round" if is_reversed else ""
-        given = [(old, new) for old, new in self._pairs if _part_text(old, new) not in unused]
+        used_pairs = [(old, new) for old, new in self._pairs if _part_text(old, new) not in unused]
         is_clear = len({*suggested.values()}) == len(suggested)
-        advice = f". Did you mean rename={suggested}?" if is_clear and suggested.items() - given else ""
+        advice = f". Did you mean rename={suggested}?" if is_clear and suggested.items() - used_pairs else ""
         return (
             f"rename={', '.join(unused)} changes no name of {self._uri}, which has {quote_names(tops)}{unloaded_text}. "
             f"{_ADVICE}{direction}{advice}"
@@ -127,8 +127,8 @@ class Renaming:
             if is_below(old, prefix):
                 if other is None:
                     return None, _part_text(prefix, None)
-                rest = old[len(prefix) :].removeprefix(".") if prefix else old
-                return ".".join(filter(None, (other, rest))), _part_text(prefix, other)
+                suffix = old[len(prefix) :].removeprefix(".") if prefix else old
+                return ".".join(filter(None, (other, suffix))), _part_text(prefix, other)
         return (None if any(is_below(old, other) for _, other in self._pairs if other is not None) else old), ""
 
     def pairs_to(self, keys: Collection[str]) -> dict[str, str]:
@@ -165,7 +165,7 @@ class Renaming:
 
     @property
     def checksum(self) -> int:
-        """A number by which ranks find out if their new names differ."""
+        """A number that differs if the new names of two ranks differ."""
         return zlib.crc32(repr(sorted(self.old_names.items())).encode(errors="surrogatepass"))
 
     @property
@@ -285,15 +285,15 @@ def find_needed_rename(rename: Rename, names: Collection[str], *, uri: str) -> R
                 _log.warning(_NOT_NEEDED, "a function", uri)  # a warning, because a mistyped old name looks the same
                 return None
         return rename
-    done = {
+    done_pairs = {
         old: new
         for old, new in rename.items()
         if not any(is_below(name, old.rstrip(".")) for name in names)
         and any(is_below(name, new.rstrip(".")) for name in names if new is not None)
     }
-    if done:
-        _log.warning(_NOT_NEEDED, done, uri)
-    return {old: new for old, new in rename.items() if old not in done} or None
+    if done_pairs:
+        _log.warning(_NOT_NEEDED, done_pairs, uri)
+    return {old: new for old, new in rename.items() if old not in done_pairs} or None
 
 
 def check_rename(rename: Rename | None) -> None:
@@ -323,7 +323,7 @@ def _find_longer(name: str, names: Iterable[str]) -> str:
     ]
     longer = {
         dotted_name[: position + len(tail)]
-        for dotted_name in (f"{entry}." for entry in itertools.islice(names, _MAX_COMPARED))
+        for dotted_name in (f"{entry}." for entry in itertools.islice(names, _MAX_COMPARED_NAMES))
         for head, tail in cuts
         if dotted_name.startswith(head) and (position := dotted_name.find(tail, len(head))) > 0
     }
@@ -373,7 +373,7 @@ def suggest_renames(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list
     Several maps are returned if they fit equally well, such as for two copies of a model; none if nothing fits.
     """
     alike: dict[tuple[str, Any], list[list[str]]] = defaultdict(list)
-    for name in itertools.islice(saved, _MAX_COMPARED):
+    for name in itertools.islice(saved, _MAX_COMPARED_NAMES):
         alike[name.rpartition(".")[2], _size_of(saved[name])].append(name.split("."))
     step = len(wanted) // _MAX_SAMPLE + 1
     sample = {name: _size_of(wanted[name]) for name in sorted(wanted)[::step]}
@@ -409,24 +409,81 @@ def _choose(
 ) -> tuple[dict[str, str], int]:
     """Return the first of `pairs` that fit beside each other, and the number of names for which they find nothing."""
     renames: dict[str, str] = {}
-    left = set(names)
+    unmatched = set(names)
     for old, new in pairs:
-        fits = left.intersection(fits_of_pair[old, new])
-        is_part = 1 < len(fits) == sum(is_below(name, new) for name in left)
+        fits = unmatched.intersection(fits_of_pair[old, new])
+        is_part = 1 < len(fits) == sum(is_below(name, new) for name in unmatched)
         is_taken = any(is_below(old, renamed) or is_below(renamed, old) for renamed in renames)
-        if not is_taken and (is_part or 2 * len(fits) > len(left)):
+        if not is_taken and (is_part or 2 * len(fits) > len(unmatched)):
             renames[old] = new
-            left -= fits
-    return renames, len(left)
+            unmatched -= fits
+    return renames, len(unmatched)
 
 
-def quote_others(maps: Sequence[Mapping[str, str]]) -> str:
-    """Return the words that name the other `maps`, to follow the first one."""
-    shown = "".join(f" or rename={renames}" for renames in maps[1 : _MAX_SHOWN + 1])
-    more = " or another map" if len(maps) > _MAX_SHOWN + 1 else ""
-    return f"{shown}{more}, which fit equally well" if shown else ""
+def offer_renames(
+    maps: Sequence[Mapping[str, str]],
+    saved: Collection[str],
+    wanted: Collection[str],
+    *,
+    whole_keys: Collection[str] | None = (),
+    keys: Collection[str] = (),
+    partial: str = "strict=False",
+    say_rename: Callable[[str], str] = "pass rename={}".format,
+) -> str:
+    """Return the advice to load under other names: the first of `maps`, each with what else it needs.
+
+    Returns "" if none can be used. A map that lacks a `wanted` name comes with `partial`. One that leaves behind
+    what the load must take comes with ``strict=False`` and the prefixes that stay behind.
+
+    Args:
+        maps: Maps that fit equally well.
+        saved: The names in the checkpoint.
+        wanted: The names that the load asks for.
+        whole_keys: Top-level keys below which the load must take all that was saved. None means all keys.
+        keys: Prefixes below which the load asks for all that exists, beside `wanted`.
+        partial: The argument that lets a load lack names; "" if it lets entries stay behind and names lack.
+        say_rename: Returns the words that say how to pass a map.
+
+    """
+    offers = []
+    for renames in maps[: _MAX_SHOWN + 1]:
+        try:
+            renaming = Renaming(renames, saved, uri="")
+        except StateDictMismatchError:  # it gives two entries one name
+            continue
+        hidden = renaming.hidden if whole_keys is None else []
+        unasked = [
+            old
+            for new, old in renaming.old_names.items()
+            if new not in wanted
+            and (whole_keys is None or new.partition(".")[0] in whole_keys)
+            and not any(is_below(new, key) for key in keys)
+        ]
+        unasked = [name for name in [*unasked, *hidden] if not name.startswith("random_state.")]
+        lacks = not renaming.old_names.keys() >= {*wanted}
+        needs = dict.fromkeys(["strict=False"] * bool(unasked) + [partial] * lacks) if partial else {}
+        left_behind = f" (leaves {quote_names(common_prefixes(unasked, saved))} behind)" if unasked and partial else ""
+        offers.append(", ".join([say_rename(str(renames)), *needs]) + left_behind)
+    if len(offers) > 1:
+        offers[1:] = [offer.removeprefix("pass ") for offer in offers[1:]]
+        offers[-1] += f"{' or another map' if len(maps) > _MAX_SHOWN + 1 else ''}, which fit equally well"
+    return " or ".join(offers)
 
 
-def _size_of(held: Any) -> tuple[int, ...] | None:
-    size = getattr(held, "size", None)
+def common_prefixes(names: Collection[str], among: Iterable[str]) -> list[str]:
+    """Return the shortest prefixes below which all that is `among` the names of a checkpoint is one of `names`."""
+    numbers: Counter[str] = Counter()
+    for name in names:
+        numbers.update(_prefixes_of(name))
+    for name in {*names, *among}:
+        numbers.subtract(_prefixes_of(name))
+    return list(dict.fromkeys(next(prefix for prefix in _prefixes_of(name) if not numbers[prefix]) for name in names))
+
+
+def _prefixes_of(name: str) -> list[str]:
+    return [name[:position] for position, letter in enumerate(name) if letter == "."] + [name]
+
+
+def _size_of(entry: Any) -> tuple[int, ...] | None:
+    size = getattr(entry, "size", None)
     return None if size is None else tuple(size() if callable(size) else size)

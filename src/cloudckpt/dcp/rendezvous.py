@@ -26,6 +26,14 @@ _MAX_POLL_S = 0.05
 _MAX_FAREWELL_S = 2.0
 _STORE_FAREWELL_S = 20 * _MAX_POLL_S
 _STATE_KEY = "state"
+_FILLED = ". The objects may hold a part of what was loaded: load again before you continue training"
+_ADVICE = {
+    "saving": ". The data of this save was not removed. It may have been committed: look at what is there",
+    "loading": _FILLED,
+    "finding": _FILLED,
+    "pulling": ". The model may hold a part of a version: pull again before you use it",
+}
+"""The advice after a failed call, by the first word of `doing`. Other calls leave nothing."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +106,8 @@ class Rendezvous:
     """The calls of one rank in one process group, one after the other, and their barriers.
 
     A call is one save or load, from `begin` to `end`. Rank 0 watches the heartbeats of all ranks, and permits each
-    barrier; the others watch rank 0. Any rank can fail a call. A permission and a failure are compare-and-sets of the
-    same key, so a barrier is permitted for all ranks or for none.
+    barrier; the others watch rank 0. Any rank can fail a call. A permission and a failure change the same key by
+    compare-and-set, so a barrier is permitted for all ranks or for none.
 
     Args:
         store: The process group's key-value store, under a prefix that nothing else uses.
@@ -128,8 +136,8 @@ class Rendezvous:
         self._state = GroupState()
         self._answered_s = 0.0
         """Time of the last answer of the store."""
-        self._trouble = ""
-        """Reason why the store cannot be used any more."""
+        self._store_failure = ""
+        """Reason why the store can no longer be used."""
         self._failure: Failure | None = None
         """A failure that this rank wants to post."""
         self._wants_cancel = False
@@ -222,7 +230,7 @@ class Rendezvous:
                 self.fail(error)
             if self.rank in self._store_keeper and (self._failure is not None or self._state.failed_call == call):
                 # The store may end with this process. So the other ranks, which poll, get time to read the failure.
-                self._changed.wait_for(lambda: self._trouble, min(self.timeout_s, _STORE_FAREWELL_S))
+                self._changed.wait_for(lambda: self._store_failure, min(self.timeout_s, _STORE_FAREWELL_S))
             self._own = msgspec.structs.replace(self._own, has_ended=True)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._thread is not thread, min(self.timeout_s, _MAX_FAREWELL_S))
@@ -238,8 +246,8 @@ class Rendezvous:
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
             self._raise_if_failed(self._own.call)
-            if self._trouble:
-                self._lose_store(f"is out of reach ({self._trouble})")
+            if self._store_failure:
+                self._lose_store(f"is out of reach ({self._store_failure})")
             elif time.monotonic() - self._answered_s >= self.timeout_s:
                 self._lose_store(f"did not answer for {self.timeout_s:g} s")
             else:
@@ -250,16 +258,13 @@ class Rendezvous:
             return
         failure = self._state.failure
         text = f"{self._doing} {self._uri} failed: {failure.reason}"
-        if "sav" in self._doing:
-            text += ". The data of this save was not removed. It may have been committed: look at what is there"
-        elif self._doing.startswith(("loading", "finding")):
-            text += ". The objects may hold a part of what was loaded: load again before you continue training"
+        text += _ADVICE.get(self._doing.partition(" ")[0], "")
         if failure.is_final:
             text += ". This process group cannot be used any more: make a new one, or restart the job"
         raise RankLostError(text, uri=self._uri, ranks=failure.ranks)
 
     def _lose_store(self, why: str) -> None:
-        """Fail this and all later calls on this rank; the others find it out for themselves."""
+        """Fail this and all later calls on this rank. Other ranks that cannot reach the store do the same."""
         kept_by = f", which rank {self._store_keeper[0]} keeps," if self._store_keeper else ""
         failure = Failure(self._store_keeper, f"the process group's store{kept_by} {why}", is_final=True)
         self._state = self._state.fail(self._own.call, failure)
@@ -278,12 +283,12 @@ class Rendezvous:
                         self._own = msgspec.structs.replace(self._own, beat=self._own.beat + 1)
                     own = self._own
                     keys = [*map(str, self._watched)] if self._is_waiting else []
-                # A failure first, and then the heartbeat that ends the call: no rank sees the end without its reason.
+                # Post a failure before the heartbeat that ends the call: no rank may see the end without its reason.
                 self._decide(store)
                 if own != self._posted:
                     store.set(str(self.rank), msgspec.json.encode(own).decode())
                     self._posted = own
-                # The state last: it is then no older than the heartbeats that the next decision is about.
+                # Read the state last, so that it is no older than the heartbeats on which the next decision depends.
                 answers = self._read(store, [*keys, _STATE_KEY])
                 with self._changed:
                     self._note_heartbeats(answers)
@@ -299,7 +304,7 @@ class Rendezvous:
                     self._changed.wait_for(self._has_news, wait_s)
         except BaseException as error:  # a waiter raises it
             with self._changed:
-                self._trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self._store_failure = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:
             with self._changed:
                 if self._thread is thread:
@@ -321,10 +326,10 @@ class Rendezvous:
     def _read(self, store: Any, keys: list[str]) -> dict[str, bytes]:
         """Read the `keys` that exist. A store would wait for a key that does not exist."""
         self._known_keys.update(key for key in keys if key not in self._known_keys and store.check([key]))
-        known = [key for key in keys if key in self._known_keys]
+        existing = [key for key in keys if key in self._known_keys]
         if store.has_extended_api():
-            return dict(zip(known, store.multi_get(known), strict=True))
-        return {key: store.get(key) for key in known}
+            return dict(zip(existing, store.multi_get(existing), strict=True))
+        return {key: store.get(key) for key in existing}
 
     def _note_heartbeats(self, answers: dict[str, bytes]) -> None:
         now_s = self._answered_s = time.monotonic()

@@ -30,27 +30,27 @@ from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name
 from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, has_planner_hooks
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import crc32c_of
-from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.data_objects import PieceBody, new_piece, new_side_streams
 from cloudckpt.tensors.host_memory import new_arena
+from cloudckpt.tensors.snapshot import Snapshot
 from cloudckpt.tensors.tensor_bytes import ALIGNMENT_BYTES, plain_tensor, view_memory, viewable_address
 
 CompareReplicas: TypeAlias = Literal["sample", "whole", "never"]
 ItemKey: TypeAlias = tuple[str, torch.Size | None]
 
-_WHOLE_BYTES = 16 * KIB  # of a tensor that is compared whole
+_WHOLE_BYTES = 16 * KIB  # largest tensor that is compared whole
 _WINDOW_BYTES = KIB
-_LINE_BYTES = 64  # of a window where there are few: a line of a cache
+_LINE_BYTES = 64  # size of each window if there are few: a cache line
 _WORD_BYTES = 8
 _BYTES_PER_WINDOW = 4 * MIB
 _MIN_WINDOWS, _MAX_WINDOWS = 3, 256  # begin, middle and end
-_MAX_GATHERED = 4096  # tensors in one call, for the sake of the caches
-_PART_BYTES = 16 * MIB  # copied at once, where a tensor cannot be read in place
-_COMPARED = 1 << 32  # a bit that makes every fingerprint differ from 0
+_MAX_GATHERED = 4096  # tensors in one call: more would not fit the caches
+_PART_BYTES = 16 * MIB  # copied at once if a tensor cannot be read in place
+_COMPARED_BIT = 1 << 32  # a bit that makes every fingerprint differ from 0
 _FACTORS = np.frombuffer(
     hashlib.shake_128(b"replicas").digest(_MIN_WINDOWS * _LINE_BYTES), dtype=np.uint64
 ) | np.uint64(1)
-_EXTRA_STATE = "_extra_state"  # of torch's modules, such as the scales that a rank's own data gave
+_EXTRA_STATE = "_extra_state"  # of torch's modules, such as scales that depend on a rank's data
 
 _log = logging.getLogger("cloudckpt")
 
@@ -138,11 +138,8 @@ def take_fingerprints(
     fingerprints = Fingerprints(
         of_items=array("Q", bytes(8 * len(items))), synchronized=synchronized, common=frozenset(common)
     )
-    of_items, on_host, on_devices = (
-        fingerprints.of_items,
-        list[tuple[int, int, int]](),
-        list[tuple[int, torch.Tensor]](),
-    )
+    of_items, on_host = fingerprints.of_items, list[tuple[int, int, int]]()
+    on_devices: list[tuple[int, torch.Tensor]] = []
     for position, item in enumerate(items):
         fqn = item.index.fqn
         is_common = fqn in fingerprints.common
@@ -169,7 +166,7 @@ def take_fingerprints(
 
 
 def _fingerprint_value(value: Any) -> int:
-    return _COMPARED | crc32c_of([memoryview(_text_of(value).encode())])
+    return _COMPARED_BIT | crc32c_of([memoryview(_text_of(value).encode())])
 
 
 def _text_of(value: Any) -> str:
@@ -190,47 +187,49 @@ def _text_of(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _find_readable(item: WriteItem, held: Any, uri: str) -> tuple[torch.Tensor | None, int]:
+def _find_readable(item: WriteItem, value: Any, uri: str) -> tuple[torch.Tensor | None, int]:
     """Return the tensor of `item`, if other ranks may hold it too, and its address; 0 if it cannot be read in place."""
-    held = _find_copied(item, held)
-    if held is None:
+    value = _find_replicated(item, value)
+    if value is None:
         return None, 0
-    if type(held) in PLAIN_TENSORS and (address := viewable_address(held)):
-        return held, address
+    if type(value) in PLAIN_TENSORS and (address := viewable_address(value)):
+        return value, address
     try:
-        return plain_tensor(held, item.index.fqn, uri=uri), 0
+        return plain_tensor(value, item.index.fqn, uri=uri), 0
     except UnsupportedValueError:  # the rank that saves it raises it
         return None, 0
 
 
-def _find_copied(item: WriteItem, held: Any) -> torch.Tensor | None:
+def _find_replicated(item: WriteItem, value: Any) -> torch.Tensor | None:
     """Return the tensor of `item`, if other ranks may hold it too; otherwise None."""
     data = item.tensor_data
-    if data is None or not isinstance(held, torch.Tensor):
+    if data is None or not isinstance(value, torch.Tensor):
         return None
-    if isinstance(held, ShardedTensor):
-        return _find_copied_shard(held, item.index)
-    if has_planner_hooks(held) or (isinstance(held, DTensor) and has_planner_hooks(local_tensor_of(held))):
+    if isinstance(value, ShardedTensor):
+        return _find_replicated_shard(value, item.index)
+    if has_planner_hooks(value) or (isinstance(value, DTensor) and has_planner_hooks(local_tensor_of(value))):
         return None
-    if type(held) in PLAIN_TENSORS:
-        return held
-    if isinstance(held, DTensor):
-        sizes = held.device_mesh.shape
+    if type(value) in PLAIN_TENSORS:
+        return value
+    if isinstance(value, DTensor):
+        sizes = value.device_mesh.shape
         if not any(
-            placement.is_replicate() and size > 1 for placement, size in zip(held.placements, sizes, strict=True)
+            placement.is_replicate() and size > 1 for placement, size in zip(value.placements, sizes, strict=True)
         ):
             return None
-        held = local_tensor_of(held)
-    return held if held.shape == data.chunk.sizes else None
+        value = local_tensor_of(value)
+    return value if value.shape == data.chunk.sizes else None
 
 
-def _find_copied_shard(held: ShardedTensor, index: MetadataIndex) -> torch.Tensor | None:
+def _find_replicated_shard(whole: ShardedTensor, index: MetadataIndex) -> torch.Tensor | None:
     """Return the shard of a ``ShardedTensor`` that other ranks hold too, as with HYBRID_SHARD of torch's first FSDP."""
-    group = getattr(held, "_process_group", None)
+    group = getattr(whole, "_process_group", None)
     if group is None or dist.get_world_size(group) == dist.get_world_size():
         return None
     offsets = tuple(index.offset or ())
-    return next((shard.tensor for shard in held.local_shards() if tuple(shard.metadata.shard_offsets) == offsets), None)
+    return next(
+        (shard.tensor for shard in whole.local_shards() if tuple(shard.metadata.shard_offsets) == offsets), None
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -280,7 +279,7 @@ def _hash_rows(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     mixed = rows * _FACTORS[0]
     mixed ^= mixed >> np.uint64(32)  # or differences in the highest bits, which are signs, would cancel out
     mixed *= _FACTORS
-    hashes: npt.NDArray[np.uint64] = mixed.sum(axis=1, dtype=np.uint64) | np.uint64(_COMPARED)
+    hashes: npt.NDArray[np.uint64] = mixed.sum(axis=1, dtype=np.uint64) | np.uint64(_COMPARED_BIT)
     return hashes
 
 
@@ -292,12 +291,12 @@ def _fingerprint_of(views: Iterable[memoryview], num_bytes: int, *, is_whole: bo
     checksum = 0
     for view in views:
         checksum = crc32c_of([view], checksum)
-    return _COMPARED | checksum
+    return _COMPARED_BIT | checksum
 
 
 @contextlib.contextmanager
 def _body_of(contents: Sequence[torch.Tensor], snapshot: Snapshot | None) -> Iterator[PieceBody]:
-    """Yield a body of tensors that cannot be read in place, back to back. Takes no memory of a GPU."""
+    """Yield a body of tensors that cannot be read in place, back to back. Allocates no GPU memory."""
     ends = list(itertools.accumulate(content.nbytes for content in contents))
     pieces = [new_piece(content, begin=end - content.nbytes) for content, end in zip(contents, ends, strict=True)]
     with contextlib.closing(new_arena(budget_bytes=_PART_BYTES)) as arena:
@@ -342,9 +341,9 @@ def _sample_devices(
             _body_of([sample for *_, samples in group for sample in samples], snapshot) as body,
             body.open(0, body.size_bytes) as views,
         ):
-            left = iter(views)
+            unread = iter(views)
             for sampled, tensor_bytes, samples in group:
-                yield sampled, _fingerprint_of(itertools.islice(left, len(samples)), tensor_bytes, is_whole=False)
+                yield sampled, _fingerprint_of(itertools.islice(unread, len(samples)), tensor_bytes, is_whole=False)
         group, num_bytes = [], 0
 
 
@@ -352,11 +351,9 @@ def fingerprints_of(plan: SavePlan) -> Fingerprints | None:
     """Return the fingerprints that a rank sent with its plan; None if another planner made the plan."""
     nesting = plan.planner_data
     fingerprints = nesting.fingerprints if isinstance(nesting, Nesting) else None
-    return (
-        fingerprints
-        if isinstance(fingerprints, Fingerprints) and len(fingerprints.of_items) == len(plan.items)
-        else None
-    )
+    if isinstance(fingerprints, Fingerprints) and len(fingerprints.of_items) == len(plan.items):
+        return fingerprints
+    return None
 
 
 def key_of(index: MetadataIndex) -> ItemKey:

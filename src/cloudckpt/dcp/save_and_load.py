@@ -8,17 +8,15 @@ state dict twice if it is ``Stateful``, which costs most of the time of a small 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -27,29 +25,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt._display import pairs_to_html
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.collectives import find_guarded_group, guarded_collectives
 from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
+from cloudckpt.dcp.failures import causes_of, failure_of, raise_own_interrupt, release_frames
 from cloudckpt.dcp.live_entry import LiveEntry, LoadSource, ask_state, find_synchronized, load_object, plan_live_entries
-from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
+from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, find_absent, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.replicas import key_of
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import (
     CheckpointChangedError,
-    CheckpointError,
     CloudckptError,
     CommitUnknownError,
-    CorruptCheckpointError,
     RankLostError,
-    SaveCancelledError,
-    limit_text,
-    name_ranks,
 )
 from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.tensors.tensor_bytes import training_mode
-
-_T = TypeVar("_T")
 
 RanksContext: TypeAlias = AbstractContextManager[DistWrapper]
 """Gives the collectives of one save or load. If a rank leaves it with an error, the call ends on all ranks."""
@@ -77,18 +68,8 @@ def last_save_seconds() -> float:
     return _last_save_s
 
 
-def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
-    """Return the rank of this process in the group that saves or loads."""
-    return dist.get_rank(process_group) if not no_dist and dist.is_available() and dist.is_initialized() else 0
-
-
-def num_ranks_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
-    """Return the number of ranks in the group that saves or loads."""
-    return dist.get_world_size(process_group) if not no_dist and dist.is_available() and dist.is_initialized() else 1
-
-
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` with the state of each object in its place.
+    """Return `state_dict` with the state of each object in place of the object.
 
     Every rank asks the objects in the order of their keys, since their methods may be collective.
     """
@@ -131,8 +112,8 @@ def run_save(
             metadata = ranks.all_reduce("write", save.write, save.finish)
             if writer.hosts is not None:
                 writer.keep()
-                document = ranks.broadcast("publish", lambda: writer.document)
-                ranks.all_gather("publish", lambda: writer.commit_copy(document))
+                document = ranks.broadcast("commit", lambda: writer.document)
+                ranks.all_gather("commit", lambda: writer.commit_copy(document))
     except CheckpointException as error:
         failure = end_failed_save(error, writer)
         try:
@@ -234,7 +215,7 @@ def run_load(
             if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
                 reader.reset()
                 continue
-            _raise_own_interrupt(error, rank)
+            raise_own_interrupt(error, rank)
             raise failure_of(error, subject=f"loading {reader.checkpoint_id}", is_alone=reader.is_alone) from None
     assert reader.report is not None  # noqa: S101  # the reader makes one
     return reader.report
@@ -273,7 +254,7 @@ def _load_once(
             entries = {key: state_dict[key] for key in sorted(state_dict, key=str)}
             objects = {key: value for key, value in entries.items() if is_stateful(value)}
             # A live object plans its values once the checkpoint is known.
-            stateful = {key: held for key, held in objects.items() if not isinstance(held, LiveEntry)}
+            stateful = {key: value for key, value in objects.items() if not isinstance(value, LiveEntry)}
             entries.update(states_of(stateful))
             have_objects = _load(
                 entries,
@@ -298,17 +279,21 @@ def _load_once(
         raise CheckpointException("begin", failures) from None
     finally:
         if (failure := reader.end_call()) is not None:
-            _release_frames([failure])  # torch raises a copy of it, so its own frames would stay
+            release_frames([failure])  # torch raises a copy of it, so its own frames would stay
+
+
+def _has_values(value: Any) -> bool:
+    return not isinstance(value, Mapping) or any(map(_has_values, value.values()))
 
 
 def _load_objects(objects: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-    for key, held in objects.items():
+    for key, value in objects.items():
         if key not in entries:  # the checkpoint has none
             continue
-        if isinstance(held, LiveEntry):
-            held.load_state_dict(entries[key], where=key)
+        if isinstance(value, LiveEntry):
+            value.load_state_dict(entries[key], where=key)
         else:
-            load_object(held, entries[key], where=key)
+            load_object(value, entries[key], where=key)
 
 
 def _load(
@@ -321,7 +306,7 @@ def _load(
     stateful: Mapping[str, Any],
     has_objects: bool,
 ) -> bool:
-    """Fill `entries`, which hold the states of the `stateful` objects. Return True if any rank has objects to load."""
+    """Fill `entries`, which have the states of the `stateful` objects. Return True if any rank has objects to load."""
     live_keys = [key for key, value in entries.items() if isinstance(value, LiveEntry)]
     takes_what_fits = not reader.is_strict and bool(live_keys) and len(live_keys) == len(entries)
     # Without strictness, a warning names what the live objects leave behind, also whole objects.
@@ -337,19 +322,24 @@ def _load(
             entries=metadata.state_dict_metadata,
             renaming=reader.renaming,
             is_strict=reader.is_strict,
-            takes_all=reader.takes_all,
+            keys=[*map(str, entries)],
+            whole_keys=None if reader.takes_all else whole_keys,
             is_logged=ranks.rank == 0,
         )
         unused = plan_live_entries(entries, metadata, source=source, num_ranks=ranks.get_world_size())
         if has_default_planner:
-            opened = {key: add_placeholders(entries[key], key, metadata.state_dict_metadata) for key in stateful}
-            entries.update(opened)
-        if isinstance(planner, ExplainingLoadPlanner) and reader.renaming is not None:
-            planner.renaming = reader.renaming
+            padded = {key: add_placeholders(entries[key], key, metadata.state_dict_metadata) for key in stateful}
+            entries.update(padded)
+        if isinstance(planner, ExplainingLoadPlanner):
+            planner.renaming, planner.whole_keys = reader.renaming, source.whole_keys
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
         return reader.prepare_local_plan(
-            planner.create_local_plan(), unused=unused, objects=[*stateful] if has_default_planner else ()
+            planner.create_local_plan(),
+            unused=unused,
+            objects=[*stateful] if has_default_planner else (),
+            absent=find_absent(planner),
+            is_empty=not has_objects and not _has_values(entries),
         )
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -357,207 +347,33 @@ def _load(
 
     def plan_again() -> LoadPlan:
         assert isinstance(planner, ExplainingLoadPlanner) and planner.metadata is not None  # noqa: S101, PT018
-        left = [name for name in plan.storage_data.left if name not in planner.state_dict]
+        unasked = [name for name in plan.storage_data.unasked if name not in planner.state_dict]
         fill_placeholders(
             entries,
             stateful,
-            left,
+            unasked,
             reader.nested_metadata(),
             is_strict=reader.is_strict,
             num_ranks=ranks.get_world_size(),
         )
         planner.set_up_planner(entries, planner.metadata, ranks.is_coordinator)
-        unloaded = [name for name in left if name not in planner.state_dict]
+        unloaded = [name for name in unasked if name not in planner.state_dict]
         refuse_unloaded(unloaded, stateful, is_strict=reader.is_strict, rank=ranks.rank, uri=reader.checkpoint_id)
-        return reader.prepare_local_plan(planner.create_local_plan(), unused=plan.storage_data.unused)
+        return reader.prepare_local_plan(
+            planner.create_local_plan(), unused=plan.storage_data.unused, absent=find_absent(planner)
+        )
 
     plan = ranks.reduce_scatter("plan", plan_locally, plan_globally)
-    if isinstance(plan.storage_data, RankPlanData) and plan.storage_data.left:
+    if isinstance(plan.storage_data, RankPlanData) and plan.storage_data.unasked:
         plan = ranks.reduce_scatter("plan", plan_again, plan_globally)
 
     reader.fetch_from_hosts(plan, ranks)
 
     def read() -> bool:
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        with reader.sharing_reads(plan, ranks):
+            reader.read_data(planner.finish_plan(plan), planner).wait()
         if has_default_planner:
             entries.update({key: restore_placeholders(entries[key]) for key in stateful})
         return has_objects
 
     return any(ranks.all_gather("read", read))
-
-
-class RankCalls:
-    """Runs functions on rank 0 or on all ranks, and returns the result, or raises the failure, on all ranks.
-
-    Errors say `doing` and then `root`, as in "loading a checkpoint under s3://…". Both are the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        *,
-        no_dist: bool,
-        root: str,
-        timeout_s: float,
-        doing: str = "finding a checkpoint under",
-    ) -> None:
-        self.rank = rank_in(process_group, no_dist=no_dist)
-        self._process_group, self._no_dist = process_group, no_dist
-        self._doing, self._root, self._timeout_s = doing, root, timeout_s
-        self._is_alone = num_ranks_of(process_group, no_dist=no_dist) == 1
-        self.is_guarded = not no_dist and find_guarded_group(process_group) is not None
-        """True if the ranks call one another as `CollectiveCall` does."""
-
-    def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
-        """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
-        return self._run(lambda ranks: ranks.broadcast(step, find))
-
-    def all_gather(self, step: str, find: Callable[[], _T]) -> list[_T]:
-        """Run `find` on every rank. Returns the results of all ranks, in their order, on every rank."""
-        return self._run(lambda ranks: ranks.all_gather(step, find))
-
-    def _run(self, call: Callable[[DistWrapper], _T]) -> _T:
-        try:
-            with guarded_collectives(
-                self._process_group,
-                doing=self._doing,
-                uri=self._root,
-                timeout_s=self._timeout_s,
-                no_dist=self._no_dist,
-            ) as ranks:
-                return call(ranks)
-        except CheckpointException as error:
-            _raise_own_interrupt(error, self.rank)
-            raise self._failure_of(error) from None
-
-    def make_failure(self, error: CorruptCheckpointError) -> CheckpointException:
-        """Wrap `error`, which all ranks have found, in the exception that a failed load raises."""
-        failures: Any = {self.rank: (error, traceback.StackSummary())}
-        return self._failure_of(CheckpointException("find", failures))
-
-    def _failure_of(self, error: CheckpointException) -> CheckpointException:
-        return failure_of(error, subject=f"{self._doing} {self._root}", is_alone=self._is_alone)
-
-
-class SaveOrLoadError(CheckpointException):
-    """torch's `CheckpointException`, with a readable text.
-
-    The class of each instance also inherits from the nearest common class of the ranks' causes (`_class_for`). So
-    ``except CheckpointExistsError`` works.
-    """
-
-    step: str
-    subject: str
-    is_alone: bool
-    """True if this process saved or loaded without others, so that messages need not name its rank."""
-
-    @property
-    def message(self) -> str:
-        """The texts of the failing ranks. A text that several ranks have appears once."""
-        return str(self)
-
-    def __str__(self) -> str:
-        ranks_by_text: dict[str, list[int]] = {}
-        for rank in sorted(self.failures):
-            error, trace = self.failures[rank]
-            text = limit_text(str(error))
-            if type(error).__name__ != type(self).__name__:  # which Python shows before the text
-                text = f"{type(error).__name__}: {text}"
-            if not isinstance(error, CloudckptError) and trace is not None:
-                text += "\n" + "".join(trace.format()).rstrip()  # an error of other code: show where it was raised
-            ranks_by_text.setdefault(text, []).append(rank)
-        causes = causes_of(self)
-        how = "failed" if self.is_alone else f"failed on {name_ranks(self.failures)}"
-        if all(isinstance(cause, SaveOrLoadError) for cause in causes):
-            how = "did not begin, because an earlier save failed"
-        if len(ranks_by_text) > 1:
-            lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
-            return "\n".join([f"{self.subject} {how}:", *lines])
-        (text,) = ranks_by_text
-        uri = self.subject.partition(" ")[2]
-        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and uri in text
-        # The error of a lost rank names the save or load that it failed.
-        return text if names_it or isinstance(causes[0], RankLostError) else f"{self.subject} {how}: {text}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.subject, self.step, dict(self.failures), self.is_alone)
-
-
-def failure_of(error: CheckpointException, *, subject: str, is_alone: bool) -> CheckpointException:
-    """Return `error` as a readable instance of its causes' class.
-
-    Neither the result nor its causes hold a reference to the tensors of the save or load.
-    """
-    _release_frames([error, *causes_of(error)])
-    return _rebuild(subject, str(error.args[0]), dict(error.failures), is_alone)
-
-
-def causes_of(error: BaseException) -> list[BaseException]:
-    """Return the errors of the failing ranks of a ``CheckpointException``; nothing for any other error."""
-    return [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-
-
-@contextlib.contextmanager
-def raising_own_interrupt(rank: int) -> Iterator[None]:
-    """Raise this rank's own Ctrl-C or exit in place of the failure that the other ranks raise."""
-    try:
-        yield
-    except CheckpointException as error:
-        _raise_own_interrupt(error, rank)
-        raise
-
-
-def _raise_own_interrupt(error: CheckpointException, rank: int) -> None:
-    cause, _ = error.failures.get(rank, (None, None))
-    if isinstance(cause, (KeyboardInterrupt, SystemExit)):
-        raise cause
-
-
-def _release_frames(errors: Iterable[BaseException]) -> None:
-    # A traceback holds the frames of its calls and of all their callers, and with them the state dict or the copy of
-    # a background save; torch keeps an error in one of those frames. Python frees such a cycle only when its collector
-    # runs. The failures keep the tracebacks as text.
-    waiting, handled = list(errors), set[int]()
-    while waiting:
-        error = waiting.pop()
-        # An interrupt keeps its traceback.
-        if id(error) not in handled and isinstance(error, (Exception, CheckpointException)):
-            handled.add(id(error))
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = None
-            waiting += [linked for linked in (error.__cause__, error.__context__) if linked is not None]
-
-
-def _rebuild(subject: str, step: str, failures: dict[int, Any], is_alone: bool) -> CheckpointException:
-    ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
-    cancelled = [cause for cause in ours if isinstance(cause, SaveCancelledError)]
-    # If a rank was cancelled, the save was: other ranks failed because of it.
-    common: Any = SaveCancelledError if cancelled else _nearest_common([type(cause) for cause in ours])
-    kind = _class_for(common)
-    # Not through __init__: the cause's class and torch's have different ones.
-    failure = kind.__new__(kind, step, failures)
-    failure.args = (step, failures)
-    if ours:
-        failure.__dict__.update((cancelled or ours)[0].__dict__)
-    if cancelled:
-        failure.__dict__["ranks"] = tuple(sorted({rank for cause in cancelled for rank in cause.ranks}))
-    failure.__dict__.update(step=step, subject=subject, is_alone=is_alone)
-    failure.__dict__["_failures"] = failures  # as torch's __init__ does
-    return failure
-
-
-def _nearest_common(classes: Sequence[type[CloudckptError]]) -> type[CloudckptError]:
-    """Return the most specific class of cloudckpt that all `classes` inherit from."""
-    first = next(iter(classes), CloudckptError)
-    return next(
-        kind
-        for kind in first.__mro__  # a cause may be the failure of an earlier save, whose class was made here
-        if issubclass(kind, CloudckptError)
-        and not issubclass(kind, SaveOrLoadError)
-        and all(issubclass(other, kind) for other in classes)
-    )
-
-
-@functools.cache
-def _class_for(cause: type[CloudckptError]) -> type[SaveOrLoadError]:
-    return type(cause.__name__, (SaveOrLoadError, cause), {"__module__": cause.__module__})

@@ -38,15 +38,14 @@ from cloudckpt.dcp.replicas import (
     key_of,
     take_fingerprints,
 )
-from cloudckpt.dcp.write_items import PlannerWithSources, describe_shards, find_aliases
+from cloudckpt.dcp.write_items import PlannerWithSources, describe_shards, estimate_bytes, find_aliases
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name_ranks
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path
 from cloudckpt.format.wrappers import describe_difference
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.snapshot import Snapshot
 from cloudckpt.tensors.tensor_bytes import Source, classify, plain_tensor
 
-_VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
 _MAX_SHOWN_CHARACTERS = 500  # as in torch
 _MAX_NAMES = 5
 _SHARDED = (DTensor, ShardedTensor)  # the latter raises for attributes that any tensor has
@@ -74,7 +73,7 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
 
     Args:
         compare: `Options.compare_replicas`.
-        synchronized: Names of tensors that must not differ between ranks.
+        synchronized: Names of tensors that must not differ between ranks; None for no names.
 
     """
 
@@ -82,13 +81,13 @@ class BalancedSavePlanner(PlannerWithSources, DefaultSavePlanner):
         self,
         *,
         compare: CompareReplicas = "sample",
-        synchronized: SynchronizedNames = SynchronizedNames(),  # noqa: B008  # it cannot change
+        synchronized: SynchronizedNames | None = None,
     ) -> None:
         super().__init__()
         self._uri = "the checkpoint"
         self._common: Sequence[str] = ()
         self.compare = compare
-        self.synchronized = synchronized
+        self.synchronized = synchronized or SynchronizedNames()
         self.snapshot: Snapshot | None = None
         """The copy of the state dict that is saved, while it is still being filled."""
         self.is_alone = False
@@ -148,11 +147,11 @@ def plan_items(sources: Mapping[str, Source], *, is_coordinator: bool, uri: str)
     `UnsupportedValueError` for a tensor without sizes or strides, such as a nested one.
     """
     items: list[WriteItem] = []
-    alike: dict[tuple[object, ...], TensorWriteData] = {}
+    data_by_form: dict[tuple[object, ...], TensorWriteData] = {}
     try:
         for fqn, source in sources.items():
             if source.is_whole:
-                items.append(_plan_tensor(fqn, source.value, alike))
+                items.append(_plan_tensor(fqn, source.value, data_by_form))
                 continue
             value = source.value
             if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED) and value.is_nested:
@@ -172,13 +171,13 @@ def plan_items(sources: Mapping[str, Source], *, is_coordinator: bool, uri: str)
     return items
 
 
-def _plan_tensor(fqn: str, tensor: torch.Tensor, alike: dict[tuple[object, ...], TensorWriteData]) -> WriteItem:
+def _plan_tensor(fqn: str, tensor: torch.Tensor, data_by_form: dict[tuple[object, ...], TensorWriteData]) -> WriteItem:
     size = tensor.size()
     strides = tensor.stride() if tensor.layout is torch.strided else None
     key = (size, tensor.dtype, tensor.layout, tensor.requires_grad, tensor.is_pinned(), strides)
-    data = alike.get(key)
+    data = data_by_form.get(key)
     if data is None:
-        data = alike[key] = TensorWriteData(
+        data = data_by_form[key] = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size),
             properties=_properties_of(tensor),
             size=size,
@@ -251,12 +250,12 @@ def check_containers(nestings: Sequence[Nesting], *, uri: str) -> None:
         return
     entries: dict[Path, int] = {}
     containers: dict[Path, tuple[str, int]] = {}
-    known: set[tuple[object, ...]] = set()
+    seen_forms: set[tuple[object, ...]] = set()
     for rank, nesting in enumerate(nestings):
         form = (*nesting, *nesting.tuples.items(), *nesting.placeholders)
-        if form in known:
+        if form in seen_forms:
             continue
-        known.add(form)
+        seen_forms.add(form)
         paths = {**nesting, **nesting.typed}
         kinds = _find_containers(paths.values(), nesting)
         for name, path in paths.items():
@@ -313,15 +312,15 @@ def _describe_name(fqn: str, plans: Sequence[SavePlan]) -> str:
         item = next((item for item in plan.items if item.index.fqn == fqn), None)
         if item is not None:
             ranks_of.setdefault(_describe_item(item), []).append(rank)
-    return f"{fqn!r} is " + ", ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in ranks_of.items())
+    return f"{fqn!r} is " + ", ".join(f"{kind} on {name_ranks(ranks)}" for kind, ranks in ranks_of.items())
 
 
 def _describe_item(item: WriteItem) -> str:
     data = item.tensor_data
     if data is None:
         return "a value"
-    what = "a tensor" if item.type is WriteItemType.TENSOR else "a DTensor or sharded tensor"
-    return f"{what} of {data.properties.dtype} {list(data.size)}"
+    kind = "a tensor" if item.type is WriteItemType.TENSOR else "a DTensor or sharded tensor"
+    return f"{kind} of {data.properties.dtype} {list(data.size)}"
 
 
 def merge_plans(plans: Sequence[SavePlan], *, uri: str = "the checkpoint") -> tuple[list[SavePlan], Metadata]:
@@ -332,10 +331,10 @@ def merge_plans(plans: Sequence[SavePlan], *, uri: str = "the checkpoint") -> tu
     """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     new_plans = [dataclasses.replace(plan, items=[_add_item(item, entries) for item in plan.items]) for plan in plans]
-    doubtful = {fqn: entry for fqn, entry in entries.items() if not _is_whole(entry)}
-    problems = "; ".join(validate_global_plan(new_plans, Metadata(doubtful)))
+    in_chunks = {fqn: entry for fqn, entry in entries.items() if not _is_whole(entry)}
+    problems = "; ".join(validate_global_plan(new_plans, Metadata(in_chunks)))
     if problems:
-        if described := describe_shards(plans, doubtful):
+        if described := describe_shards(plans, in_chunks):
             raise StateDictMismatchError(
                 f"the shards that the ranks save to {uri} do not make up their tensors: {described}. Nothing was "
                 "written. Save from all ranks that hold shards, each with its own",
@@ -396,14 +395,15 @@ def balance_plans(plans: Sequence[SavePlan], copies_of: Mapping[ItemKey, Sequenc
     replicated: dict[ItemKey, ReplicatedItem] = {}
     tied: dict[ItemKey, ItemKey] = {}
     for key, copies in copies_of.items():
-        rank, item, _ = next((copy for copy in copies if copy.fingerprint), copies[0])  # not a tensor without memory
-        first = _common_first(copies, copies_of)
+        # A tensor without memory has no fingerprint.
+        rank, item, _ = next((copy for copy in copies if copy.fingerprint), copies[0])
+        first = _find_common_first(copies, copies_of)
         if first is not None:
             tied[key] = first
         elif len(copies) > 1 and item.tensor_data is not None and are_equal(copies):
-            replicated[key] = ReplicatedItem(ranks=tuple(copy.rank for copy in copies), num_bytes=_num_bytes(item))
+            replicated[key] = ReplicatedItem(ranks=tuple(copy.rank for copy in copies), num_bytes=estimate_bytes(item))
         else:
-            own_bytes[rank] += _num_bytes(item)
+            own_bytes[rank] += estimate_bytes(item)
             rank_of[key] = rank
     rank_of |= zip(replicated, assign_ranks(list(replicated.values()), own_bytes=own_bytes), strict=True)
     rank_of |= {key: rank_of[first] for key, first in tied.items()}
@@ -428,8 +428,8 @@ def assign_ranks(items: Sequence[ReplicatedItem], *, own_bytes: Sequence[int]) -
     return ranks
 
 
-def _common_first(copies: Sequence[ItemCopy], copies_of: Mapping[ItemKey, Sequence[ItemCopy]]) -> ItemKey | None:
-    """Return the item to which an item is tied on every rank that has it, if the same ranks have both."""
+def _find_common_first(copies: Sequence[ItemCopy], copies_of: Mapping[ItemKey, Sequence[ItemCopy]]) -> ItemKey | None:
+    """Return the key of the item to which all `copies` are tied, if the same ranks have both items; else None."""
     if not isinstance(copies[0].item, TiedItem):
         return None
     firsts = {copy.item.first if isinstance(copy.item, TiedItem) else None for copy in copies}
@@ -439,9 +439,3 @@ def _common_first(copies: Sequence[ItemCopy], copies_of: Mapping[ItemKey, Sequen
     first = key_of(index)
     ranks = [[copy.rank for copy in copies_of_item] for copies_of_item in (copies, copies_of[first])]
     return first if ranks[0] == ranks[1] else None
-
-
-def _num_bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return _VALUE_BYTES
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

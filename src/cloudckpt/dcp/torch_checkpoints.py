@@ -31,7 +31,7 @@ from cloudckpt.io.client import StoreClient
 from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB
 from cloudckpt.report import LoadReport
-from cloudckpt.tensors.casts import log_casts, new_cast
+from cloudckpt.tensors.casts import log_casts, new_cast_check
 from cloudckpt.tensors.tensor_bytes import writable
 
 _BUFFER_BYTES = 4 * MIB
@@ -140,7 +140,7 @@ class _CheckingPlanner(DefaultLoadPlanner):
         if target.dtype is not tensor.dtype or target.is_inference():
             cast = None
             if target.dtype is not tensor.dtype and not self._allows_lossy_casts:
-                cast = new_cast(read_item.storage_index.fqn, tensor.dtype, target, uri=self._uri)
+                cast = new_cast_check(read_item.storage_index.fqn, tensor.dtype, target, uri=self._uri)
             with writable([target]):
                 target.copy_(tensor if cast is None else cast.check(tensor))
         self._planner.commit_tensor(read_item, target)

@@ -1,9 +1,10 @@
-"""A manifest as torch's `Metadata`, whose parts are made only on access: a rank needs a few of a million chunks."""
+"""A manifest as torch's `Metadata`. Its parts are made on access, since a rank needs only a few of all chunks."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,12 +29,39 @@ from cloudckpt.format.model import (
 )
 from cloudckpt.format.nesting import Nesting, path_from_json
 
+_T = TypeVar("_T")
 DCP_VERSION = "1.0.0"
 """The version of torch's own `Metadata`, which its planners look at."""
 
 
-class StoredChunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of one tensor, in place of torch's list of them. Equal to a list of the same; can be pickled."""
+class LazyList(Sequence[_T]):
+    """A sequence in place of a list of torch's, whose elements are made on access. Equal to a list of the same."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def make(self, position: int) -> _T:
+        """Return the element at `position`, which is not negative."""
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        positions = range(len(self))[index]
+        return self.make(positions) if isinstance(positions, int) else [*map(self.make, positions)]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, (list, LazyList)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+class StoredChunks(LazyList[ChunkStorageMetadata]):
+    """The chunks of one tensor. Can be pickled."""
 
     __slots__ = ("_chunks",)
 
@@ -43,14 +71,8 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
     def __len__(self) -> int:
         return len(self._chunks)
 
-    @overload
-    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ChunkStorageMetadata]: ...
-    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
-        if isinstance(index, slice):
-            return [_torch_chunk(chunk) for chunk in self._chunks[index]]
-        return _torch_chunk(self._chunks[index])
+    def make(self, position: int) -> ChunkStorageMetadata:
+        return _torch_chunk(self._chunks[position])
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
         return map(_torch_chunk, self._chunks)
@@ -59,18 +81,6 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         """Return the chunks that hold any of `box`; None if each chunk has to be looked at."""
         positions = find_overlapping_chunks(self._chunks, tuple(box.offsets), tuple(box.sizes))
         return None if positions is None else [_torch_chunk(self._chunks[position]) for position in positions]
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, (list, StoredChunks)):
-            return len(self) == len(other) and all(
-                chunk == other_chunk for chunk, other_chunk in zip(self, other, strict=True)
-            )
-        return NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # as a list
-
-    def __repr__(self) -> str:
-        return repr(list(self))
 
 
 class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
@@ -157,7 +167,7 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
 
 
 def make_torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
-    """Return torch's description of one tensor, whose chunks are in row-major order, whatever a rank's memory had."""
+    """Return torch's description of one tensor. Its chunks are stored in row-major order."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
         size=torch.Size(tensor.shape),
@@ -215,7 +225,7 @@ def nesting_of(manifest: Manifest) -> Nesting | None:
     )
 
 
-_Place = tuple[str, int, int]
+_KeyAndRange = tuple[str, int, int]
 
 
 class StoredRanges(Mapping[MetadataIndex, StoredRange]):
@@ -223,36 +233,36 @@ class StoredRanges(Mapping[MetadataIndex, StoredRange]):
 
     def __init__(self, receipts: Iterable[ItemReceipts]) -> None:
         self._columns = [
-            (of_object.stored_in.path, of_object.fqns, of_object.offsets, of_object.begins, of_object.ends)
-            for of_object in receipts
+            (receipt.stored_in.path, receipt.fqns, receipt.offsets, receipt.begins, receipt.ends)
+            for receipt in receipts
         ]
-        self._places: dict[tuple[str, tuple[int, ...] | None], _Place] | None = None
+        self._ranges: dict[tuple[str, tuple[int, ...] | None], _KeyAndRange] | None = None
 
     def __getitem__(self, index: MetadataIndex) -> StoredRange:
         try:
-            key, begin, end = self._found()[index.fqn, index.offset]
+            key, begin, end = self._get_ranges()[index.fqn, index.offset]
         except KeyError:
             raise KeyError(index) from None
         return StoredRange(key=key, begin=begin, end=end)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        return (MetadataIndex(fqn, offsets) for fqn, offsets in self._found())
+        return (MetadataIndex(fqn, offsets) for fqn, offsets in self._get_ranges())
 
     def __len__(self) -> int:
-        return len(self._found())
+        return len(self._get_ranges())
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_places": None}
+        return {**self.__dict__, "_ranges": None}
 
-    def _found(self) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
+    def _get_ranges(self) -> dict[tuple[str, tuple[int, ...] | None], _KeyAndRange]:
         """Return the items. A later item hides an earlier one of the same index, as in the manifest."""
-        if self._places is None:
-            self._places = {
+        if self._ranges is None:
+            self._ranges = {
                 (fqn, offsets): (key, begin, end)
                 for key, *columns in self._columns
                 for fqn, offsets, begin, end in zip(*columns, strict=True)
             }
-        return self._places
+        return self._ranges

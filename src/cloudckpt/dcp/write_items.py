@@ -1,6 +1,7 @@
-"""A plan's write items with their data, as bytes or as tensors that become bytes, and those that share storage.
+"""Stage the write items of a plan: tensors that are sent in place, and bytes of other tensors and of values.
 
-For the error of a save, `describe_shards` names shards that do not make up their tensors.
+`find_aliases` finds items that share storage. `describe_shards` names shards that do not make up their tensors, for the
+error of a save.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.io.boxes import Box, intersect
-from cloudckpt.tensors.body import SaveItems, StagedItem, wait_for_content
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.data_objects import SaveItems, StagedItem, wait_for_content
 from cloudckpt.tensors.extensions import WriteTransforms
+from cloudckpt.tensors.snapshot import Snapshot
 from cloudckpt.tensors.tensor_bytes import (
     Source,
     bytes_view,
@@ -76,19 +77,19 @@ def find_aliases(items: Sequence[WriteItem], sources: Mapping[str, Source]) -> d
 
     Aliases are tensors of the same address, strides, dtype and shape in a flat state dict, such as tied weights.
     """
-    first_at: dict[int, int] = {}
-    meeting: dict[int, list[int]] = {}
+    first_by_address: dict[int, int] = {}
+    by_address: dict[int, list[int]] = {}
     for position, item in enumerate(items):
         address = sources.get(item.index.fqn, _UNKNOWN).address
-        if address and first_at.setdefault(address, position) != position:
-            meeting.setdefault(address, [first_at[address]]).append(position)
+        if address and first_by_address.setdefault(address, position) != position:
+            by_address.setdefault(address, [first_by_address[address]]).append(position)
     aliases: dict[int, int] = {}
-    for positions in meeting.values():  # rare: only here the tensors are looked at closely
-        first_of: dict[Hashable, int] = {}
+    for positions in by_address.values():  # compare the layouts of the few tensors with one address
+        first_by_key: dict[Hashable, int] = {}
         for position in positions:
             key = _key_of_storage(items[position], sources)
-            if key is not None and first_of.setdefault(key, position) != position:
-                aliases[position] = first_of[key]
+            if key is not None and first_by_key.setdefault(key, position) != position:
+                aliases[position] = first_by_key[key]
     return aliases
 
 
@@ -133,17 +134,17 @@ def prepare_items(
             if item.type is WriteItemType.BYTE_IO:
                 # Encoded by the plan, which refuses values that cannot be saved, and held until it is sent.
                 yield _stage_value(item, encoded.pop(item.index.fqn, None), planner, transforms, uri)
-            elif transforms or source is None or (quick := _stage_in_place(item, source, layouts)) is None:
+            elif transforms or source is None or (staged := _stage_in_place(item, source, layouts)) is None:
                 yield _stage_tensor(item, planner.resolve_data(item), transforms, uri, snapshot)
             else:
-                yield quick
+                yield staged
 
     return SaveItems(
-        sizes_bytes=[0 if i in aliases else estimate_bytes(item) for i, item in enumerate(items)],
+        sizes_bytes=[0 if position in aliases else estimate_bytes(item) for position, item in enumerate(items)],
         aliases=aliases,
         are_transformed=bool(transforms),
         # A planner that resolves tensors in a way of its own may compute others the next time.
-        are_fixed=[item.tensor_data is not None and item.index.fqn in sources for item in items],
+        are_repeatable=[item.tensor_data is not None and item.index.fqn in sources for item in items],
         stage=stage,
     )
 
@@ -212,20 +213,20 @@ def _stage_in_place(item: WriteItem, source: Source, layouts: dict[int, _WholeLa
     if tensor is None or data is None:
         return None
     try:
-        whole = layouts[id(data)]
+        form = layouts[id(data)]
     except KeyError:
-        whole = layouts[id(data)] = _whole_layout_of(data)
-    if viewable_address(tensor) != source.address:  # the caller's code may have given it other memory since the plan
+        form = layouts[id(data)] = _whole_layout_of(data)
+    if viewable_address(tensor) != source.address:  # the caller's code may have moved the tensor since the plan
         return None
-    if whole is None or tensor.dtype is not whole.dtype or tensor.size() != whole.size or index.offset != whole.offsets:
+    if form is None or tensor.dtype is not form.dtype or tensor.size() != form.size or index.offset != form.offsets:
         return None
-    entry = HeaderEntry(fqn=index.fqn, dtype=whole.name, shape=whole.lengths, offsets=None, num_bytes=whole.num_bytes)
+    entry = HeaderEntry(fqn=index.fqn, dtype=form.name, shape=form.lengths, offsets=None, num_bytes=form.num_bytes)
     return StagedItem(
         entry=entry,
-        index_offsets=whole.offsets,
-        content=view_memory(source.address, whole.num_bytes, tensor),
-        dtype=whole.name,
-        lengths=whole.lengths,
+        index_offsets=form.offsets,
+        content=view_memory(source.address, form.num_bytes, tensor),
+        dtype=form.name,
+        lengths=form.lengths,
         transforms=(),
         address=source.address,
     )
@@ -243,17 +244,17 @@ def _whole_layout_of(data: TensorWriteData) -> _WholeLayout | None:
 def _stage_tensor(
     item: WriteItem, data: object, transforms: WriteTransforms, uri: str, snapshot: Snapshot | None
 ) -> StagedItem:
-    fqn, planned = item.index.fqn, item.tensor_data
-    if not isinstance(data, torch.Tensor) or planned is None:
+    fqn, in_plan = item.index.fqn, item.tensor_data
+    if not isinstance(data, torch.Tensor) or in_plan is None:
         raise UnsupportedValueError(
             f"the planner gave a {type(data).__name__} for the tensor {fqn!r} of {uri}", uri=uri
         )
     if snapshot is not None and (transforms or not holds_its_values(data)):
         wait_for_content(snapshot, data)
     tensor = plain_tensor(data, fqn, uri=uri)
-    if tensor.shape != planned.chunk.sizes:
+    if tensor.shape != in_plan.chunk.sizes:
         raise UnsupportedValueError(
-            f"{fqn!r} has the shape {tuple(tensor.shape)}, and {tuple(planned.chunk.sizes)} in the plan of the save of "
+            f"{fqn!r} has the shape {tuple(tensor.shape)}, and {tuple(in_plan.chunk.sizes)} in the plan of the save of "
             f"{uri}. Do not cache plans (of torch's planner) if shapes change",
             uri=uri,
         )
@@ -261,12 +262,12 @@ def _stage_tensor(
     if transforms:
         content = bytes_view(tensor if is_viewable(tensor) else tensor.cpu().contiguous())
         return _stage_bytes(item, content, transforms, uri, dtype=dtype, lengths=lengths)
-    is_whole = planned.chunk.sizes == planned.size
+    is_whole = in_plan.chunk.sizes == in_plan.size
     entry = HeaderEntry(
         fqn=fqn,
         dtype=dtype,
         shape=lengths,
-        offsets=None if is_whole else tuple(planned.chunk.offsets),
+        offsets=None if is_whole else tuple(in_plan.chunk.offsets),
         num_bytes=tensor.nbytes,
     )
     return StagedItem(
@@ -330,8 +331,8 @@ def describe_shards(plans: Sequence[SavePlan], entries: Mapping[str, object]) ->
         ][:_MAX_SHARDS]
         problem = _find_problem(tuple(entry.size), shards, has_others=len(plans) > 1)
         if problem is not None:
-            held = ", ".join(map(str, shards[:_MAX_NAMES])) + (", …" if len(shards) > _MAX_NAMES else "")
-            clauses.append(f"{fqn!r} of shape {list(entry.size)} {problem} (it has {held})")
+            shown = ", ".join(map(str, shards[:_MAX_NAMES])) + (", …" if len(shards) > _MAX_NAMES else "")
+            clauses.append(f"{fqn!r} of shape {list(entry.size)} {problem} (it has {shown})")
     return join_first(clauses, _MAX_NAMES)
 
 
@@ -343,8 +344,8 @@ def _find_problem(shape: tuple[int, ...], shards: Sequence[_Shard], *, has_other
         ):
             return f"ends before {shard}"
     for first, second in itertools.combinations(shards, 2):
-        if (common := intersect(first.box, second.box)) is not None:
-            return f"has {_shown(common)} on rank {first.rank} and on rank {second.rank}"
+        if (overlap := intersect(first.box, second.box)) is not None:
+            return f"has {_shown(overlap)} on rank {first.rank} and on rank {second.rank}"
     if has_others:
         for point in itertools.islice(_corners(shape, shards), _MAX_POINTS):
             if not any(_holds(shard.box, point) for shard in shards):

@@ -7,9 +7,8 @@ import dataclasses
 import itertools
 import logging
 import os
-import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -18,12 +17,14 @@ from torch.futures import Future
 
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
+from cloudckpt.commit.attempts import new_save_id
 from cloudckpt.commit.times import newest_commit_time_ns, note_commit_time_ns
-from cloudckpt.dcp.hosts import HostGroups
+from cloudckpt.dcp.hosts import HostGroups, mend_manifest
 from cloudckpt.dcp.replicas import ItemKey, key_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.dcp.write_items import prepare_items
 from cloudckpt.errors import (
+    CheckpointExistsError,
     CloudckptError,
     IncompleteSaveError,
     InvalidOptionError,
@@ -39,25 +40,37 @@ from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.draft import Draft, bodies_of, require_no_resume
-from cloudckpt.pipeline.unchanged import KnownChunks, find_unchanged, receipts_of
-from cloudckpt.report import SaveReport
+from cloudckpt.pipeline.unchanged import ChunkKey, KnownChunks, find_unchanged, receipts_of
+from cloudckpt.report import SaveReport, place_of
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
-from cloudckpt.tensors.body import SaveItems
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.tensors.data_objects import SaveItems
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import Arena, new_arena
+from cloudckpt.tensors.snapshot import Snapshot
 from cloudckpt.uri import is_valid_location, parse_location
 
 _log = logging.getLogger("cloudckpt")
-_MAX_SHOWN_ITEMS = 10
 _MAX_HASH_THREADS = 4  # each reads as fast as memory gives
-_STEPS = frozenset({str, int})
+_PATH_PART_TYPES = frozenset({str, int})
 _ChunkType: TypeAlias = tuple[str | None, tuple[str, ...]]
-_Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...], bytes]
-"""The number of the receipts that have it, and then what they say of it, in their order."""
-_NOT_WRITTEN: _Item = (0, 0, 0, None, (-1,), (), b"")  # no chunk has such lengths
-_Items: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Item]
+
+
+class _WrittenItem(NamedTuple):
+    """An item that a rank has written, as its `ItemReceipts` describe it."""
+
+    receipts_index: int
+    """The index of the receipts that have it."""
+    begin: int
+    end: int
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]
+    xxh3_128: bytes
+
+
+_NOT_WRITTEN = _WrittenItem(0, 0, 0, None, (-1,), (), b"")  # no chunk has such lengths
+_WrittenItems: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _WrittenItem]
 """The items by FQN and offsets."""
 
 
@@ -66,12 +79,14 @@ class AttemptMessage:
     """A message between a rank and the coordinator, in a plan's ``storage_data``."""
 
     nonce: str
-    """A random text of the rank for this save. A cached plan brings the message of an older save, with its nonce."""
+    """A random text of the rank for this save. It differs in the message of an older save, which a cached plan has."""
     attempt: str | None = None
     known: KnownChunks | None = None
     """Chunks of the save's base that this rank need not send if they are unchanged."""
+    base: tuple[str, str] | None = None
+    """Folder and attempt of the base, if each host has a directory of its own: the rank looks there itself."""
     common: frozenset[ItemKey] = frozenset()
-    """Items that other ranks hold, too, if each host has a directory of its own: they get objects apart."""
+    """Items that other ranks also hold, if each host has a directory of its own. They get objects of their own."""
 
 
 def require_collectives(*, use_collectives: bool) -> None:
@@ -126,7 +141,7 @@ class ObjectStoreWriter(StorageWriter):
         self._overwrite = overwrite
         self._base = None if base is None else parse_location(base)
         self._find_base = _find_base
-        """Called when the save begins, if `base` is not given: by then, the save before has ended."""
+        """Returns the base if `base` is not given. It is called when the save begins: the previous save has ended."""
         if base is not None and (self._options.extensions or self._options.commit == "unconditional"):
             raise InvalidOptionError("base cannot be used with extensions, or with commit='unconditional'")
         if base is not None and self._options.unchanged == "send":
@@ -137,16 +152,16 @@ class ObjectStoreWriter(StorageWriter):
         if _extensions and self._options.unchanged == "reference":
             raise InvalidOptionError("Options(unchanged='reference') cannot be used with torch's _extensions")
         self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))
-        self.save_id = str(uuid.uuid4())
+        self.save_id = new_save_id()
         """The id of the save, as torch's writers have it: a new one after each `reset`."""
         self.is_alone = False
         """True if this process saves without others. `run_save` sets it."""
         self.lifecycle = Lifecycle("save", self._options, via=_via)
         """Emits the events of the beginning and the end of the current save."""
         self.hosts = _hosts
-        """The ranks that share a directory, if not all do."""
+        """The groups of ranks that share a directory; None if all ranks share one."""
         self.common: Mapping[ItemKey, int] = {}
-        """On the coordinator, the number of ranks that hold each item of this save, if not all share a directory."""
+        """On the coordinator: the number of ranks that hold each item, if the ranks do not share one directory."""
         self._draft: Draft | None = None
         self._begun_ns = 0
         self._cancellation = Cancellation()
@@ -160,7 +175,7 @@ class ObjectStoreWriter(StorageWriter):
 
     @property
     def agreed_id(self) -> str:
-        """The place on which all ranks agree: hosts may have their directories under different paths."""
+        """The name of the place that is equal on all ranks: hosts may have their directories under different paths."""
         return self.checkpoint_id if self.hosts is None else f"{self._location.name} of each host"
 
     @property
@@ -183,10 +198,10 @@ class ObjectStoreWriter(StorageWriter):
         """Snapshot that the next save reads, and that may still be in progress."""
         return self._snapshot
 
-    def follow(self, cancellation: Cancellation | None, snapshot: Snapshot | None = None) -> None:
-        """Give the next save the `cancellation` that watches and cancels it, and the `snapshot` that it reads.
+    def set_background_state(self, cancellation: Cancellation | None, snapshot: Snapshot | None = None) -> None:
+        """Set the `cancellation` that the next save shares with its handle, and the `snapshot` that it reads, or None.
 
-        The snapshot may still be in progress. None means that there is none.
+        The snapshot may still be in progress.
         """
         self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot
 
@@ -199,7 +214,7 @@ class ObjectStoreWriter(StorageWriter):
         """
         if checkpoint_id is not None:
             self._location = parse_location(checkpoint_id)
-        self.save_id = str(uuid.uuid4())
+        self.save_id = new_save_id()
         self._draft = None
         self.lifecycle = Lifecycle("save", self._options, via=self.lifecycle.via)
 
@@ -225,7 +240,10 @@ class ObjectStoreWriter(StorageWriter):
         rank, location = int(kwargs.get("rank") or 0), self._location
         self.lifecycle.begin(location.uri, operation=self.save_id, rank=rank, is_set_up=True)
         with self.lifecycle.ending_on_error():
-            recorder = new_recorder(self._options.trace, verb="save", uri=location.uri, operation=self.save_id)
+            place = place_of(self._options.metadata)
+            recorder = new_recorder(
+                self._options.trace, verb="save", uri=location.uri, place=place, operation=self.save_id
+            )
             recorder.open(rank)
             context = Context(location, self._options, rank=rank, recorder=recorder)
             self._cancellation.enter("planning")
@@ -260,7 +278,7 @@ class ObjectStoreWriter(StorageWriter):
             draft = self._require_draft()
             self._cancellation.check()
             return [
-                dataclasses.replace(plan, storage_data=_answer(plan, plan.storage_data, draft, self.common))
+                dataclasses.replace(plan, storage_data=_answer_rank(plan, plan.storage_data, draft, self))
                 if isinstance(plan.storage_data, AttemptMessage)
                 else plan
                 for plan in plans
@@ -272,7 +290,7 @@ class ObjectStoreWriter(StorageWriter):
         with self.lifecycle.ending_on_error():
             try:
                 draft = self._require_draft()
-                context, make_receipts = draft.context, list[Callable[..., ItemReceipts]]()
+                context, receipt_makers = draft.context, list[Callable[..., ItemReceipts]]()
                 context.recorder.span("plan", self._begun_ns)
                 snapshot = self._snapshot
                 if snapshot is not None and snapshot.completed.done():
@@ -285,21 +303,30 @@ class ObjectStoreWriter(StorageWriter):
                 ):
                     message, uri = plan.storage_data, self.checkpoint_id
                     known: KnownChunks | None = None
-                    # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then
-                    # takes its place: the manifest names every object by its whole key.
+                    # A cached plan has the message of an older save, whose keys are taken. This rank then writes under
+                    # an attempt of its own: the manifest names every object by its whole key.
                     if isinstance(message, AttemptMessage) and message.nonce == draft.attempt and message.attempt:
                         draft.attempt, known = message.attempt, message.known
+                        if message.base is not None:
+                            known = self._find_known_here(draft, plan, *message.base)
                     items = prepare_items(plan.items, planner, self._transforms, uri=uri, snapshot=snapshot)
-                    parts, unsent = [items], list[ItemReceipts]()
+                    groups, hashes, unsent = (
+                        [[*range(len(items.sizes_bytes))]],
+                        dict[int, bytes](),
+                        list[ItemReceipts](),
+                    )
+                    if self._options.unchanged == "reference":
+                        groups, hashes, unsent = self._leave_out_unchanged(
+                            items, known, arena, snapshot, context.connections
+                        )
                     if self.hosts is not None and isinstance(message, AttemptMessage):
-                        parts = _split_off_common(items, plan, message.common)
-                    elif self._options.unchanged == "reference":
-                        parts, unsent = self._leave_out_unchanged(items, known, arena, snapshot, context.connections)
+                        groups = _split_off_common(items, plan, message.common, groups)
+                    parts = [items.select(group, hashes) for group in groups]
                     total_bytes = sum(sum(part.sizes_bytes) for part in parts)
                     self._cancellation.enter("uploading", total_bytes=total_bytes)
                     context.emit("save.planned", num_bytes=total_bytes)
                     context.on_sent = self._cancellation.count_uploaded
-                    bodies = (bodies_of(context, part, arena, snapshot, make_receipts) for part in parts)
+                    bodies = (bodies_of(context, part, arena, snapshot, receipt_makers) for part in parts)
                     objects = draft.write(
                         itertools.chain.from_iterable(bodies),
                         in_memory=True,
@@ -312,7 +339,7 @@ class ObjectStoreWriter(StorageWriter):
                 future.set_result(
                     [
                         _result_of(make(stored_in=stored_in))
-                        for make, stored_in in zip(make_receipts, objects, strict=True)
+                        for make, stored_in in zip(receipt_makers, objects, strict=True)
                     ]
                     + [_result_of(receipts) for receipts in unsent]
                 )
@@ -324,8 +351,12 @@ class ObjectStoreWriter(StorageWriter):
 
     def _leave_out_unchanged(
         self, items: SaveItems, known: KnownChunks | None, arena: Arena, snapshot: Snapshot | None, connections: int
-    ) -> tuple[list[SaveItems], list[ItemReceipts]]:
-        """Return the items to send, in groups that do not share objects, and the receipts of the unchanged items."""
+    ) -> tuple[list[list[int]], dict[int, bytes], list[ItemReceipts]]:
+        """Leave out what has not changed.
+
+        Return the positions of the items to send, in groups that do not share objects; the hashes of the items by
+        position; and the receipts of the unchanged items.
+        """
         num_threads = min(connections, _MAX_HASH_THREADS)
         chunks = hash_chunks(items, arena, snapshot, num_threads=num_threads, check=self._cancellation.check)
         unsent, unchanged = find_unchanged(chunks, known, items.aliases)
@@ -335,8 +366,15 @@ class ObjectStoreWriter(StorageWriter):
             for position in range(len(items.sizes_bytes))
             if position not in unsent and position not in unchanged
         ]
-        parts = [items.select(chosen, hashes) for chosen in (sorted(unchanged), changed) if chosen]
-        return parts, receipts_of(unsent, chunks, known) if known is not None else []
+        groups = [chosen for chosen in (sorted(unchanged), changed) if chosen]
+        return groups, hashes, receipts_of(unsent, chunks, known) if known is not None else []
+
+    def _find_known_here(self, draft: Draft, plan: SavePlan, folder: str, base_attempt: str) -> KnownChunks | None:
+        """Claim the objects of the base in the directory of this host, and return its chunks that are there."""
+        if draft.base is None:  # the coordinator has one
+            base = self._location.parent.child(folder)
+            draft.refer_to(base, is_required=False, base_attempt=base_attempt)
+        return None if draft.base is None else draft.base.known_chunks(_chunk_keys_of(plan))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.
@@ -372,7 +410,7 @@ class ObjectStoreWriter(StorageWriter):
 
     def keep(self) -> None:
         """Let what this rank wrote belong to the checkpoint, once the coordinator has committed it."""
-        self._require_draft().keep()
+        self._require_draft().keep_written()
 
     def commit_copy(self, document: bytes) -> None:
         """Commit the coordinator's manifest in the directory of this rank's host, if this rank leads that.
@@ -387,6 +425,9 @@ class ObjectStoreWriter(StorageWriter):
             return
         try:
             self._require_draft().commit_manifest(decode(document, uri=self.checkpoint_id), ())
+        except CheckpointExistsError:  # retention here has removed an older save of the name since this one began
+            context = self._require_draft().context
+            mend_manifest(Context(context.location, context.options, rank=context.rank), document, self.hosts)
         except Exception as error:  # the commit must not become a failure
             if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
                 raise error.__cause__ from None
@@ -405,7 +446,7 @@ class ObjectStoreWriter(StorageWriter):
         Only for a save that all ranks know to have failed: never after `CommitUnknownError`, or a lost rank.
         """
         if self._draft is not None:
-            self._draft.discard()
+            self._draft.remove_unless_committed()
 
     def __getstate__(self) -> dict[str, Any]:
         # A save that has begun belongs to its process.
@@ -433,33 +474,40 @@ class ObjectStoreWriter(StorageWriter):
         return self._draft
 
 
-def _answer(
-    plan: SavePlan, message: AttemptMessage, draft: Draft, num_holders: Mapping[ItemKey, int]
-) -> AttemptMessage:
-    """Return the coordinator's answer to a rank: the attempt, the chunks that the rank may find unchanged, and the
-    items that others hold, too.
-    """
-    known = None
-    if draft.base is not None:
-        indices = (item.index for item in plan.items if item.tensor_data is not None)
-        known = draft.base.known_chunks((index.fqn, tuple(index.offset or ())) for index in indices)
-    common = frozenset(key for item in plan.items if num_holders.get(key := key_of(item.index), 1) > 1)
-    return dataclasses.replace(message, attempt=draft.attempt, known=known, common=common)
+def _answer_rank(plan: SavePlan, message: AttemptMessage, draft: Draft, writer: ObjectStoreWriter) -> AttemptMessage:
+    """Return the coordinator's answer to a rank: the attempt, known chunks, and items that other ranks also hold."""
+    known, base = None, None
+    if draft.base is not None and writer.hosts is None:
+        known = draft.base.known_chunks(_chunk_keys_of(plan))
+    elif draft.base is not None:
+        base = draft.base.folder, draft.base.attempt
+    common = frozenset(key for item in plan.items if writer.common.get(key := key_of(item.index), 1) > 1)
+    return dataclasses.replace(message, attempt=draft.attempt, known=known, base=base, common=common)
 
 
-def _split_off_common(items: SaveItems, plan: SavePlan, common: Collection[ItemKey]) -> list[SaveItems]:
-    """Return the items of this rank alone, and those that other hosts may want, such as values, to store them apart.
+def _chunk_keys_of(plan: SavePlan) -> Iterator[ChunkKey]:
+    indices = (item.index for item in plan.items if item.tensor_data is not None)
+    return ((index.fqn, tuple(index.offset or ())) for index in indices)
 
-    A load on another host then gets the objects of the latter, and not all data of this rank with them.
+
+def _split_off_common(
+    items: SaveItems, plan: SavePlan, common: Collection[ItemKey], groups: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Split each group of positions into this rank's own items, and the `common` items and values.
+
+    The groups are stored in different objects, so that a load on another host gets only the objects of the second.
     """
     is_common = [item.tensor_data is None or key_of(item.index) in common for item in plan.items]
-    of_first = [is_common[items.aliases.get(at, at)] for at in range(len(is_common))]
-    halves = ([at for at, each in enumerate(of_first) if each is wanted] for wanted in (False, True))
-    return [items.select(half, {}) for half in halves if half]
+    halves = [
+        [position for position in group if is_common[items.aliases.get(position, position)] == is_second]
+        for group in groups
+        for is_second in (False, True)
+    ]
+    return [half for half in halves if half]
 
 
 def _result_of(receipts: ItemReceipts) -> WriteResult:
-    """Return one result for an object, with all of its items, which can be many. torch does not look at them."""
+    """Return one result for an object with all of its items. torch passes the results on without reading them."""
     stored_in = receipts.stored_in
     return WriteResult(MetadataIndex(stored_in.key), size_in_bytes=stored_in.size_bytes, storage_data=receipts)
 
@@ -467,19 +515,19 @@ def _result_of(receipts: ItemReceipts) -> WriteResult:
 def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, uri: str) -> Content:
     """Return the content of a save that planned `metadata` and wrote `results`, one sequence per rank.
 
-    Raises `IncompleteSaveError`, naming every item, unless the ranks wrote exactly the planned items (G3), and
+    Raises `IncompleteSaveError`, naming every item, unless the ranks wrote exactly the planned items, and
     `UnsupportedValueError` for an entry that no manifest can hold.
     """
     _check_paths(metadata.planner_data, uri)
     receipts: list[ItemReceipts] = [result.storage_data for of_rank in results for result in of_rank]
-    written = _written(receipts)
-    used = {receipts[number].stored_in.key for number, *_ in written.values()}
+    written = _index_items(receipts)
+    used_keys = {receipts[item.receipts_index].stored_in.key for item in written.values()}
     index_of: dict[str, int] = {}
     objects: list[list[ObjectRef]] = []
     for of_rank in results:
         objects.append([])
         for stored_in in (result.storage_data.stored_in for result in of_rank):
-            if stored_in.key in used and stored_in.key not in index_of:
+            if stored_in.key in used_keys and stored_in.key not in index_of:
                 index_of[stored_in.key] = len(index_of)
                 objects[-1].append(stored_in)
     object_indices = [index_of.get(of_object.stored_in.key, -1) for of_object in receipts]
@@ -494,12 +542,14 @@ def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, 
         if item is None:
             missing.append(fqn)
             continue
-        number, begin, end, _, _, transforms, _ = item
         values[fqn] = StoredValue(
-            object_index=object_indices[number], begin=begin, end=end, transforms=list(transforms)
+            object_index=object_indices[item.receipts_index],
+            begin=item.begin,
+            end=item.end,
+            transforms=list(item.transforms),
         )
     if missing:
-        shown = join_first(missing, _MAX_SHOWN_ITEMS, separator=", ")
+        shown = join_first(missing, separator=", ")
         raise IncompleteSaveError(
             f"{len(missing)} planned items of {uri} were not written, or not in their planned shape: {shown}. "
             "Nothing was committed",
@@ -508,12 +558,12 @@ def content_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, 
     return Content(objects=objects, tensors=tensors, values=values, nesting=metadata.planner_data)
 
 
-def _written(receipts: Sequence[ItemReceipts]) -> _Items:
+def _index_items(receipts: Sequence[ItemReceipts]) -> _WrittenItems:
     """Return the written items; a later one replaces an earlier one of the same FQN and offsets."""
-    written: _Items = {}
-    for number, of_object in enumerate(receipts):
-        items = zip(
-            itertools.repeat(number, len(of_object.fqns)),
+    written: _WrittenItems = {}
+    for index, of_object in enumerate(receipts):
+        columns = zip(
+            itertools.repeat(index, len(of_object.fqns)),
             of_object.begins,
             of_object.ends,
             of_object.dtypes,
@@ -522,14 +572,15 @@ def _written(receipts: Sequence[ItemReceipts]) -> _Items:
             of_object.hashes or itertools.repeat(b"", len(of_object.fqns)),
             strict=True,
         )
-        written.update(zip(zip(of_object.fqns, of_object.offsets, strict=True), items, strict=True))
+        keys = zip(of_object.fqns, of_object.offsets, strict=True)
+        written.update(zip(keys, map(_WrittenItem._make, columns), strict=True))
     return written
 
 
 def _stored_tensor(
     fqn: str,
     entry: TensorStorageMetadata,
-    written: _Items,
+    written: _WrittenItems,
     object_indices: Sequence[int],
     *,
     missing: list[str],
@@ -540,11 +591,11 @@ def _stored_tensor(
     hashes: list[bytes] = []
     types: set[_ChunkType] = set()
     for chunk in entry.chunks:
-        number, begin, end, dtype, lengths, transforms, xxh3_128 = written.get((fqn, chunk.offsets), _NOT_WRITTEN)
+        index, begin, end, dtype, lengths, transforms, xxh3_128 = written.get((fqn, chunk.offsets), _NOT_WRITTEN)
         if lengths != chunk.sizes:
             missing.append(f"{fqn}{list(chunk.offsets)}")
             continue
-        chunks.append(Chunk(tuple(chunk.offsets), lengths, object_indices[number], begin, end))
+        chunks.append(Chunk(tuple(chunk.offsets), lengths, object_indices[index], begin, end))
         hashes.append(xxh3_128)
         if len(entry.chunks) > 1:
             types.add((dtype, transforms))
@@ -588,4 +639,4 @@ def _check_paths(planner_data: Any, uri: str) -> None:
 def _is_path(fqn: object, path: object) -> bool:
     if not (isinstance(fqn, str) and isinstance(path, (tuple, list)) and path):
         return False
-    return _STEPS.issuperset(map(type, path)) or all(isinstance(step, (str, int)) for step in path)
+    return _PATH_PART_TYPES.issuperset(map(type, path)) or all(isinstance(step, (str, int)) for step in path)

@@ -62,7 +62,7 @@ def scratch_location(uri: str, options: Options, *, name: str, warn: Callable[[s
     """
     location = parse_location(uri).child(f"{name}-{uuid.uuid4().hex[:12]}")
     with removing_directories(location):
-        _remove_all(location, options)  # nothing is there yet: this finds out now if removal is permitted.
+        _remove_all(location, options)  # nothing exists there yet: this checks if removal is permitted
         try:
             yield location
         finally:
@@ -124,7 +124,7 @@ def check_s3_credentials(store: S3Store) -> str:
     """Return where boto3 found the credentials."""
     import botocore  # noqa: PLC0415  # an extra
 
-    client = store.session.boto3_client("examine")
+    client = store.session.boto3_client()
     if client.meta.config.signature_version is botocore.UNSIGNED:
         return "none: anonymous requests"
     credentials = client._request_signer._credentials  # noqa: SLF001  # boto3 has no other access to them
@@ -140,17 +140,17 @@ def check_s3_credentials(store: S3Store) -> str:
 
 def check_s3_region(store: S3Store) -> str | None:
     """Compare the bucket's region with the region in the signature of requests."""
-    client = store.session.boto3_client("examine")
+    client = store.session.boto3_client()
     try:
         headers = client.head_bucket(Bucket=store.session.bucket)["ResponseMetadata"]["HTTPHeaders"]
     except Exception as error:  # noqa: BLE001  # other checks report the error; the answer names the region all the same
         headers = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    region, own = headers.get("x-amz-bucket-region"), client.meta.region_name
+    region, signed_region = headers.get("x-amz-bucket-region"), client.meta.region_name
     if region is None:
         return None
-    if region != own:
+    if region != signed_region:
         raise CheckFailed(
-            f"the bucket is in {region}, and requests are signed for {own}",
+            f"the bucket is in {region}, and requests are signed for {signed_region}",
             f"Set the storage option region={region}, or AWS_REGION={region}.",
         )
     return str(region)
@@ -158,7 +158,7 @@ def check_s3_region(store: S3Store) -> str | None:
 
 def check_s3_lifecycle(store: S3Store) -> str | None:
     """Look for a rule that aborts unfinished uploads."""
-    client = store.session.boto3_client("examine")
+    client = store.session.boto3_client()
     try:
         rules = client.get_bucket_lifecycle_configuration(Bucket=store.session.bucket).get("Rules", [])
     except Exception as error:  # noqa: BLE001  # no save needs this permission
@@ -177,7 +177,7 @@ def check_s3_lifecycle(store: S3Store) -> str | None:
 
 def check_s3_versioning(store: S3Store) -> str | None:
     """Return the bucket's versioning, which keeps deleted objects."""
-    client = store.session.boto3_client("examine")
+    client = store.session.boto3_client()
     try:
         status = client.get_bucket_versioning(Bucket=store.session.bucket).get("Status", "off")
     except Exception:  # noqa: BLE001  # no save needs this permission
@@ -241,12 +241,12 @@ def check_gcs_lifecycle(bucket: Any) -> str:
 def check_gcs_versioning(bucket: Any) -> str:
     """Return the bucket's versioning and soft delete, which keep what is deleted."""
     policy = bucket._properties.get("softDeletePolicy", {})  # noqa: SLF001  # the bucket's own accessors read it
-    kept = ["versioning"] if bucket.versioning_enabled else []
+    settings = ["versioning"] if bucket.versioning_enabled else []
     if int(policy.get("retentionDurationSeconds", 0) or 0):
-        kept.append("soft delete")
-    if not kept:
+        settings.append("soft delete")
+    if not settings:
         return "off, and so is soft delete"
-    return f"{' and '.join(kept)} on: the parts that large objects are composed of are paid for until they expire"
+    return f"{' and '.join(settings)} on: the parts that large objects are composed of are paid for until they expire"
 
 
 def check_free_space(path: str) -> str:
@@ -272,8 +272,8 @@ def find_service(scheme: str, *, host: str = "", server: str = "") -> Mapping[st
     `scheme` is that of the URI, or ``gs-zonal`` for a zonal bucket of GCS, and `host` the endpoint's. `server` has the
     headers Server and x-amz-request-id of an answer; older Ceph has only the second.
     """
-    asked = f"{scheme} {host} {server}"
+    text = f"{scheme} {host} {server}"
     for row in read_services():
-        if re.match(row["match"], asked):
+        if re.match(row["match"], text):
             return {column: re.sub(r"\[([^]]+)\]\(([^)]+)\)", r"\1 (\2)", row[column]) for column in SERVICE_COLUMNS}
     return None

@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from cloudckpt._display import count, rate, seconds, size
+from cloudckpt._workers import call_together
 from cloudckpt.doctor import environment
-from cloudckpt.doctor.speed import measure
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -23,11 +24,11 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
     UnsupportedOperationError,
-    escape_control_characters,
     gc_advice,
+    plain_line,
 )
 from cloudckpt.io.client import open_client
-from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING, GIB, Options
+from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING, GIB, MIB, Options
 from cloudckpt.stores.open import open_store, options_at
 from cloudckpt.stores.probe import CHECKS, CheckFailed, Scratch
 from cloudckpt.uri import Location, parse_location
@@ -42,6 +43,10 @@ _NOT_ASKED = "not asked: "
 _MAX_TIMEOUT_S = 30.0
 """A client waits a third of it for an answer, and a check has one try."""
 _MAX_SHOWN_NAMES = 5
+_MEASURED_OBJECT_BYTES = 16 * MIB
+_OBJECTS_PER_CONNECTION = 4
+_BEGIN_NONE_AFTER_S = 3.0
+_T = TypeVar("_T")
 _LOST_WITHOUT = {
     "put": "Without it nothing can be saved.",
     "get": "Without it nothing can be loaded, and a save cannot verify its commit.",
@@ -58,13 +63,14 @@ _LOST_WITHOUT = {
 }
 """The consequence of each check's failure."""
 _WITHOUT_FAST = "A manager sends each save to the root instead, with a warning."
+_ABSENT_FAST = "If a run has saved there, check the path, and that the drive is mounted."
 _OPTIONAL = ("checksums", "unfinished uploads", "head", "delete", "abort")
 _NEED_GET = ("range reads", "head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The result of one check. If one that `matters` failed, saves or loads cannot be relied on."""
+    """The result of one check. If a check that `matters` failed, saves or loads may fail, too."""
 
     name: str
     """Short, and the same in every release."""
@@ -128,7 +134,7 @@ class DoctorReport:
         elif self.is_healthy:
             verdict = "Saves and loads will work. What is marked ✗ costs money, time or comfort."
         scope = "This looked at the store, not at checkpoints: see cloudckpt ls and cloudckpt verify."
-        return "\n".join(escape_control_characters(line).replace("\n", "\\n") for line in [*lines, "", verdict, scope])
+        return "\n".join(map(plain_line, [*lines, "", verdict, scope]))
 
 
 def examine(
@@ -167,7 +173,7 @@ def examine(
     location = parse_location(uri)
     bounded = dataclasses.replace(options, timeout_s=min(options.timeout_s, _MAX_TIMEOUT_S))
     store = open_store(location, bounded)
-    # Sessions and settings are asked of the store itself, not of a user's wrapper.
+    # A wrapper of the user's has no session, and not the store's settings.
     unwrapped = dataclasses.replace(bounded, advanced=dataclasses.replace(options.advanced, wrap_store=None))
     plain = store if options.advanced.wrap_store is None else open_store(location, unwrapped)
     checklist = _Checklist(deadline_s)
@@ -175,23 +181,23 @@ def examine(
     if read_only:
         checklist.run("get", functools.partial(_read_any_object, store), advice=_LOST_WITHOUT["get"])
     else:
-        left: list[str] = []
+        leftovers: list[str] = []
         with environment.removing_directories(location):
             scratch = Scratch(store)
             try:
                 _check_promises(checklist, scratch)
                 if fast is not None:
-                    left += _check_fast(
+                    leftovers += _check_fast(
                         checklist, parse_location(fast), location, scratch, bounded, num_bytes=num_bytes
                     )
             finally:
-                left += scratch.clean_up()
-        if left:
+                leftovers += scratch.clean_up()
+        if leftovers:
             checklist.add(
                 "left behind",
                 "failed",
-                f"{len(left)} of the doctor's own objects could not be removed",
-                f"Remove {', '.join(left[:_MAX_SHOWN_NAMES])}. {gc_advice(location.uri)}",
+                f"{len(leftovers)} of the doctor's own objects could not be removed",
+                f"Remove {', '.join(leftovers[:_MAX_SHOWN_NAMES])}. {gc_advice(location.uri)}",
                 matters=False,
             )
     _check_settings(checklist, location, plain, read_only=read_only)
@@ -283,7 +289,7 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
 def _check_credentials(checklist: _Checklist, location: Location, plain: Any, error: StoreError | None) -> None:
     if isinstance(error, CredentialsError) and not checklist.skip_reason:
         checklist.skip_reason = "not asked: no credentials that the store accepts"
-        if checklist.has("clock", "failed"):  # a store refuses requests of another time
+        if checklist.has("clock", "failed"):  # a store refuses requests with a wrong time
             checklist.add("credentials", "skipped", "unknown: the clock is off")
         else:
             checklist.add("credentials", "failed", "none that the store accepts", str(error))
@@ -335,9 +341,9 @@ def _check_fast(
 ) -> list[str]:
     """Measure a fast place, and the root as the target of its copies. Return what could not be removed."""
     client = open_client(fast, options_at(fast, root, options))
-    scratch, threads = Scratch(client.store), client.hedger.most_connections
+    scratch, threads = Scratch(client.store), client.hedger.max_connections
     read_s = 0.0
-    left: list[str] = []
+    leftovers: list[str] = []
 
     def save() -> str:
         nonlocal read_s
@@ -346,27 +352,69 @@ def _check_fast(
             raise CheckFailed(f"{size(free_bytes)} are free, and a save takes {size(num_bytes)}", _WITHOUT_FAST)
         with environment.removing_directories(fast):
             try:
-                written, read = measure(scratch, connections=threads)
+                written, read = _measure(scratch, connections=threads)
             finally:
-                left.extend(scratch.clean_up())
+                leftovers.extend(scratch.clean_up())
         read_s = num_bytes / read
         return _describe_speed("save", written, f"{threads} threads", num_bytes, num_bytes / written)
 
     def drain(connections: int) -> str:
-        written, _ = measure(at_root, connections=connections)
+        written, _ = _measure(at_root, connections=connections)
         took_s = max(num_bytes / written, read_s)  # a copy reads and writes at once
         return _describe_speed("copy", written, count(connections, "connection"), num_bytes, took_s)
 
+    if fast.local_path is not None and not Path(fast.local_path).exists():
+        found = f"{fast.local_path} does not exist. The first save makes it"
+        checklist.add("fast place", "failed", found, _ABSENT_FAST, matters=False)
     checklist.run("fast save", save, advice=_WITHOUT_FAST, matters=False)
-    most = open_client(root, options).hedger.most_connections
-    checklist.run("drain", functools.partial(drain, most), matters=False)
-    beside = min(most, CONNECTIONS_BESIDE_TRAINING)
-    checklist.run("drain beside training", functools.partial(drain, beside), matters=False)
-    return left
+    connections = open_client(root, options).hedger.max_connections
+    checklist.run("drain", functools.partial(drain, connections), matters=False)
+    connections = min(connections, CONNECTIONS_BESIDE_TRAINING)
+    checklist.run("drain beside training", functools.partial(drain, connections), matters=False)
+    return leftovers
 
 
-def _describe_speed(what: str, bytes_per_s: float, by: str, num_bytes: int, took_s: float) -> str:
-    return f"{rate(bytes_per_s)} by {by}: a {what} of {size(num_bytes)} takes {seconds(took_s)}"
+def _measure(scratch: Scratch, *, connections: int) -> tuple[float, float]:
+    """Write at most 64 MiB with each connection, and read them back. The caller removes the objects.
+
+    Raises `CheckFailed` if other bytes are read, and `StoreError`.
+
+    Returns:
+        The rates of the writes and of the reads, over all connections, in bytes a second.
+
+    """
+    content = os.urandom(_MEASURED_OBJECT_BYTES)
+
+    def write(_: int) -> list[str]:
+        ends_at_s = time.monotonic() + _BEGIN_NONE_AFTER_S
+        keys: list[str] = []
+        while len(keys) < _OBJECTS_PER_CONNECTION and (not keys or time.monotonic() < ends_at_s):
+            keys.append(scratch.new_key())
+            scratch.put(keys[-1], content)
+        return keys
+
+    def read(number: int) -> None:
+        buffer = bytearray(_MEASURED_OBJECT_BYTES)
+        for key in keys[number]:
+            scratch.store.read_into(key, 0, [memoryview(buffer)])
+            if buffer != content:
+                raise CheckFailed("returns other bytes than were written", "Use another place, or replace the drive.")
+
+    keys, write_s = _run_together(write, connections)
+    _, read_s = _run_together(read, connections)
+    num_bytes = sum(map(len, keys)) * _MEASURED_OBJECT_BYTES
+    return num_bytes / write_s, num_bytes / read_s
+
+
+def _run_together(work: Callable[[int], _T], num_threads: int) -> tuple[list[_T], float]:
+    """Call `work` with each number in a thread of its own. Return the results, and the seconds of all calls."""
+    begun_s = time.monotonic()
+    calls = [functools.partial(work, number) for number in range(num_threads)]
+    return call_together(*calls, num_threads=num_threads), time.monotonic() - begun_s
+
+
+def _describe_speed(verb: str, bytes_per_s: float, means: str, num_bytes: int, took_s: float) -> str:
+    return f"{rate(bytes_per_s)} by {means}: a {verb} of {size(num_bytes)} takes {seconds(took_s)}"
 
 
 def _check_settings(checklist: _Checklist, location: Location, plain: Any, *, read_only: bool) -> None:

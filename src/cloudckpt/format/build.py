@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import IncompleteSaveError, InvalidOptionError, UnsupportedValueError
+from cloudckpt.errors import IncompleteSaveError, InvalidOptionError, UnsupportedValueError, join_first
 from cloudckpt.format.codec import pack_tiles
 from cloudckpt.format.model import (
     FORMAT_MAJOR,
@@ -29,8 +29,6 @@ from cloudckpt.format.model import (
 )
 from cloudckpt.format.nesting import Nesting, path_to_json
 from cloudckpt.format.validation import find_problems
-
-_MAX_SHOWN_PROBLEMS = 10
 
 Paths: TypeAlias = Mapping[str, Sequence[str | int]]
 """The path of each entry in the nested state dict, by its name."""
@@ -86,7 +84,7 @@ def build_manifest(
     problems = find_problems(manifest)
     if problems:
         raise IncompleteSaveError(
-            f"the ranks hold no whole checkpoint for {uri}: {'; '.join(problems[:_MAX_SHOWN_PROBLEMS])}. Nothing was "
+            f"the ranks hold no whole checkpoint for {uri}: {join_first(problems)}. Nothing was "
             "committed. Sharded tensors have to be saved by all of their ranks together (no_dist=False)",
             uri=uri,
         )
@@ -121,11 +119,11 @@ def _nesting_of(paths: Paths | None, fqns: Iterable[str]) -> dict[str, Any]:
     """Return the members of the manifest that hold the nesting."""
     if paths is None:
         return {}
-    known = set(fqns)
-    nesting = {fqn: list(path) for fqn, path in paths.items() if fqn in known}
+    saved = set(fqns)
+    nesting = {fqn: list(path) for fqn, path in paths.items() if fqn in saved}
     if not isinstance(paths, Nesting):
         return {"nesting": nesting}
-    typed = {fqn: path_to_json(path) for fqn, path in paths.typed.items() if fqn in known}
+    typed = {fqn: path_to_json(path) for fqn, path in paths.typed.items() if fqn in saved}
     return {
         "nesting": nesting,
         "typed_nesting": typed or None,

@@ -47,9 +47,9 @@ def find_overlapping_chunks(
 ) -> list[int] | None:
     """Return the positions of the chunks that hold any of the box at `offsets`; None if each must be looked at.
 
-    The binary search finds all of them if they are in order, as ranks write them. In any other order it may miss some,
-    which shows: the chunks of a valid manifest hold each element once, so those found must hold all elements of the
-    box.
+    The binary search finds all of them if they are in order, as ranks write them. In any other order it may miss some.
+    The chunks of a valid manifest hold each element once, so the count of elements then is too small, and the result
+    None.
     """
     if not chunks or not offsets or 0 in lengths:
         return None

@@ -7,7 +7,7 @@ import re
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from awscrt.checksums import crc32c
@@ -18,8 +18,9 @@ from cloudckpt.format.model import FORMAT_NAME, REFERENCES_VERSION, CommitTime, 
 from cloudckpt.format.validation import find_name_problems, find_object_problems, find_problems
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
-_MAX_SHOWN_PROBLEMS = 10
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes that are not of the type."""
+_T = TypeVar("_T")
 _TAIL_BYTES = len(b',"crc32c":"00000000"}\n')
 # Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
 _MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
@@ -67,11 +68,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
     Raises `InvalidManifestError` for anything that is damaged, inconsistent or not a manifest, and
     `UnsupportedFormatError` for a newer major version of the format.
     """
-    check_document(document, uri=uri)
-    try:
-        manifest = _MANIFEST_DECODER.decode(document)
-    except _UNDECODABLE as error:
-        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
+    manifest = _decode_with(_MANIFEST_DECODER, document, uri=uri)
     raise_problems(find_problems(manifest), uri=uri)
     return manifest
 
@@ -79,15 +76,15 @@ def decode(document: bytes, *, uri: str) -> Manifest:
 def raise_problems(problems: Sequence[str], *, uri: str) -> None:
     """Raise `InvalidManifestError` if there are `problems`."""
     if problems:
-        shown = join_first(problems, _MAX_SHOWN_PROBLEMS)
+        shown = join_first(problems)
         raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
 
 
-def check_document(document: bytes, *, uri: str) -> None:
-    """Check that `document` is whole, a manifest, and of a known version. Raises what `decode` raises."""
+def _decode_with(decoder: msgspec.json.Decoder[_T], document: bytes, *, uri: str) -> _T:
+    """Decode a document that is whole, a manifest, and of a known version. Raises what `decode` raises."""
     checksums = find_checksums(document)
     if checksums is None:
-        raise _foreign(document, uri)
+        raise _foreign_error(document, uri)
     recorded, actual = checksums
     if recorded != actual:
         raise InvalidManifestError(
@@ -96,6 +93,10 @@ def check_document(document: bytes, *, uri: str) -> None:
             uri=uri,
         )
     _check_version(_probe(document), uri)
+    try:
+        return decoder.decode(document)
+    except UNDECODABLE as error:
+        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
 
 
 class _ManifestHead(msgspec.Struct):
@@ -116,7 +117,7 @@ _HEAD_DECODER = msgspec.json.Decoder(_ManifestHead)  # made on import, too
 def _probe(document: bytes) -> _ManifestHead | None:
     try:
         return _HEAD_DECODER.decode(document)
-    except _UNDECODABLE:
+    except UNDECODABLE:
         return None
 
 
@@ -137,7 +138,7 @@ def _check_version(head: _ManifestHead | None, uri: str) -> None:
         )
 
 
-def _foreign(document: bytes, uri: str) -> InvalidManifestError:
+def _foreign_error(document: bytes, uri: str) -> InvalidManifestError:
     """Return why a document without cloudckpt's checksum at its end is not a manifest that can be read."""
     head = _probe(document)
     if head is not None:
@@ -171,6 +172,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[StoredObject]
     tensors: dict[str, _Unseen]
     values: dict[str, _Unseen]
+    save_id: str | None = None
     metadata: dict[str, Any] = {}
 
     @property
@@ -179,7 +181,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return sum(stored.size for stored in self.objects)
 
 
-_DECODER = msgspec.json.Decoder(Summary)  # made on import
+_SUMMARY_DECODER = msgspec.json.Decoder(Summary)  # made on import
 
 
 def decode_summary(document: bytes, *, uri: str) -> Summary:
@@ -187,11 +189,7 @@ def decode_summary(document: bytes, *, uri: str) -> Summary:
 
     Raises what `decode` raises.
     """
-    check_document(document, uri=uri)
-    try:
-        summary = _DECODER.decode(document)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
+    summary = _decode_with(_SUMMARY_DECODER, document, uri=uri)
     of_objects = find_object_problems(summary.objects, tile_bytes=summary.tile_bytes, world_size=summary.world_size)
     raise_problems(of_objects or find_name_problems(summary.tensors, summary.values), uri=uri)
     return summary

@@ -15,6 +15,8 @@ REFERENCES_VERSION = (2, 0)
 """The version of a manifest that refers to objects of other checkpoints: an older reader must refuse it."""
 JSON_VALUE = "value.json/1"
 """The last transform of a value that is stored as tagged JSON. All other values are pickles."""
+PUBLICATION_KEY = "publication"
+"""The key in `Manifest.metadata` that describes a published version (``docs/format.md``)."""
 
 
 CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -199,8 +201,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class FilesManifest(Manifest, frozen=True, kw_only=True):
     """Safetensors files of any program, described as a checkpoint. No store holds this manifest."""
 
-    writes: tuple[str, ...]
-    """`ObjectInfo.write` of each object when its header was read."""
+    write_ids: tuple[str, ...]
+    """`ObjectInfo.write_id` of each object when its header was read."""
     unknown: dict[str, str] = {}
     """The tags of dtypes that torch does not have, by the tensors, which are described as their bytes."""
 

@@ -228,8 +228,8 @@ def _add_parts(flat: FlatStateDict, parts: Parts, name: str, path: Path, *, is_k
 def _add_path(flat: FlatStateDict, name: str, path: Path, *, is_keyed: bool, uri: str) -> None:
     if name in flat.paths:
         raise UnsupportedValueError(
-            f"two entries of the state dict would be called {name!r}: {_shown(flat.paths[name])} and {_shown(path)}. "
-            "Rename one of them",
+            f"two entries of the state dict would be called {name!r}: {_format_path(flat.paths[name])} and "
+            f"{_format_path(path)}. Rename one of them",
             uri=uri,
         )
     flat.paths[name] = path
@@ -282,8 +282,8 @@ def _name_class(kind: type, path: Path, uri: str) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if _find_class(name) is not kind:
         raise UnsupportedValueError(
-            f"cannot save {_shown(path)} to {uri}: its class {name} is not found under this name, so a load could not "
-            "make it. Define the named tuple in a module, or save a tuple or a dict",
+            f"cannot save {_format_path(path)} to {uri}: its class {name} is not found under this name, so a load "
+            "could not make it. Define the named tuple in a module, or save a tuple or a dict",
             uri=uri,
         )
     return name
@@ -350,7 +350,7 @@ def unflatten(
         if _get(container, key) is not None:
             if _may_stand_for_container(value):
                 continue  # from a rank whose container was empty
-            raise ValueError(f"two entries have the path {_shown(path)}")
+            raise ValueError(f"two entries have the path {_format_path(path)}")
         container[key] = value
     for path in empty:
         container = _container_at(root, path)
@@ -369,7 +369,7 @@ def _make_tuple(root: dict[Any, Any], path: Path, name: str | None, unknown: set
     container: Any = None
     held: Any = root
     for step in path:
-        container, held = held, _find(held, step)
+        container, held = held, _step_into(held, step)
     if not isinstance(held, list):
         return
     kind: Any = tuple if name is None else _find_class(name)
@@ -379,7 +379,7 @@ def _make_tuple(root: dict[Any, Any], path: Path, name: str | None, unknown: set
     container[_key(path[-1])] = tuple.__new__(kind, held)
 
 
-def _find(container: Any, step: Any) -> Any:
+def _step_into(container: Any, step: Any) -> Any:
     if type(step) is int:
         return container[step] if isinstance(container, list) and step < len(container) else None
     return container.get(_key(step)) if isinstance(container, dict) else None
@@ -391,7 +391,8 @@ def _container_at(root: dict[Any, Any], path: Path) -> Any:
     for depth, step in enumerate(path):
         if not isinstance(container, list if type(step) is int else dict):
             kind = type(container).__name__
-            raise ValueError(f"{_shown(path[:depth])} is a {kind} and something else at once")  # noqa: TRY004  # of data
+            place = _format_path(path[:depth])
+            raise ValueError(f"{place} is a {kind} and something else at once")  # noqa: TRY004  # of data
         if isinstance(container, list):
             container.extend([None] * (step + 1 - len(container)))
         if depth + 1 == len(path):
@@ -476,5 +477,5 @@ def _key(step: Any) -> Any:
     return step[0] if isinstance(step, tuple) else step
 
 
-def _shown(path: Path) -> str:
+def _format_path(path: Path) -> str:
     return "".join(f"[{_key(step)!r:.100}]" for step in path) or "the state dict"

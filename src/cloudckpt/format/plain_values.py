@@ -1,7 +1,6 @@
 """Plain Python values as tagged JSON, which a reader in any language decodes (``docs/format.md``, "Values").
 
-A value comes back with the same types, bits and order, or it is not plain. The bytes
-cannot make decoding run code.
+A value comes back with the same types, bits and order, or it is not plain. The bytes cannot make decoding run code.
 """
 
 from __future__ import annotations
@@ -316,10 +315,7 @@ def _new_from_pairs(kind: Callable[[], Any]) -> _Coder:
 
 def _decode_defaultdict(content: Any) -> Any:
     factory, pairs = content
-    mapping: Any = collections.defaultdict(None if factory is None else _TYPES[factory])
-    for key, value in pairs:
-        mapping[_decode(key)] = _decode(value)
-    return mapping
+    return collections.defaultdict(None if factory is None else _TYPES[factory], _new_from_pairs(dict)(pairs))
 
 
 def _decode_time(kind: Any) -> _Coder:

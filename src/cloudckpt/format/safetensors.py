@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from cloudckpt.errors import quote_names
+from cloudckpt.format.codec import UNDECODABLE
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 
 _ALIGNMENT_BYTES = 64  # of the first tensor; with elements in falling size, each tensor is aligned to its own element
@@ -24,8 +26,6 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 """The ends of the names of files, and of Hugging Face's indices of files."""
 _METADATA_KEY = "__metadata__"
 _VARIANT = re.compile(r"#[0-9]+\Z")
-_MAX_NAMES = 5
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class HeaderEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -53,7 +53,7 @@ class HeaderMember(msgspec.Struct, frozen=True, gc=False):
 
 
 # Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
-MEMBER_DECODER = msgspec.json.Decoder(HeaderMember)
+_MEMBER_DECODER = msgspec.json.Decoder(HeaderMember)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def lay_out(
     for index in order:
         entry, begins[index] = entries[index], position
         tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
-        name = entry.fqn if entry.offsets is None else name_entry(entry)
+        name = name_entry(entry.fqn, entry.offsets, entry.shape)
         end = position + entry.num_bytes
         header[name if name not in header else _make_unique_name(name, header)] = HeaderMember(
             tag or "U8", entry.shape if tag else (entry.num_bytes,), (position, end)
@@ -106,12 +106,12 @@ def lay_out(
     )
 
 
-def name_entry(entry: HeaderEntry) -> str:
-    """Return the name of an entry in the header, unless it is taken."""
-    if entry.offsets is None:
-        return entry.fqn
-    ranges = (f"{o}:{o + n}" for o, n in zip(entry.offsets, entry.shape, strict=True))
-    return f"{entry.fqn}[{','.join(ranges)}]"
+def name_entry(fqn: str, offsets: Sequence[int] | None, shape: Sequence[int]) -> str:
+    """Return the name of a tensor, or of the box of it that begins at `offsets`, in a header."""
+    if offsets is None:
+        return fqn
+    ranges = (f"{o}:{o + n}" for o, n in zip(offsets, shape, strict=True))
+    return f"{fqn}[{','.join(ranges)}]"
 
 
 def _make_unique_name(name: str, header: Container[str]) -> str:
@@ -145,9 +145,7 @@ class ObjectContents:
         """Return the names of the tensors and values in bytes ``[begin, end)``, for a message."""
         first, last = bisect_right(self._reached, begin), bisect_left(self._begins, end)
         fqns = {placed_entry.entry.fqn: None for placed_entry in self.placed[first:last] if placed_entry.end > begin}
-        names = [repr(fqn) for fqn in list(fqns)[:_MAX_NAMES]]
-        if len(fqns) > _MAX_NAMES:
-            names.append(f"{len(fqns) - _MAX_NAMES} more")
+        names = [quote_names(list(fqns))] if fqns else []
         if not self._begins or begin < self._begins[0]:
             names.insert(0, "the object's header")
         return ", ".join(names) or "nothing that the manifest names"
@@ -185,6 +183,16 @@ def find_header_end(prefix: bytes, *, size_bytes: int) -> int:
     return LENGTH_BYTES + length
 
 
+def decode_header(header: bytes) -> tuple[dict[str, HeaderMember], dict[str, str]]:
+    """Return the tensors and the metadata of an object, from its bytes up to the header's end. Raises `ValueError`."""
+    try:
+        members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(members.pop(_METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
+        return {name: _MEMBER_DECODER.decode(raw) for name, raw in members.items()}, metadata
+    except UNDECODABLE as error:
+        raise ValueError(f"its header is not that of a safetensors file: {error}") from error
+
+
 def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes: int) -> Iterator[str]:
     """Yield why an object's header is no safetensors header, and each entry of the manifest that it lacks.
 
@@ -194,12 +202,9 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
     """
     base = len(header)
     try:
-        members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
-        if _METADATA_KEY in members:
-            msgspec.json.decode(members.pop(_METADATA_KEY), type=dict[str, str])
-        entries = {name: MEMBER_DECODER.decode(raw) for name, raw in members.items()}
-    except _UNDECODABLE as error:
-        yield f"its header is not that of a safetensors file: {error}"
+        entries, _ = decode_header(header)
+    except ValueError as error:
+        yield str(error)
         return
     wanted: Counter[tuple[object, ...]] = Counter(
         _expected_member(placed_entry, base) for placed_entry in contents.placed
@@ -213,7 +218,7 @@ def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes:
     named = {(entry.dtype, entry.shape, *entry.data_offsets) for entry in entries.values()}
     for missing, count in wanted.items():
         if count > 0 and not (missing[1:] in named and _has_bytes(missing)):
-            yield f"its header lacks {missing[0]!r:.200} as {_shown(missing[1:])}, which the manifest says"
+            yield f"its header lacks {missing[0]!r:.200} as {_format_member(missing[1:])}, which the manifest says"
     ranges = sorted(entry.data_offsets for entry in entries.values())
     bounds = [(0, 0), *ranges, (size_bytes - base, size_bytes - base)]
     if any(low[1] != high[0] for low, high in pairwise(bounds)):
@@ -224,7 +229,7 @@ def _expected_member(placed: PlacedEntry, base: int) -> tuple[object, ...]:
     entry = placed.entry
     tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
     shape = entry.shape if tag else (entry.num_bytes,)
-    return name_entry(entry), tag or "U8", shape, placed.begin - base, placed.end - base
+    return name_entry(entry.fqn, entry.offsets, entry.shape), tag or "U8", shape, placed.begin - base, placed.end - base
 
 
 def _has_bytes(expected: tuple[Any, ...]) -> bool:
@@ -232,6 +237,6 @@ def _has_bytes(expected: tuple[Any, ...]) -> bool:
     return bool(begin < end)
 
 
-def _shown(rest: Sequence[object]) -> str:
+def _format_member(rest: Sequence[object]) -> str:
     dtype, shape, begin, end = rest
     return f"{dtype!s:.20} {shape!s:.200} at [{begin!s:.40}, {end!s:.40})"

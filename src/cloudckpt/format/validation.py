@@ -35,12 +35,14 @@ _MAX_TILE_BYTES = 2**30
 _MAX_KEY_LENGTH = 1024
 _MAX_EMPTY_PLACES = 1_000_000  # of lists: they cost nothing, and no state dict has as many
 _MIN_CHUNKS_OF_ARRAYS = 16  # for fewer, making arrays takes longer than looking at each
-_MAX_SORTED_DIMS = 3  # of a million blocks, sorting more corners takes more memory than a count of them
+_MAX_SORTED_DIMS = 3  # of a million boxes, sorting more corners takes more memory than a count of them
 _OBJECT_INDEX, _BEGIN, _END = attrgetter("object_index"), attrgetter("begin"), attrgetter("end")
 _PRIME = 2**127 - 1
 _NUM_KEY_SEGMENTS = 3  # at least: data/<attempt>/<name>
 
 _Path = Sequence[Any]  # of strings, integers and lists of one key
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths."""
 
 
 def find_problems(manifest: Manifest) -> list[str]:
@@ -86,7 +88,7 @@ def find_name_problems(tensors: Mapping[str, object], values: Mapping[str, objec
 
 
 def _nesting_problems(manifest: Manifest) -> Iterator[str]:
-    """Return the contradictions in the paths of the entries."""
+    """Yield the contradictions in the paths of the entries."""
     nesting, typed = manifest.nesting or {}, manifest.typed_nesting or {}
     for member, by_fqn in (("nesting", nesting), ("typed_nesting", typed)):
         unknown = by_fqn.keys() - manifest.tensors.keys() - manifest.values.keys()
@@ -103,7 +105,7 @@ def _nesting_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _wrapper_problems(manifest: Manifest) -> Iterator[str]:
-    """Return the contradictions in the wrappers."""
+    """Yield the contradictions in the wrappers."""
     for name, wrapper in manifest.wrappers.items():
         if name in manifest.tensors or name in manifest.values:
             yield f"{name!r} is a wrapper, and a tensor or a value at once"
@@ -149,8 +151,8 @@ def _num_list_places(paths: Iterable[_Path]) -> int:
             if isinstance(step, int):
                 lengths[node] = max(lengths.get(node, 0), step + 1)
             # As text, a key is what it is in the other member.
-            known = step if isinstance(step, (str, int)) else str(step[0] if step else step)
-            node = nodes.setdefault((node, known), len(nodes) + 1)
+            text = step if isinstance(step, (str, int)) else str(step[0] if step else step)
+            node = nodes.setdefault((node, text), len(nodes) + 1)
     return sum(lengths.values())
 
 
@@ -177,16 +179,16 @@ def num_tiles(size_bytes: int, tile_bytes: int) -> int:
 
 
 def _object_problems(objects: Sequence[StoredObject], tile_bytes: int) -> Iterator[str]:
-    known: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
     for index, stored in enumerate(objects):
         where = f"objects[{index}]"
         if not is_safe_key(stored.key):
             yield f"{where}: key {stored.key!r:.200} is not under data/"
         if stored.folder and not is_safe_folder(stored.folder):
             yield f"{where}: folder {stored.folder!r:.200} cannot be the name of one"
-        if (stored.folder, stored.key) in known:
+        if (stored.folder, stored.key) in seen:
             yield f"{where}: key {stored.key!r:.200} occurs twice"
-        known.add((stored.folder, stored.key))
+        seen.add((stored.folder, stored.key))
         if not 0 <= stored.size <= MAX_BYTES:
             yield f"{where}: size is {stored.size}"
         elif tile_bytes > 0:
@@ -285,23 +287,23 @@ def _range_problems(stored: Chunk | StoredValue, objects: Sequence[StoredObject]
         yield f"bytes [{stored.begin}, {stored.end}) are not within object {stored.object_index}"
 
 
-def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Return True if every element of an array of `shape` is in exactly one of `blocks` (offsets, lengths).
+def fills_once(boxes: Iterable[_Box], shape: tuple[int, ...]) -> bool:
+    """Return True if every element of an array of `shape` is in exactly one of `boxes`.
 
-    Takes time proportional to the number of blocks and dimensions. The indicator functions of the blocks add up to that
+    Takes time proportional to the number of boxes and dimensions. The indicator functions of the boxes add up to that
     of the whole array if and only if their mixed differences do. These are compared as polynomials at a random point:
     each position on an axis stands for a random number. If the sums differ, the chance that their values do not is
     below 2 ** -110 for every document (Schwartz, Zippel, 1979), because the numbers cannot be known beforehand.
     """
-    filled = [(offsets, lengths) for offsets, lengths in blocks if 0 not in lengths]
+    filled = [(offsets, lengths) for offsets, lengths in boxes if 0 not in lengths]
     if len(filled) == 1:  # nearly always, and large jobs have a million tensors
         return filled[0] == ((0,) * len(shape), shape)
     split = [dim for dim, extent in enumerate(shape) if any(lengths[dim] != extent for _, lengths in filled)]
     numbers: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
 
-    def total(blocks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+    def total(boxes: Sequence[_Box]) -> int:
         result = 0
-        for offsets, lengths in blocks:
+        for offsets, lengths in boxes:
             term = 1
             for dim in split:
                 begin, end = offsets[dim], offsets[dim] + lengths[dim]
@@ -320,8 +322,8 @@ def is_sound(tensor: StoredTensor, itemsize_bytes: int, object_sizes_bytes: Inte
     """
     import numpy as np
 
-    def column(of: Callable[[Chunk], int]) -> Integers:
-        return np.fromiter(map(of, chunks), dtype=np.int64, count=len(chunks))
+    def column(value_of: Callable[[Chunk], int]) -> Integers:
+        return np.fromiter(map(value_of, chunks), dtype=np.int64, count=len(chunks))
 
     chunks, shape = tensor.chunks, tensor.shape
     try:
@@ -354,7 +356,7 @@ def _hold_all(flags: npt.NDArray[np.bool_]) -> bool:
 
 
 def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int]) -> bool:
-    """Do what `fills_once` does for many blocks inside `shape`, one per row of ``[num_blocks, num_dims]``.
+    """Do what `fills_once` does for many boxes inside `shape`, one per row of ``[num_boxes, num_dims]``.
 
     The same corners are counted, by sorting. If they are too many or too far apart for that, `fills_once` decides.
     """
@@ -383,6 +385,6 @@ def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int])
     return not np.add.reduceat(signs, first, dtype=np.int64).any()
 
 
-def _rows(offsets: Integers, lengths: Integers) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _rows(offsets: Integers, lengths: Integers) -> Iterable[_Box]:
     rows: Any = zip(offsets.tolist(), lengths.tolist(), strict=True)
     return ((tuple(begin), tuple(length)) for begin, length in rows)

@@ -86,7 +86,7 @@ def take_apart(value: torch.Tensor, name: str, *, uri: str) -> Parts | None:
                     return Parts({}, None, [])  # the other ranks have it
                 tensors, context, compared = _spread_shard(value, local, tensors, context)
             stored = StoredWrapper(
-                kind=name_of(type(local)),
+                kind=full_name_of(type(local)),
                 tensors=list(tensors),
                 context=context,
                 shape=tuple(value.shape),
@@ -263,7 +263,7 @@ def _with_dim(placement: Any, dim: int) -> Any:
     return type(placement)(dim) if split is None else type(placement)(dim, split_factor=split)
 
 
-def encode(value: Any, where: str) -> Any:
+def encode_context(value: Any, where: str) -> Any:
     """Return `value` as JSON. A value that JSON lacks becomes an object of one member, whose name is its type.
 
     Raises ``TypeError`` for a value that cannot be encoded.
@@ -277,22 +277,25 @@ def encode(value: Any, where: str) -> Any:
     if kind in _ENCODERS:
         encoded = _ENCODERS[kind](value)
     elif kind in _SEQUENCES:
-        items = [encode(element, f"{where}[{position}]") for position, element in enumerate(value)]
+        items = [encode_context(element, f"{where}[{position}]") for position, element in enumerate(value)]
         encoded = {_SEQUENCES[kind]: items} if _SEQUENCES[kind] else items
     elif kind is dict:
         encoded = {
-            "dict": [[encode(key, where), encode(element, f"{where}[{key!r:.50}]")] for key, element in value.items()]
+            "dict": [
+                [encode_context(key, where), encode_context(element, f"{where}[{key!r:.50}]")]
+                for key, element in value.items()
+            ]
         }
     elif isinstance(value, enum.Enum):
-        encoded = {"enum": [name_of(kind), value.name]}
+        encoded = {"enum": [full_name_of(kind), value.name]}
     elif _has_fields(kind):
         names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind) if field.init]
-        fields = {name: encode(getattr(value, name), f"{where}.{name}") for name in names}
-        encoded = {"fields": [name_of(kind), fields]}
+        fields = {name: encode_context(getattr(value, name), f"{where}.{name}") for name in names}
+        encoded = {"fields": [full_name_of(kind), fields]}
     elif callable(value):  # a class or a function
-        encoded = {"name": name_of(value)}
+        encoded = {"name": full_name_of(value)}
     else:
-        raise TypeError(f"{where} holds a {name_of(kind)}, which the manifest cannot hold")
+        raise TypeError(f"{where} holds a {full_name_of(kind)}, which the manifest cannot hold")
     return encoded
 
 
@@ -330,8 +333,8 @@ def put_together(
     except Exception as error:  # noqa: BLE001  # the code of a class can raise anything
         cause = f"{type(error).__name__}: {error}"
     raise UnsupportedValueError(
-        f"{name!r}{uri and f' of {uri}'} is a {name_of(kind)}, which cannot be made of its parts {', '.join(parts)} "
-        f"({cause}). Load it with the version of its library that saved it, or read its parts alone",
+        f"{name!r}{uri and f' of {uri}'} is a {full_name_of(kind)}, which cannot be made of its parts "
+        f"{', '.join(parts)} ({cause}). Load it with the version of its library that saved it, or read its parts alone",
         uri=uri,
     )
 
@@ -407,10 +410,10 @@ def flatten_wrapper(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     parts = {name: getattr(tensor, name) for name in names}
     if not all(isinstance(part, torch.Tensor) for part in parts.values()):
         raise TypeError(f"not all of its parts {names!r:.100} are tensors")
-    return parts, encode(context, "its metadata")
+    return parts, encode_context(context, "its metadata")
 
 
-def name_of(value: Any) -> str:
+def full_name_of(value: Any) -> str:
     """Return the name by which the classes of this process are found. Raises ``TypeError`` if there is none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or name.endswith("<lambda>"):

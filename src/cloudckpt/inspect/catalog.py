@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from cloudckpt._display import Listing, shown
-from cloudckpt._workers import each_done
+from cloudckpt._display import Listing, with_short_repr
+from cloudckpt._workers import run_all
+from cloudckpt.commit.attempts import save_id_time
 from cloudckpt.commit.entries import CommitTimes, SummaryReader, manifest_key
 from cloudckpt.commit.garbage_plan import FoundItem, Inventory, attempt_time
 from cloudckpt.commit.garbage_removal import group_uploads
@@ -55,7 +57,7 @@ _DAMAGED: CheckpointState = "damaged"
 _NEWER: CheckpointState = "newer"
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """One checkpoint, or the data of one save that is not committed. One location can have several of these.
@@ -96,7 +98,9 @@ class CheckpointInfo:
     num_uploads: int = 0
     """Number of unfinished uploads."""
     attempt: str = ""
-    """Identifier of the save."""
+    """Identifier of the save, or of the copy."""
+    save_id: str = ""
+    """torch's identifier of the save, which copies keep."""
     world_size: int | None = None
     """Number of ranks that saved; of an uncommitted save, the number of ranks that have written data."""
     num_tensors: int | None = None
@@ -115,11 +119,14 @@ class CheckpointInfo:
 
     @property
     def save_s(self) -> float | None:
-        """Seconds from the start of the save to its commit, by the writer's clock. None if unknown, as for a copy."""
-        try:
-            seconds = (self.committed_at - attempt_time(self.attempt)).total_seconds()
-        except ValueError:  # the attempt has no time
-            return None
+        """Seconds from the start of the save to its commit, by the writer's clock. A copy keeps those of the save. None
+        if unknown.
+        """
+        times: list[datetime] = []
+        for read_time, identifier in ((save_id_time, self.save_id), (attempt_time, self.attempt)):
+            with contextlib.suppress(ValueError):  # it has no time
+                times.append(read_time(identifier))
+        seconds = (self.committed_at - times[0]).total_seconds() if times else -1.0
         return seconds if self.state == "committed" and seconds >= 0 else None
 
 
@@ -133,7 +140,7 @@ _MODE_WORDS: Mapping[Mode, re.Pattern[str]] = {
 def mode_of_name(metric: str) -> Mode | None:
     """Return the direction that the words of a metric's name suggest, or None; always None with ``neg``."""
     words = re.split(r"[\W_]+", metric.lower())
-    modes = [mode for mode, known in _MODE_WORDS.items() if any(map(known.fullmatch, words))]
+    modes = [mode for mode, pattern in _MODE_WORDS.items() if any(map(pattern.fullmatch, words))]
     return modes[0] if len(modes) == 1 and "neg" not in words else None
 
 
@@ -194,10 +201,16 @@ def list_checkpoints(
             print(info.name, info.committed_at)
 
     """
-    options = options or Options()
+    return list_with_fences(root, all=all, alive_within=alive_within, check=check, options=options or Options())[0]
+
+
+def list_with_fences(
+    root: str | os.PathLike[str], *, all: bool, alive_within: timedelta, check: bool, options: Options
+) -> tuple[Listing[CheckpointInfo], int]:
+    """Return `list_checkpoints`, and with `all` the number of folders that have only the fence of a removed one."""
     location = parse_location(root)
     client = open_client(location, options)
-    listing = _Listing(
+    looks = _FolderLooks(
         location,
         options,
         client,
@@ -205,8 +218,8 @@ def list_checkpoints(
         summaries=SummaryReader(check=check),
     )
     results = look_at_folders(
-        listing.list_places if all else listing.list_names,
-        listing.read_states if all else listing.find_commit,
+        looks.list_root_and_names if all else looks.list_names,
+        looks.read_states if all else looks.find_commit,
         options=options,
         client=client,
         changing=lambda: CheckpointChangedError(
@@ -216,9 +229,10 @@ def list_checkpoints(
         ),
     )
     infos = [info for infos_of_folder in results.values() for info in infos_of_folder]
-    if listing.denials and len(listing.denials) == len(infos):
-        raise listing.denials[0]
-    return Listing(sorted(infos, key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt)))
+    if looks.denials and len(looks.denials) == len(infos):
+        raise looks.denials[0]
+    infos.sort(key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt))
+    return Listing(infos), sum(name in looks.fenced for name, infos_of_folder in results.items() if not infos_of_folder)
 
 
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
@@ -275,35 +289,38 @@ def look_at_folders(
     at again. Two looks must also agree on the names of the folders, because a listing may lack one. Raises the error
     of `changing` if no two looks agree.
 
-    The second listing is made while the folders are looked at. It counts only if nothing is missing in any folder: if a
-    folder is deleted meanwhile, its successor may be newer than that listing.
+    The second listing is made beside the calls of `look`. It counts only if nothing is missing in any folder. Otherwise
+    this order of events would hide a checkpoint:
+
+    1. The second listing finds the folders.
+    2. A save commits in a new folder, and the newest of the listed folders is deleted.
+    3. `look` finds the deleted folder empty.
     """
     results: dict[str, tuple[_T, Hashable]] = {}
-    listed_ahead: list[list[str]] = []
+    early_listing: list[list[str]] = []
 
     def look_at(name: str | None) -> None:
         if name is None:
-            listed_ahead.append(sorted(list_names()))
+            early_listing.append(sorted(list_names()))
         else:
             results[name] = look(name)
 
     def look_at_all() -> tuple[Sequence[str], Hashable]:
-        names = listed_ahead.pop() if listed_ahead else sorted(list_names())
+        names = early_listing.pop() if early_listing else sorted(list_names())
         is_first = not results
         for name in [name for name, (_, missing) in results.items() if missing]:
             del results[name]
         num_threads = options.connections or DEFAULT_CONNECTIONS
         new: list[str | None] = [name for name in names if name not in results]
-        if new and is_first and "" not in new:  # the folder itself is seldom a checkpoint: it would be missing
-            new.insert(0, None)
-        for _ in each_done(new, look_at, num_threads=num_threads, name="cloudckpt-list", on_failure=client.stop):
-            pass
-        missed = tuple((name, missing) for name, (_, missing) in sorted(results.items()) if missing)
-        if missed:
-            listed_ahead.clear()
-        return names, missed
+        if new and is_first and "" not in new:  # the root itself is seldom a checkpoint: it would count as missing
+            new.insert(0, None)  # the second listing
+        run_all(new, look_at, num_threads=num_threads, name="cloudckpt-list", on_failure=client.stop)
+        all_missing = tuple((name, missing) for name, (_, missing) in sorted(results.items()) if missing)
+        if all_missing:
+            early_listing.clear()
+        return names, all_missing
 
-    client.confirm(look_at_all, evidence=lambda seen: (*seen[0], seen[1]), changing=changing)
+    client.confirm(look_at_all, unconfirmed=lambda answer: (*answer[0], answer[1]), changing=changing)
     return {name: result for name, (result, _) in sorted(results.items())}
 
 
@@ -316,8 +333,8 @@ def _is_openable(location: Location, name: str) -> bool:
     return True
 
 
-class _Listing:
-    """Looks at the folders under one root. Several threads use it."""
+class _FolderLooks:
+    """Looks at the folders under one root, for `list_checkpoints`. Several threads use it."""
 
     def __init__(
         self, root: Location, options: Options, client: StoreClient, *, alive_since: datetime, summaries: SummaryReader
@@ -327,16 +344,18 @@ class _Listing:
         self._times = CommitTimes()
         self._uploads: Mapping[str, Sequence[UploadInfo]] = {}
         self.denials: list[AccessDeniedError] = []
+        self.fenced: set[str] = set()
+        """The names of folders without a checkpoint whose log has entries."""
 
     def list_names(self) -> list[str]:
         """List the folders under the root."""
         return [name for name in self._client.list_directories() if _is_openable(self._root, name)]
 
-    def list_places(self) -> list[str]:
+    def list_root_and_names(self) -> list[str]:
         """List the root itself as ``""`` and the folders under it, and group the unfinished uploads by folder."""
         self._uploads = group_uploads(self._client)
-        of_uploads = (name for name in self._uploads if name and _is_openable(self._root, name))
-        return sorted({"", *of_uploads, *self.list_names()})
+        names = (name for name in self._uploads if name and _is_openable(self._root, name))
+        return sorted({"", *names, *self.list_names()})
 
     def find_commit(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
         """Return the checkpoint in a folder, or else the log, in which no existing manifest is current."""
@@ -361,15 +380,17 @@ class _Listing:
                 uploads = client.list_uploads("" if name else "data/")
             for upload in uploads:
                 inventory.add_upload(upload)
-            checkpoint, rest, vanished, fenced_at = self._read_checkpoint(location, client, inventory.at(""))
+            checkpoint, beside, vanished, fenced_at = self._read_checkpoint(location, client, inventory.items_at(""))
             alive_since = max(self._alive_since, fenced_at or self._alive_since)
-            has_claims = any(item.kind == "claim" for item in rest)
+            if name and fenced_at is not None:
+                self.fenced.add(name)
+            has_claims = any(item.kind == "claim" for item in beside)
             claimed = (find_claimed(client) or frozenset()) if has_claims else frozenset()
-            referenced = [item for item in rest if item.key in claimed]
-            rest = [item for item in rest if item.key not in claimed]
+            referenced = [item for item in beside if item.key in claimed]
+            unreferenced = [item for item in beside if item.key not in claimed]
             uncommitted = [
                 *self._describe_attempts(location, referenced, checkpoint, alive_since=None),
-                *self._describe_attempts(location, rest, checkpoint, alive_since=alive_since),
+                *self._describe_attempts(location, unreferenced, checkpoint, alive_since=alive_since),
             ]
             infos = [*([checkpoint] if checkpoint else []), *uncommitted]
             infos = infos or self._read_torch_checkpoint(location, client)
@@ -385,10 +406,11 @@ class _Listing:
     def _read_checkpoint(
         self, location: Location, client: StoreClient, items: Sequence[FoundItem]
     ) -> tuple[CheckpointInfo | None, Sequence[FoundItem], Hashable, datetime | None]:
-        """Return the checkpoint, if any, the data beside it, and the log if the manifest has vanished since.
+        """Return the checkpoint, if any; the data beside it; the log, if the current manifest is missing; and a time.
 
-        The last value is the time of the newest fence, if no manifest is current: no earlier save can be committed. If
-        the manifest vanishes in two looks, the checkpoint is damaged: no program that follows the protocol removes it.
+        The time is that of the newest fence, if no manifest is current: no save that began earlier can be committed. If
+        the manifest is missing in two looks, the checkpoint is damaged: no program that follows the protocol removes
+        the current one.
         """
         log = summary = vanished = None
         problem, state = "", _DAMAGED
@@ -418,6 +440,7 @@ class _Listing:
                 num_bytes_elsewhere=sum(elsewhere),
                 num_objects_elsewhere=len(elsewhere),
                 attempt=summary.attempt,
+                save_id=summary.save_id or "",
                 world_size=summary.world_size,
                 num_tensors=len(summary.tensors),
                 manifest_number=entry.number,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from cloudckpt._display import Rows, find_shown_begin, shown
+from cloudckpt._display import Rows, find_shown_begin, with_short_repr
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
@@ -21,7 +21,7 @@ from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.safetensors_files import find_source
-from cloudckpt.pipeline.wants import TensorBytes
+from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.tensors.values import load_stored
 from cloudckpt.uri import parse_location
 
@@ -32,7 +32,7 @@ Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
 SLICE_ELEMENTS = 1 << 20
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One entry that is not the same in both checkpoints."""
@@ -56,9 +56,11 @@ class Difference:
     """Largest ``|after - before|``; infinite if only one of the two is NaN or infinite."""
     max_relative: float = 0.0
     """Largest difference as a share of the larger of the two magnitudes: from 0 to 2."""
+    where: str = ""
+    """Place of the first difference in a value that is no tensor, such as ``[1][0]``."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Differences of the second of two checkpoints from the first. `compare` returns it."""
@@ -128,10 +130,10 @@ def compare(
         if not 0 <= value < math.inf:
             raise InvalidOptionError(f"{name} must be a number from 0 on, not {value!r}")
     readers = [open_reader(before, options or Options()), open_reader(after, options_after or options or Options())]
-    found = compare_readers(readers, rtol=rtol, atol=atol, only=only or (lambda _: True), on_progress=on_progress)
+    comparison = compare_readers(readers, rtol=rtol, atol=atol, only=only or (lambda _: True), on_progress=on_progress)
     for reader in readers:
         reader.check_unchanged()
-    return found
+    return comparison
 
 
 def open_reader(uri: str | os.PathLike[str], options: Options) -> Reader:
@@ -154,7 +156,7 @@ def compare_readers(
         memory = [_read_ranges(reader, batch) for reader in readers]
         for tensor_range, first, second in zip(batch, *memory, strict=True):
             comparer.compare_range(tensor_range, first, second, rtol=rtol, atol=atol)
-        del memory, first, second  # before the next batch takes as much
+        del memory, first, second  # free this memory before the next batch takes as much
         if on_progress is not None:
             on_progress(comparer.num_compared, comparer.num_bytes)
     return comparer.result()
@@ -216,8 +218,8 @@ class _Comparer:
         self._tallies: dict[str, Tally] = {}
         names = dict.fromkeys((*self._first.tensors, *self._first.values, *self._second.tensors, *self._second.values))
         self._names = [name for name in names if only(name)]
-        self._common = [name for name in self._names if self._is_comparable(name)]
-        self.num_bytes = sum(self._bytes_of(name) for name in self._common)
+        self._comparable = [name for name in self._names if self._is_comparable(name)]
+        self.num_bytes = sum(self._bytes_of(name) for name in self._comparable)
         self.num_compared = 0
         for name in filter(only, dict.fromkeys((*self._first.wrappers, *self._second.wrappers))):
             texts = [_wrapper_text(manifest.wrappers.get(name)) for manifest in (self._first, self._second)]
@@ -227,7 +229,7 @@ class _Comparer:
 
     def ranges(self) -> Iterator[_TensorRange]:
         """Yield every range that has to be read."""
-        for name in self._common:
+        for name in self._comparable:
             tensor, num_bytes = self._first.tensors.get(name), self._bytes_of(name)
             if tensor is None:
                 yield _TensorRange(name=name, begin=0, end=num_bytes)
@@ -243,13 +245,13 @@ class _Comparer:
             self._tallies[tensor_range.name].add(before, after, rtol=rtol, atol=atol)
         else:
             are_json = [manifest.values[tensor_range.name].is_json for manifest in (self._first, self._second)]
-            is_same, texts = is_same_value(before.getvalue(), after.getvalue(), are_json=are_json)
-            if not is_same:
-                self._differ(tensor_range.name, "values", *texts)
+            where, texts = compare_values(before.getvalue(), after.getvalue(), are_json=are_json)
+            if where is not None:
+                self._differ(tensor_range.name, "values", *texts, where=where)
         self.num_compared += tensor_range.end - tensor_range.begin
 
     def result(self) -> Comparison:
-        """Return the comparison after the last block."""
+        """Return the comparison, after the last range."""
         for name, tally in self._tallies.items():
             if tally.num_different:
                 text = _tensor_text(self._first.tensors[name])
@@ -272,7 +274,7 @@ class _Comparer:
         )
 
     def _is_comparable(self, name: str) -> bool:
-        """Return True if the bytes must be read. A difference in the manifests is noted at once."""
+        """Return True if the bytes must be read. Otherwise, note the difference in the manifests."""
         texts = [_text_of(manifest, name) for manifest in (self._first, self._second)]
         first, second = self._first.tensors.get(name), self._second.tensors.get(name)
         if not texts[0] or not texts[1]:
@@ -287,8 +289,8 @@ class _Comparer:
             return True
         return False
 
-    def _differ(self, name: str, kind: Kind, before: str, after: str) -> None:
-        self._differences[name] = Difference(name=name, kind=kind, before=before, after=after)
+    def _differ(self, name: str, kind: Kind, before: str, after: str, *, where: str = "") -> None:
+        self._differences[name] = Difference(name=name, kind=kind, before=before, after=after, where=where)
 
     def _bytes_of(self, name: str) -> int:
         tensor = self._first.tensors.get(name)
@@ -314,14 +316,14 @@ def _tensor_text(tensor: StoredTensor) -> str:
 
 
 class Tally:
-    """Differences of one tensor, added up block by block."""
+    """Differences of one tensor, added up range by range."""
 
     def __init__(self) -> None:
         self.num_elements = self.num_different = 0
         self.max_absolute = self.max_relative = 0.0
 
     def add(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
-        """Add two flat blocks of one length and dtype. Takes memory for a million elements beside them."""
+        """Add a flat range of both tensors, of one length and dtype. Takes memory for a million more elements."""
         self.num_elements += len(before)
         if torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
             return
@@ -331,20 +333,20 @@ class Tally:
     def _add_slice(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
         wide = _widen(before), _widen(after)
         if wide[0] is None or wide[1] is None:  # torch cannot calculate with this dtype: compare bits
-            rows = [block.view(torch.uint8).view(len(before), -1) for block in (before, after)]
+            rows = [values.view(torch.uint8).view(len(before), -1) for values in (before, after)]
             num_different = int((rows[0] != rows[1]).any(dim=1).sum())
             self._note(num_different, math.inf if num_different else 0.0, 0.0)
             return
         is_same = wide[0] == wide[1]
-        x, y = (block if block.is_complex() else block.double() for block in wide)
-        apart = (y - x).abs()
-        is_same |= (x.isnan() & y.isnan()) | ((apart <= atol + rtol * x.abs()) & apart.isfinite() & bool(atol or rtol))
+        x, y = (values if values.is_complex() else values.double() for values in wide)
+        distance = (y - x).abs()
+        is_near = (distance <= atol + rtol * x.abs()) & distance.isfinite() & bool(atol or rtol)
+        is_same |= (x.isnan() & y.isnan()) | is_near
         if bool(is_same.all()):
             return
-        is_different = ~is_same
-        apart = apart[is_different]
-        larger = torch.maximum(x.abs(), y.abs())[is_different]
-        self._note(int(is_different.sum()), _largest(apart), _largest(apart / larger, otherwise=2.0))
+        distance = distance[~is_same]
+        larger = torch.maximum(x.abs(), y.abs())[~is_same]
+        self._note(len(distance), _largest(distance), _largest(distance / larger, otherwise=2.0))
 
     def _note(self, num_different: int, absolute: float, relative: float) -> None:
         self.num_different += num_different
@@ -352,29 +354,31 @@ class Tally:
         self.max_relative = max(self.max_relative, relative)
 
 
-def _widen(block: torch.Tensor) -> Any:
+def _widen(tensor: torch.Tensor) -> Any:
     """Convert to a dtype that holds every value and that torch calculates with; None if there is none."""
-    dtype = block.dtype
+    dtype = tensor.dtype
     try:
         if dtype.is_complex:
-            return block.to(torch.complex128)
+            return tensor.to(torch.complex128)
         if dtype.is_floating_point:
-            return block.to(torch.float64)
+            return tensor.to(torch.float64)
         if dtype is torch.uint64:
-            return block.view(torch.int64)  # equal values stay equal; distances are wrong for numbers above 2 ** 63
-        return block.to(torch.int64)
+            return tensor.view(torch.int64)  # equal values stay equal; distances are wrong for numbers above 2 ** 63
+        return tensor.to(torch.int64)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
 
 
 def _largest(numbers: torch.Tensor, *, otherwise: float = math.inf) -> float:
-    """Return the largest number; `otherwise` if one of the blocks has a NaN."""
+    """Return the largest number; `otherwise` if one is NaN."""
     largest = float(numbers.max())
     return otherwise if math.isnan(largest) else largest
 
 
-def is_same_value(before: bytes, after: bytes, *, are_json: Sequence[bool]) -> tuple[bool, tuple[str, str]]:
-    """Compare two values by their stored bytes. Return also a text for each, for a `Difference`.
+def compare_values(before: bytes, after: bytes, *, are_json: Sequence[bool]) -> tuple[str | None, tuple[str, str]]:
+    """Compare two values by their stored bytes.
+
+    Returns the place of the first difference, None if there is none, and a text for each value for a `Difference`.
 
     Args:
         before: The bytes of the first.
@@ -383,17 +387,16 @@ def is_same_value(before: bytes, after: bytes, *, are_json: Sequence[bool]) -> t
 
     """
     if before == after and are_json[0] == are_json[1]:
-        return True, ("", "")
+        return None, ("", "")
     try:
         values = [
             load_stored(content, is_json=is_json, map_location="cpu")
             for content, is_json in zip((before, after), are_json, strict=True)
         ]
     except Exception:  # noqa: BLE001  # a bucket can hold anything
-        return False, (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
-    if _is_equal(*values):
-        return True, ("", "")
-    return False, _shorten(repr(values[0]), repr(values[1]))
+        return "", (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
+    where = _find_difference(*values)
+    return where, ("", "") if where is None else _shorten(repr(values[0]), repr(values[1]))
 
 
 def _shorten(*texts: str) -> tuple[str, str]:
@@ -409,17 +412,33 @@ def _cut(text: str, begin: int) -> str:
     return before + text[begin : begin + _MAX_TEXT_CHARS] + after
 
 
-def _is_equal(first: Any, second: Any) -> bool:
+def _find_difference(first: Any, second: Any) -> str | None:
+    """Return the place of the first difference, such as ``[1][0]``; "" for the whole, None if both are equal."""
+    pairs = _pair_up(first, second)
+    if pairs is None:
+        return None if _is_equal(first, second) else ""
+    below = ((key, _find_difference(*pair)) for key, *pair in pairs)
+    return next((f"[{key!r}]{where}" for key, where in below if where is not None), None)
+
+
+def _pair_up(first: Any, second: Any) -> list[tuple[Any, Any, Any]] | None:
+    """Return the elements of two containers with the same keys, or of the same length; None for all else."""
     if type(first) is not type(second):
+        return None
+    if isinstance(first, dict) and first.keys() == second.keys():
+        return [(key, first[key], second[key]) for key in first]
+    if isinstance(first, (list, tuple, deque)) and len(first) == len(second):
+        return list(zip(range(len(first)), first, second, strict=True))
+    return None
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    if type(first) is not type(second) or isinstance(first, (dict, list, tuple, deque)):
         return False
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and first.shape == second.shape and torch.equal(_bits(first), _bits(second))
     if isinstance(first, (np.ndarray, np.generic)):
         first, second = ((array.dtype, array.shape, array.tobytes()) for array in (first, second))
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_is_equal(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple, deque)):
-        return len(first) == len(second) and all(_is_equal(a, b) for a, b in zip(first, second, strict=True))
     if isinstance(first, float) and math.isnan(first):
         return math.isnan(second)
     return bool(first == second)

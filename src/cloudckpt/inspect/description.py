@@ -6,21 +6,22 @@ import contextlib
 import fnmatch
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt._display import Rows, shown
+from cloudckpt._display import Rows, with_short_repr
 from cloudckpt.commit.log import Resolved, resolve
 from cloudckpt.errors import CheckpointNotFoundError
-from cloudckpt.format.model import Chunk, StoredTensor
+from cloudckpt.format.model import Chunk, Manifest, StoredTensor
+from cloudckpt.format.nesting import name_path, path_from_json
 from cloudckpt.format.safetensors import INDEX_SUFFIX, SUFFIX
 from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
 from cloudckpt.uri import Location, parse_location
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDescription:
     """One tensor of a `CheckpointDescription`."""
@@ -45,7 +46,7 @@ class TensorDescription:
     """Transforms of each chunk, such as compression."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperDescription:
     """One tensor of a `CheckpointDescription` that consists of others, such as a quantized weight."""
@@ -60,7 +61,7 @@ class WrapperDescription:
     """Names of its parts among the tensors."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDescription:
     """One Python object of a `CheckpointDescription`."""
@@ -71,7 +72,7 @@ class ValueDescription:
     """Size on the store."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectDescription:
     """One data object of a `CheckpointDescription`."""
@@ -82,7 +83,7 @@ class ObjectDescription:
     """Size on the store."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDescription:
     """Content of a committed checkpoint. `describe` returns it."""
@@ -111,6 +112,8 @@ class CheckpointDescription:
     """The Python objects."""
     wrappers: tuple[WrapperDescription, ...] = ()
     """The tensors that consist of others."""
+    empty_dicts: tuple[str, ...] = ()
+    """Names of the dicts that were saved without any entry, such as the state of a disabled GradScaler."""
 
     @property
     def num_bytes(self) -> int:
@@ -142,9 +145,9 @@ class ModuleDescription:
 def group_by_module(
     entries: Iterable[TensorDescription | ValueDescription], depth: int
 ) -> tuple[ModuleDescription, ...]:
-    """Sum up entries by module, in the order of the entries: by the first `depth` parts of their names but the last.
+    """Sum up entries by module, in the order of the entries. A module is at most `depth` parts of a name, but the last.
 
-    A value counts for the nearest module above it with tensors, or for the first part of its name.
+    A value counts for the nearest module above it that has tensors, or for the first part of its name.
     """
     entries = [*entries]
     modules = {_parent_of(entry.name, depth) for entry in entries if isinstance(entry, TensorDescription)}
@@ -171,7 +174,7 @@ def _parent_of(name: str, depth: int) -> str:
 
 
 def matches(fqn: str, patterns: Iterable[str]) -> bool:
-    """Return True if a pattern, as for file names, fits the name, or a name above it."""
+    """Return True if a pattern, as for file names, fits the name, or is the name of a container above it."""
     return any(
         fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns
     )
@@ -228,7 +231,17 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
             )
             for name, wrapper in manifest.wrappers.items()
         ),
+        empty_dicts=tuple(_find_empty_dicts(manifest)),
     )
+
+
+def _find_empty_dicts(manifest: Manifest) -> Iterator[str]:
+    """Yield the names of dicts without any entry. On some rank, others may have entries."""
+    names = [name_path(path_from_json(path)) for path in manifest.empty_mappings]
+    entries = [*manifest.tensors, *manifest.values] if names else []
+    for name in names:
+        if not any(entry == name or entry.startswith(f"{name}.") for entry in entries):
+            yield name
 
 
 def _resolve(location: Location, options: Options) -> Resolved:

@@ -17,7 +17,7 @@ from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
-from cloudckpt.pipeline.wants import TensorBytes
+from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.uri import Location
 
 
@@ -39,9 +39,9 @@ class CommittedFiles:
 
 
 class FileTree:
-    """The committed checkpoints under a root, each a directory of its files, and the folders that have some.
+    """The committed checkpoints under a root, each a directory of its files, and the folders above them.
 
-    The tree shows committed files alone. An error of the store is raised, and never taken for absence.
+    The tree shows only committed files. An error of the store is raised, and never taken for absence.
     """
 
     def __init__(self, root: Location, options: Options, *, rank: int) -> None:
@@ -57,24 +57,24 @@ class FileTree:
 
     def stat(self, path: str) -> list[str] | int | None:
         """Return the size of a file, the names in a directory, or None."""
-        place = self._find(path)
-        return place[0].stat(place[1]) if place is not None else self._list_folder(path) or None
+        checkpoint, inside = self._find(path) or (None, "")
+        return self._list_folder(path) or None if checkpoint is None else checkpoint.stat(inside)
 
     def open(self, path: str) -> FileReader:
         """Open a file. Raises `FileNotFoundError`."""
-        place = self._find(path)
-        if place is None or not isinstance(place[0].stat(place[1]), int):
+        checkpoint, inside = self._find(path) or (None, "")
+        if checkpoint is None or not isinstance(checkpoint.stat(inside), int):
             raise FileNotFoundError(f"no committed checkpoint has the file {self.context(path).uri}")
-        return FileReader(place[0].context, place[0].manifest, place[1])
+        return FileReader(checkpoint.context, checkpoint.manifest, inside)
 
     def _find(self, path: str) -> tuple[CommittedFiles, str] | None:
-        """Return the committed checkpoint at or above `path`, and the rest of the path.
+        """Return the committed checkpoint at or above `path`, and the part of the path inside it.
 
-        The last checkpoint is kept, since most calls are about its files.
+        The last checkpoint is kept, since most calls ask for files of it.
         """
-        known = self._last
-        if known is not None and path.startswith(f"{known.folder}/"):
-            return known, path[len(known.folder) + 1 :]
+        last = self._last
+        if last is not None and path.startswith(f"{last.folder}/"):
+            return last, path[len(last.folder) + 1 :]
         parts = path.split("/")
         # Most paths are those of files in a checkpoint.
         for depth in (len(parts) - 1, len(parts), *reversed(range(len(parts) - 1))):
@@ -83,7 +83,7 @@ class FileTree:
         return None
 
     def forget(self) -> None:
-        """Look at the store again."""
+        """Forget the last checkpoint, so that the next call looks at the store."""
         self._last = None
 
     def _open(self, folder: str) -> CommittedFiles | None:
@@ -142,7 +142,7 @@ class FileReader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Buffer) -> int:
-        """Fill `buffer`. If that fails, nothing refers to it any more, so that a memory map can be closed."""
+        """Fill `buffer`. After a failure, no traceback refers to it, so that the caller can close a memory map."""
         try:
             return self._fill(buffer)
         except CloudckptError as error:
@@ -155,11 +155,11 @@ class FileReader(io.RawIOBase):
         raise failure
 
     def _fill(self, buffer: Buffer) -> int:
-        with memoryview(buffer) as given, given.cast("B") as view:
+        with memoryview(buffer) as buffer_view, buffer_view.cast("B") as view:
             num_bytes = max(min(len(view), self.size_bytes - self._position), 0)
-            done = 0
-            while done < num_bytes:
-                done += self._read(view[done:num_bytes])
+            offset = 0
+            while offset < num_bytes:
+                offset += self._read(view[offset:num_bytes])
             return num_bytes
 
     def readall(self) -> bytes:
@@ -179,10 +179,10 @@ class FileReader(io.RawIOBase):
             ahead = bytearray(min(self._ahead_bytes, self.size_bytes - self._position))
             self._fetch(self._position, memoryview(ahead))
             self._ahead, self._ahead_begin, offset = memoryview(ahead), self._position, 0
-        piece = self._ahead[offset : offset + len(view)]
-        view[: len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
+        content = self._ahead[offset : offset + len(view)]
+        view[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
     def _fetch(self, begin: int, view: memoryview) -> None:
         buffer = torch.frombuffer(view, dtype=torch.uint8)

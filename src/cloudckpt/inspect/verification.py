@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from cloudckpt._display import transferred
-from cloudckpt._workers import each_done
+from cloudckpt._workers import run_all
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
     ShortObjectError,
+    changed_error,
     join_first,
 )
 from cloudckpt.format.safetensors import (
@@ -26,6 +27,7 @@ from cloudckpt.format.safetensors import (
     find_header_problems,
     list_contents,
 )
+from cloudckpt.io.boxes import join_ranges
 from cloudckpt.io.download import download_range
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.options import Options
@@ -40,7 +42,6 @@ from cloudckpt.uri import Location, parse_location
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
 
-_MAX_SHOWN_PROBLEMS = 10
 _MIN_READ_BYTES = 4096
 
 
@@ -87,11 +88,9 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
     reader = Reader(context, manifest)
     problems = Verification(reader).run()
     if problems and reader.has_changed():
-        raise CheckpointChangedError(
-            f"{location.uri} was overwritten or removed while it was being verified. Verify again", uri=location.uri
-        )
+        raise changed_error(location.uri, doing="verified", advice="Verify again")
     if problems:
-        shown = join_first(problems, _MAX_SHOWN_PROBLEMS)
+        shown = join_first(problems)
         raise CorruptCheckpointError(
             f"{location.uri} is not what was saved: {shown}. Load an older checkpoint",
             uri=location.uri,
@@ -127,12 +126,12 @@ def find_unlisted(uri: str, *, options: Options) -> str:
     lacking = [stored.key for stored in own if listed.get(stored.key) != stored.size]
     if not lacking:
         return ""
-    words = join_first(lacking, _MAX_SHOWN_PROBLEMS, separator=", ")
-    return f"the listing lacks {len(lacking)} of its {len(own)} data objects, or has them with another size: {words}"
+    shown = join_first(lacking, separator=", ")
+    return f"the listing lacks {len(lacking)} of its {len(own)} data objects, or has them with another size: {shown}"
 
 
 class _DamagedUnitError(Exception):
-    """The bytes that were read differ from the saved ones. The arguments say how."""
+    """The bytes that were read differ from those of the save. Each argument is a sentence about a difference."""
 
 
 class Verification:
@@ -151,7 +150,7 @@ class Verification:
         self._read_bytes = max(
             min(options.advanced.request_bytes, options.read_bytes // reader.context.connections), _MIN_READ_BYTES
         )
-        # Many threads write these. Each key, and each list within `_damage`, is used by one of them at a time.
+        # Many threads write these attributes. Only one at a time uses a key, or a list within `_damage`.
         self._sizes_bytes: dict[int, int] = {}
         self._damage: list[list[tuple[int, int]]] = [[] for _ in self._manifest.objects]
         self._header_problems: dict[int, list[str]] = {}
@@ -176,15 +175,7 @@ class Verification:
 
     def _in_threads(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
         context = self._reader.context
-        done = each_done(
-            items,
-            work,
-            num_threads=context.connections,
-            name="cloudckpt-verify",
-            on_failure=context.stop,
-        )
-        for _ in done:
-            pass
+        run_all(items, work, num_threads=context.connections, name="cloudckpt-verify", on_failure=context.stop)
 
     def _measure(self, index: int) -> None:
         size_bytes = self._reader.measure_object(index)
@@ -212,7 +203,7 @@ class Verification:
             bad = self._bad_tiles(request) if request.num_bytes <= self._read_bytes else self._bad_large_tile(request)
         except ObjectNotFoundError:
             self._missing.add(index)
-        except ShortObjectError:  # replaced since its size was asked for
+        except ShortObjectError:  # it was replaced after `_measure`
             self._damage[index].append((request.begin, request.end))
         else:
             for tile in bad:
@@ -256,29 +247,29 @@ class Verification:
                 value = crc32c_of([view], value)
         return value
 
-    def _check_header(self, index: int, known: memoryview) -> None:
-        """Compare an object's header with the manifest. `known` are its first bytes, if they are checked."""
+    def _check_header(self, index: int, checked: memoryview) -> None:
+        """Compare an object's header with the manifest. `checked` are its first bytes, if their tiles are right."""
         size_bytes = self._manifest.objects[index].size
 
         def look() -> None:
-            beginning = self._prefix(index, known, min(LENGTH_BYTES, size_bytes))
+            beginning = self._read_beginning(index, checked, min(LENGTH_BYTES, size_bytes))
             try:
                 end = find_header_end(beginning, size_bytes=size_bytes)
             except ValueError as error:
                 raise _DamagedUnitError(str(error)) from error
-            header = self._prefix(index, known, end)
+            header = self._read_beginning(index, checked, end)
             problems = list(find_header_problems(header, self._contents[index], size_bytes=size_bytes))
             if problems:
                 raise _DamagedUnitError(*problems)
 
-        try:  # what is read here is not covered by a checksum, and may have been damaged on its way
+        try:  # no checksum covers these bytes, which may have been damaged on their way
             self._client.confirm(look, errors=_DamagedUnitError)
         except _DamagedUnitError as error:
             self._header_problems[index] = list(error.args)
 
-    def _prefix(self, index: int, known: memoryview, num_bytes: int) -> bytes:
-        if len(known) >= num_bytes:
-            return bytes(known[:num_bytes])
+    def _read_beginning(self, index: int, checked: memoryview, num_bytes: int) -> bytes:
+        if len(checked) >= num_bytes:
+            return bytes(checked[:num_bytes])
         content = bytearray(num_bytes)
         self._fetch(index, 0, memoryview(content))
         return bytes(content)
@@ -303,19 +294,9 @@ class Verification:
                 f"{where} has {size_bytes} bytes, but {stored.size} were saved: it was cut, and bytes from "
                 f"{lost_from} on cannot be checked. They hold {contents.names(lost_from, stored.size)}"
             )
-        for begin, end in _join_ranges(sorted(self._damage[index])):
+        for begin, end in join_ranges(sorted(self._damage[index])):
             yield (
                 f"{where} is damaged: bytes [{begin}, {end}) do not have the CRC32C that was saved. They hold "
                 f"{contents.names(begin, end)}"
             )
         yield from (f"{where}: {text}" for text in self._header_problems.get(index, ()))
-
-
-def _join_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for begin, end in ranges:
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return joined

@@ -18,7 +18,7 @@ SKELETON = "skeleton"
 """Key of the serialized structure that holds everything except the tensors."""
 _PLACEHOLDER = "cloudckpt.tensor"
 _PICKLE_STARTS = (b"PK", b"\x80")
-"""The first bytes of the files of ``torch.save``, with which no JSON begins."""
+"""The first bytes of files of ``torch.save``. No JSON begins with them."""
 
 
 def serialize(value: object) -> bytes:
@@ -89,12 +89,7 @@ def from_state_dict(
     skeleton = deserialize(flat[SKELETON], allow_pickle=allow_pickle, uri=uri)
     if without is not None:
         skeleton = {key: value for key, value in skeleton.items() if not without(key)}
-    return _map_leaves(
-        skeleton,
-        "",
-        _is_placeholder,
-        lambda _, value: flat[value[_PLACEHOLDER]],
-    )
+    return _map_leaves(skeleton, "", _is_placeholder, lambda _, value: flat[value[_PLACEHOLDER]])
 
 
 def _is_placeholder(value: Any) -> bool:
@@ -105,14 +100,14 @@ def _map_leaves(value: Any, path: str, is_wanted: Callable[[Any], bool], change:
     if is_wanted(value):
         return change(path, value)
     if isinstance(value, dict):
-        items = {key: _map_leaves(each, _join(path, key), is_wanted, change) for key, each in value.items()}
+        items = {key: _map_leaves(item, _join(path, key), is_wanted, change) for key, item in value.items()}
         if type(value) is dict:
             return items
         copied = value.copy()  # keeps the class, such as OrderedDict
         copied.update(items)
         return copied
     if type(value) in (list, tuple):
-        return type(value)(_map_leaves(each, _join(path, index), is_wanted, change) for index, each in enumerate(value))
+        return type(value)(_map_leaves(item, _join(path, index), is_wanted, change) for index, item in enumerate(value))
     return value
 
 

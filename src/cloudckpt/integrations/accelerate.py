@@ -28,7 +28,7 @@ _log = logging.getLogger("cloudckpt")
 _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 _MODELS, _OPTIMIZERS = "models", "optimizers"
 _EPOCH = "_epoch"
-"""Key of the epoch in the state of a data loader: Accelerate leaves it out, and the order follows from it."""
+"""Key of the epoch in the state of a data loader. Accelerate leaves out the epoch, which decides the order."""
 _VALUES = ("schedulers", "objects", "scaler", "step", "ranks")
 
 
@@ -98,19 +98,19 @@ class AcceleratorState(LiveEntry):
         groups, self._uri = self._groups(), source.uri
         # Without members, there is nothing to load.
         members = EntryGroup({key: group for key, group in groups.items() if group.names})
-        known = saved if isinstance(saved, Mapping) else {}
-        self._surplus = sorted(set(known.get(_MODELS) or ()) - set(groups[_MODELS].names))
+        by_key = saved if isinstance(saved, Mapping) else {}
+        self._surplus = sorted(set(by_key.get(_MODELS) or ()) - set(groups[_MODELS].names))
         if self._surplus and self._accelerator.is_main_process:
             _log.warning(
                 "%s has more models than are prepared: those at the positions %s are not restored",
                 source.uri,
                 ", ".join(self._surplus),
             )
-        values = {} if self._only_models else {key: make_empty(known[key]) for key in _VALUES if key in known}
+        values = {} if self._only_models else {key: make_empty(by_key[key]) for key in _VALUES if key in by_key}
         return {**members.plan_load(saved, where=where, source=source), **values}
 
     def find_unused(self, where: str) -> list[str]:
-        """Return the paths in the checkpoint that this object leaves there."""
+        """Return the paths in the checkpoint that this object does not use."""
         others = (_OPTIMIZERS, *_VALUES) if self._only_models else ()
         unused = [*others, *(f"{_MODELS}.{index}" for index in self._surplus)]
         of_groups = EntryGroup(self._groups()).find_unused(where)
@@ -128,8 +128,8 @@ class AcceleratorState(LiveEntry):
             (accelerator._schedulers, state_dict["schedulers"]),
             (accelerator._custom_objects, state_dict["objects"]),
         ):
-            for each, state in zip(objects, states, strict=True):
-                each.load_state_dict(deserialize(state))
+            for target, state in zip(objects, states, strict=True):
+                target.load_state_dict(deserialize(state))
         scaler = deserialize(state_dict["scaler"])
         if accelerator.scaler is not None and scaler is not None:
             accelerator.scaler.load_state_dict(scaler)
@@ -138,12 +138,12 @@ class AcceleratorState(LiveEntry):
 
     def _load_ranks(self, ranks: list[bytes]) -> None:
         accelerator, self.random = self._accelerator, None
-        of_rank = deserialize(ranks[min(accelerator.process_index, len(ranks) - 1)])
-        for loader, seed in zip(self._loaders, of_rank.get("seeds", ()), strict=False):
+        rank_state = deserialize(ranks[min(accelerator.process_index, len(ranks) - 1)])
+        for loader, seed in zip(self._loaders, rank_state.get("seeds", ()), strict=False):
             if seed is not None and (sampler := _seedable_sampler_of(loader)) is not None:
                 sampler.initial_seed = seed
         if len(ranks) == accelerator.num_processes:
-            self._restore_rank(of_rank)
+            self._restore_rank(rank_state)
         elif any(map(_is_stateful, self._loaders)):
             raise make_position_error(
                 "the position of stateful data loaders",
@@ -181,19 +181,21 @@ class AcceleratorState(LiveEntry):
 
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> LiveEntry:
         """Return the entry of an optimizer, by the names that its parameters have in the models."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        own = {f"{key}.": model for key, model in models.items() if held & {id(one) for one in model.parameters()}}
-        if not own:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        modules = {
+            f"{key}.": model for key, model in models.items() if not params.isdisjoint(map(id, model.parameters()))
+        }
+        if not modules:
             raise InvalidOptionError(
                 "AcceleratorState: a prepared optimizer has no parameter of any prepared model. With FSDP1, "
                 "prepare the model first, and create the optimizer from its parameters afterwards"
             )
-        modules = own if len(own) > 1 else {"": next(iter(own.values()))}
-        return wrap_optimizers(optimizer, modules, rank=self._accelerator.process_index)
+        named = modules if len(modules) > 1 else {"": next(iter(modules.values()))}
+        return wrap_optimizers(optimizer, named, rank=self._accelerator.process_index)
 
     @staticmethod
     def _serialize_states(objects: list[Any]) -> list[bytes]:
-        return [serialize(each.state_dict()) for each in objects]
+        return [serialize(stateful.state_dict()) for stateful in objects]
 
     def _serialize_rank(self) -> bytes:
         numbered = enumerate(self._loaders)
@@ -222,11 +224,11 @@ class AcceleratorState(LiveEntry):
         """Return the state of a stateful data loader and the epoch that it is in.
 
         At the last batch, Accelerate 1.15 already counts the epoch as ended: a loop that is resumed there would repeat
-        the whole epoch. Here the rest of that loop is empty, and the next loop is the next epoch. A loop of
-        dispatched batches cannot be empty, so there this logs a warning.
+        the whole epoch. With this state, the resumed loop is empty, and the next loop is the next epoch. A loop of
+        dispatched batches cannot be empty, so a warning is logged for it.
         """
         state = {**loader.state_dict(), _EPOCH: loader.iteration}
-        is_in_loop = any(one is loader for one in loader.gradient_state.dataloader_references)
+        is_in_loop = any(running is loader for running in loader.gradient_state.dataloader_references)
         if not (is_in_loop and loader.end_of_dataloader):
             return state
         state[_EPOCH] += 1
@@ -244,10 +246,10 @@ class AcceleratorState(LiveEntry):
 
     def _restore_rank(self, state: dict[str, Any]) -> None:
         saved = dict(enumerate(zip(state["loaders"], state.get("lengths", state["loaders"]), strict=True)))
-        # A loader is known by its position. Each evaluation may prepare one more, so the numbers differ.
+        # Loaders are identified by position. Each evaluation may prepare one more, so their numbers differ.
         for position, loader in enumerate(self._loaders):
-            of_loader, length = saved.get(position, (None, None))
-            if _is_stateful(loader) and of_loader is None:
+            loader_state, length = saved.get(position, (None, None))
+            if _is_stateful(loader) and loader_state is None:
                 _log.warning("the checkpoint has no state of prepared data loader %d, which starts anew", position)
             elif _is_stateful(loader):
                 if None not in (length, length_of(loader)) and length != length_of(loader):
@@ -259,8 +261,8 @@ class AcceleratorState(LiveEntry):
                         "use_stateful_dataloader=False and use skip_first_batches",
                         uri=self._uri,
                     )
-                epoch = of_loader.pop(_EPOCH, None)
-                loader.load_state_dict(of_loader)
+                epoch = loader_state.pop(_EPOCH, None)
+                loader.load_state_dict(loader_state)
                 if epoch is not None:
                     loader.set_epoch(epoch)
         self.random = RandomState(*deserialize(state["random"]))

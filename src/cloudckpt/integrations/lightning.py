@@ -31,10 +31,10 @@ from cloudckpt.dcp.live_loaders import (
 from cloudckpt.dcp.live_objects import ModelEntry, StatefulEntry
 from cloudckpt.dcp.live_optimizers import wrap_optimizers
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
-from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations._nested_state import SKELETON, deserialize, from_state_dict, serialize, to_state_dict
 from cloudckpt.integrations._requirements import require
 from cloudckpt.options import Options
+from cloudckpt.removal import delete
 from cloudckpt.uri import parse_location
 
 with require("lightning", note="; pytorch_lightning is another package, and its Trainer does not accept these classes"):
@@ -105,18 +105,18 @@ class _Removals:
             with contextlib.suppress(Exception):  # Fabric saves values of any form under this name
                 self._folders.add(parse_location(folder).uri)
         early, self._early = self._early, []
-        me = threading.current_thread()
+        own_thread = threading.current_thread()
         for early_uri, thread in early:
-            self._remove(early_uri, None if thread is me else me)
+            self._remove(early_uri, None if thread is own_thread else own_thread)
 
     def remove(self, path: _Path) -> None:
-        uri, me = parse_location(path).uri, threading.current_thread()
+        uri, own_thread = parse_location(path).uri, threading.current_thread()
         with self._lock:
-            running_uri, saver = self._running or ("", me)
-            if running_uri == uri and saver is not me:
+            running_uri, saver = self._running or ("", own_thread)
+            if running_uri == uri and saver is not own_thread:
                 self._unwanted[uri] = saver
                 return
-        self._remove(uri, None if saver is me else saver)
+        self._remove(uri, None if saver is own_thread else saver)
 
     def _remove(self, uri: str, saver: threading.Thread | None) -> None:
         """Remove a checkpoint; or if it does not exist, let `saver` remove it, in whose queue its save may be."""
@@ -188,7 +188,7 @@ class CloudCheckpointIO(CheckpointIO):
         """
         allow_pickle = weights_only is False
         location = parse_location(path)
-        flat = load_whole(location, self._options, Selection(uri=location.uri), allow_pickle=False)
+        flat, _ = load_whole(location, self._options, Selection(uri=location.uri), allow_pickle=False)
         if isinstance(map_location, (str, torch.device)):
             flat = {name: value.to(map_location) if torch.is_tensor(value) else value for name, value in flat.items()}
         checkpoint: dict[str, Any] = from_state_dict(flat, allow_pickle=allow_pickle, uri=location.uri)
@@ -252,11 +252,11 @@ class LoaderStates(Callback):
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the states until the loaders are there."""
+        """Keep the states until the loaders exist."""
         self._saved = state_dict.get("ranks", [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the loaders to the saved positions, in the place of those that Lightning has set."""
+        """Set the loaders to the saved positions, which replace the positions that Lightning has set."""
         for position, loader in enumerate(self._loaders(trainer)):
             _refuse_lost_position(loader, position)
         saved, self._saved = self._saved, []
@@ -272,9 +272,9 @@ class LoaderStates(Callback):
         if is_repeated:
             progress.current.processed -= 1
             progress.total.processed -= 1
-        of_rank = saved[min(trainer.global_rank, len(saved) - 1)]
-        pairs = zip(self._loaders(trainer), self._entries(trainer), of_rank["loaders"], strict=False)
-        for position, (loader, entry, state) in enumerate(pairs):
+        states = saved[min(trainer.global_rank, len(saved) - 1)]["loaders"]
+        loaders = zip(self._loaders(trainer), self._entries(trainer), states, strict=False)
+        for position, (loader, entry, state) in enumerate(loaders):
             if is_between:
                 begin_next_epoch(state)
             entry.load_state_dict(state, where=f"data loader {position}")
@@ -351,7 +351,7 @@ def load_from_checkpoint(
     """
     location, options = parse_location(uri), options or Options()
     selection = Selection(uri=location.uri, leaves_out=_is_training_state)
-    state_dict = load_whole(location, options, selection, allow_pickle=False)
+    state_dict, _ = load_whole(location, options, selection, allow_pickle=False)
     checkpoint = from_state_dict(
         state_dict, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri
     )
@@ -411,10 +411,9 @@ class _CloudShards(ParallelStrategy):
         uri = self.broadcast(os.fspath(checkpoint_path))
         load(state, uri, strict=None if is_strict else False, options=self._cloud_options)
         self._removals.note_load(uri)
-        rest: dict[str, Any] = deserialize(
-            state[SKELETON], allow_pickle=weights_only is False, uri=parse_location(uri).uri
-        )
-        return rest
+        allow_pickle = weights_only is False
+        other: dict[str, Any] = deserialize(state[SKELETON], allow_pickle=allow_pickle, uri=parse_location(uri).uri)
+        return other
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete the checkpoint from rank 0, or leave it as `CloudCheckpointIO.remove_checkpoint` does."""

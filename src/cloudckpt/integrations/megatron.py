@@ -94,7 +94,7 @@ def enable(*, options: Options | None = None, allow_pickle: bool = False) -> Non
             async_stager=stager,
             options=client.options_of(self),
         )
-        # Megatron asks its queue of calls, in which each call is a process, if all ranks are done.
+        # Megatron asks its queue if all ranks are done. Each call in the queue is a process.
         descriptor, flag = tempfile.mkstemp(prefix="cloudckpt-")
         os.close(descriptor)
         handle.committed.add_done_callback(lambda _: Path(flag).unlink(missing_ok=True))
@@ -143,13 +143,13 @@ class _ShardStager(PinnedStager):
     """Copies the shards of `_shards_of`, and returns torch's form of them."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        shards = [shard for held in state_dict.values() for shard in held if isinstance(shard, ShardedTensor)]
+        shards = [shard for entry in state_dict.values() for shard in entry if isinstance(shard, ShardedTensor)]
         copies: Any = super().stage({str(number): shard.data for number, shard in enumerate(shards)})
         copied = {
             id(shard): dataclasses.replace(shard, data=copies[str(number)]) for number, shard in enumerate(shards)
         }
-        form = {key: [copied.get(id(shard), shard) for shard in held] for key, held in state_dict.items()}
-        return dict(torch_dist.mcore_to_pyt_state_dict(form))
+        copy = {key: [copied.get(id(shard), shard) for shard in entry] for key, entry in state_dict.items()}
+        return dict(torch_dist.mcore_to_pyt_state_dict(copy))
 
 
 class _Client:

@@ -18,10 +18,10 @@ from typing_extensions import Buffer
 
 from cloudckpt.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidURIError
 from cloudckpt.inspect.file_tree import FileTree
-from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations._requirements import require
 from cloudckpt.options import Options
 from cloudckpt.pipeline.file_saves import FilesJob, FileWriter, Membership, has_receipts, join_job
+from cloudckpt.removal import delete
 from cloudckpt.uri import mangled_uri_scheme, parse_location
 
 with require("torch_checkpointing"):

@@ -117,6 +117,11 @@ class CloudCheckpoints(_Trainer):
                 f"{type(self).__name__}: all trials of a hyperparameter search would save to {self._cloud.root}. "
                 "Create a trainer with its own cloud_root for each trial"
             )
+        if self.args.save_strategy == "no" and self.is_world_process_zero():
+            _log.warning(
+                'save_strategy="no": nothing is saved under %s. Pass save_strategy="steps" and save_steps',
+                self._cloud.root,
+            )
         with self._cloud, tempfile.TemporaryDirectory(prefix="cloudckpt-") as directory:
             is_resumed = self._fetch_trainer_state(resume_from_checkpoint, Path(directory))
             # Trainer finds only its state file there. The methods below replace the reading of its other files.
@@ -124,15 +129,16 @@ class CloudCheckpoints(_Trainer):
         self.state.best_model_checkpoint = self._get_best_uri()
         return output
 
-    def _fetch_trainer_state(self, wanted: bool | int | None, directory: Path) -> bool:
+    def _fetch_trainer_state(self, step: bool | int | None, directory: Path) -> bool:
+        """Write Trainer's state file of a saved step, or of the newest for True. Returns False if there is none."""
         self._cloud_step = self._cloud_random = self._cloud_best = None
         self._cloud_saved = {}
         state, damaged = {"trainer": ""}, set()
-        if wanted is not None and wanted is not False:
-            restored = self._cloud.restore(state, None if wanted is True else wanted)
+        if step is not None and step is not False:
+            restored = self._cloud.restore(state, None if step is True else step)
             if restored is not None:
                 self._cloud_step = restored.step
-                damaged = {parse_step_uri(step.uri) for step in restored.skipped}  # saving them again is allowed
+                damaged = {parse_step_uri(skipped.uri) for skipped in restored.skipped}  # saving them again is allowed
         steps = find_steps_on_all_ranks(self._cloud.root, self._cloud_options)
         if not self._cloud_overwrite and self.args.save_strategy != "no":
             refuse_existing_steps(self._cloud.root, set(steps) - damaged, after=self._cloud_step, hint=_HINT)
@@ -161,7 +167,7 @@ class CloudCheckpoints(_Trainer):
         }
 
     def _refuse_other_samples(self, saved: dict[str, int | None]) -> None:
-        """Raise `StateDictMismatchError` if the steps that are skipped stand for other samples than those seen."""
+        """Raise `StateDictMismatchError` if the skipped steps would have other samples than those of the saved run."""
         differing = find_differences(saved, self._describe_position())
         if differing and not self.args.ignore_data_skip:
             raise make_position_error(

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from cloudckpt.api import load, save
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations._requirements import require
 from cloudckpt.options import Options
+from cloudckpt.removal import delete
 
 with require("verl"):
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager

@@ -1,4 +1,4 @@
-"""Boxes in row-major arrays, and the flat ranges of their elements.
+"""Boxes in row-major arrays, and flat ranges.
 
 Counts are elements. Ranges are half-open.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -92,6 +92,17 @@ def intersect(first: Box, second: Box) -> Box | None:
     )
     lengths = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
     return Box(offsets, lengths) if all(length > 0 for length in lengths) else None
+
+
+def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the sorted, disjoint `ranges`, with those that touch joined."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:

@@ -1,4 +1,4 @@
-"""The client of a store: the one place that retries calls, counts them, and confirms answers.
+"""The client of a store: it counts calls, and decides when one is retried or its answer confirmed.
 
 - A *retry* repeats a call that failed and may succeed the next time (`StoreClient.call`, `Retries`).
 - A *confirmation* repeats a call that was answered, if one wrong answer would hide a checkpoint or give it up: "it is
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 import os
@@ -15,7 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import TracebackType
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from typing_extensions import ParamSpec
@@ -60,7 +61,7 @@ _WITH_BODY = ("put", "upload_part", "read_into")
 
 
 class Clock:
-    """A client's source of time and of random numbers. Tests replace it."""
+    """A client's source of time and of random numbers."""
 
     def monotonic(self) -> float:
         """Return seconds since any fixed moment."""
@@ -79,25 +80,20 @@ class Clock:
 SYSTEM_CLOCK = Clock()
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class _SharedState:
     """The state that the clients of several stores share: how to repeat calls, and how many were made."""
 
-    def __init__(
-        self,
-        *,
-        retries: int,
-        timeout_s: float,
-        on_retry: Callable[[StoreError], None] | None,
-        clock: Clock,
-    ) -> None:
-        self.retries = retries
-        self.timeout_s = timeout_s
-        self.on_retry = on_retry
-        self.clock = clock
-        self.num_requests = self.num_retries = self.num_ended = 0
-        self.stopped = threading.Event()
-        self.refusal: BaseException | None = None
-        self.lock = threading.Lock()
+    retries: int
+    timeout_s: float
+    on_retry: Callable[[StoreError], None] | None
+    clock: Clock
+    num_requests: int = field(init=False, default=0)
+    num_retries: int = field(init=False, default=0)
+    num_ended: int = field(init=False, default=0)
+    stopped: threading.Event = field(init=False, default_factory=threading.Event)
+    refusal: BaseException | None = field(init=False, default=None)
+    lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
 
 class StoreClient:
@@ -119,6 +115,7 @@ class StoreClient:
         on_retry: Called with the failure before each repetition.
         recorder: Records times.
         hedger: Bounds the transfers in flight, and repeats stragglers while it watches. By default, it only bounds.
+        open_parent: Opens the store of the folder that holds this one, for hints. None if there is none.
         clock: The source of time and of random numbers.
 
     """
@@ -132,9 +129,11 @@ class StoreClient:
         on_retry: Callable[[StoreError], None] | None = None,
         recorder: Recorder | None = None,
         hedger: Hedger | None = None,
+        open_parent: Callable[[], Store] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.store = store
+        self.open_parent = open_parent
         self.hedger = hedger or Hedger(ConcurrencyLimit(DEFAULT_CONNECTIONS), budget_bytes=0)
         self.recorder = recorder if recorder is not None else Recorder()
         self.shared = _SharedState(retries=retries, timeout_s=timeout_s, on_retry=on_retry, clock=clock or SYSTEM_CLOCK)
@@ -145,12 +144,10 @@ class StoreClient:
         client.store = store
         return client
 
-    def restarted(self) -> StoreClient:
-        """Return a client of the same store that makes calls although this one was stopped."""
-        client, shared = copy.copy(self), self.shared
-        client.shared = _SharedState(
-            retries=shared.retries, timeout_s=shared.timeout_s, on_retry=shared.on_retry, clock=shared.clock
-        )
+    def unstopped_copy(self) -> StoreClient:
+        """Return a client of the same store that makes calls although this one was stopped. It counts them apart."""
+        client = copy.copy(self)
+        client.shared = replace(self.shared)
         return client
 
     @property
@@ -206,18 +203,18 @@ class StoreClient:
             except ObjectNotFoundError:
                 return None
 
-        return self.confirm(look, evidence=lambda result: result is None)
+        return self.confirm(look, unconfirmed=lambda result: result is None)
 
-    def list(self, prefix: str = "", *, most: int | None = None) -> Sequence[ObjectInfo]:
-        """List the objects whose keys start with `prefix`, or the first `most`. The listing may lag.
+    def list(self, prefix: str = "", *, max_results: int | None = None) -> Sequence[ObjectInfo]:
+        """List the objects whose keys start with `prefix`, or the first `max_results`. The listing may lag.
 
         A listing that breaks off starts anew.
         """
-        return self.call(lambda: list(itertools.islice(self.store.list(prefix), most)))
+        return self.call(lambda: list(itertools.islice(self.store.list(prefix), max_results)))
 
-    def list_uploads(self, prefix: str = "", *, most: int | None = None) -> Sequence[UploadInfo]:
-        """List the unfinished uploads whose keys start with `prefix`, or the first `most`."""
-        return self.call(lambda: list(itertools.islice(self.store.list_uploads(prefix), most)))
+    def list_uploads(self, prefix: str = "", *, max_results: int | None = None) -> Sequence[UploadInfo]:
+        """List the unfinished uploads whose keys start with `prefix`, or the first `max_results`."""
+        return self.call(lambda: list(itertools.islice(self.store.list_uploads(prefix), max_results)))
 
     def list_parts(self, key: str, upload_id: str) -> Sequence[FoundPart]:
         """List the parts of an unfinished upload."""
@@ -243,21 +240,21 @@ class StoreClient:
         self,
         look: Callable[[], _T],
         *,
-        evidence: Callable[[_T], Hashable] = lambda _: None,
+        unconfirmed: Callable[[_T], Hashable] = lambda _: None,
         errors: type[Exception] | tuple[type[Exception], ...] = (),
         changing: Callable[[], Exception] | None = None,
     ) -> _T:
         """Call `look` until its outcome is certain. Return its result, or raise its error.
 
-        An outcome is certain at once, unless `evidence` or `errors` says that it must be confirmed. Then a result is
+        An outcome is certain at once, unless `unconfirmed` or `errors` says that it must be confirmed. Then a result is
         certain if two looks in a row agree (`NUM_LOOKS_AT_ABSENCE`), and an error if three do (`NUM_LOOKS_AT_DAMAGE`).
         A single look can be wrong: a proxy, a cache or a listing that lags can answer wrongly, and a job can commit or
         remove something while the look runs.
 
         Args:
             look: Makes its requests with this client, which retries failures.
-            evidence: Takes a result, and returns the part of it that two looks must agree on. A falsy value says that
-                the result is certain.
+            unconfirmed: Takes a result. Returns a falsy value if the result is certain, and otherwise a value on which
+                two looks in a row must agree.
             errors: Classes of the errors that must be confirmed. The client waits before the look after such an error.
             changing: Makes the error to raise if no looks agree.
 
@@ -273,8 +270,8 @@ class StoreClient:
                 if confirmation.confirm_or_wait(type(error).__name__, error):
                     raise
             else:
-                evidence_of_result = evidence(result)
-                if not evidence_of_result or confirmation.confirm_or_wait(evidence_of_result):
+                evidence = unconfirmed(result)
+                if not evidence or confirmation.confirm_or_wait(evidence):
                     return result
 
 
@@ -291,11 +288,12 @@ def open_client(
     `on_retry` is called with the failure before each repetition, and `on_hedge` for each request that is repeated as a
     straggler.
     """
-    store, recorder = open_store(uri, options), recorder if recorder is not None else Recorder()
-    if recorder.timeline is not None:
+    location = parse_location(uri)
+    store = open_store(location, options)
+    if recorder is not None and recorder.timeline is not None:
         store = TracedStore(store, recorder)
     connections = options.connections
-    if connections is None and parse_location(uri).local_path is not None:  # the CPU copies a file's bytes
+    if connections is None and location.local_path is not None:  # the CPU copies a file's bytes
         connections = min(max(num_cores_of_rank(), _MIN_FILE_THREADS), _MAX_FILE_THREADS)
     return StoreClient(
         store,
@@ -308,11 +306,12 @@ def open_client(
             budget_bytes=choose_hedge_bytes(options),
             on_hedge=on_hedge,
         ),
+        open_parent=functools.partial(open_store, location.parent, options) if location.name else None,
     )
 
 
 def choose_hedge_bytes(options: Options) -> int:
-    """Return how much of a load's memory second requests may hold: 0 if the memory has room for few requests."""
+    """Return how much of a load's memory second requests may use: 0 if only a few requests fit into the memory."""
     return options.read_bytes // 4 if options.read_bytes >= 4 * options.advanced.request_bytes else 0
 
 
@@ -343,14 +342,12 @@ class Retries:
             self.shared.num_requests += 1
         self._begun_ns = now_ns()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         has_ended = True
         try:
             has_ended = not isinstance(error, Exception) or not self._wait_after(error)
         finally:
-            self._client.recorder.spent("transfer", self._begun_ns)
+            self._client.recorder.add_time_since("transfer", self._begun_ns)
             if has_ended:
                 with self.shared.lock:
                     self.shared.num_ended += 1
@@ -463,7 +460,7 @@ class TracedStore(ForwardingStore):
         begun_ns = now_ns()
         has_body = call.operation in _WITH_BODY
         if has_body:
-            recorder.count(call.num_bytes)
+            recorder.add_bytes(call.num_bytes)
         try:
             result = action()
             moved_bytes = call.num_bytes
@@ -479,7 +476,7 @@ class TracedStore(ForwardingStore):
         finally:
             self._last.failed = (call, num_failures)
             if has_body:
-                recorder.count(-call.num_bytes, moved_bytes=moved_bytes)
+                recorder.add_bytes(-call.num_bytes, moved_bytes=moved_bytes)
                 details["bytes"] = moved_bytes
             recorder.span(call.operation, begun_ns, key=call.key, **details)
 

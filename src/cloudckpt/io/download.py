@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.io.boxes import join_ranges
 from cloudckpt.io.client import Confirmation, Retries, StoreClient
 from cloudckpt.stores.base import Store, Views, batches, compute_tile_crc32cs, num_bytes, skip_bytes
 from cloudckpt.telemetry.timeline import now_ns
@@ -56,7 +57,9 @@ def download_range(client: StoreClient, *, key: str, begin: int, views: Views) -
                 remaining = skip_bytes(remaining, error.received_bytes)
                 raise
             except (ObjectNotFoundError, ShortObjectError) as error:
-                _compare(store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short")
+                _check_read_agrees_with_head(
+                    store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short"
+                )
                 unconfirmed = error
         if unconfirmed is None:  # a failure that may pass
             continue
@@ -79,11 +82,12 @@ def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
         try:
             found_bytes = store.head(key).size_bytes
         except ObjectNotFoundError:
-            _compare(store, key, max(size_bytes, 1), by_head="absent")
+            _check_read_agrees_with_head(store, key, max(size_bytes, 1), by_head="absent")
             return None
         if found_bytes != size_bytes:
             is_short = found_bytes < size_bytes
-            _compare(store, key, size_bytes + (not is_short), by_head="short" if is_short else "there")
+            by_head: _Answer = "short" if is_short else "there"
+            _check_read_agrees_with_head(store, key, size_bytes + (not is_short), by_head=by_head)
         return found_bytes
 
     def look() -> int:
@@ -98,12 +102,12 @@ def find_size(client: StoreClient, *, key: str, size_bytes: int) -> int | None:
         return error.size_bytes
 
 
-def _compare(
+def _check_read_agrees_with_head(
     store: Store, key: str, end: int, *, by_read: _Answer | None = None, by_head: _Answer | None = None
 ) -> None:
-    """Ask by read or HEAD for the answer that is not given. Raise `TransientStoreError` if the two answers differ.
+    """Raise `TransientStoreError` if a read and a HEAD of the first `end` bytes contradict each other.
 
-    The question is about the first `end` bytes.
+    Given the answer of one of the two, make the other request.
     """
     by_read = by_read or _read_answer(store, key, end)
     by_head = by_head or _head_answer(store, key, end)
@@ -156,20 +160,20 @@ def find_wrong_tiles(
     begun_ns = now_ns()
     values = compute_tile_crc32cs(views, tile_bytes)
     client.recorder.span("checksum", begun_ns, key=key)
-    client.recorder.spent("stage", begun_ns)
+    client.recorder.add_time_since("stage", begun_ns)
     wrong = {index: values[index] for index in _find_differences(values, expected_crc32cs)}
     confirmation = Confirmation(client)
     while wrong:
-        client.call(_compare, client.store, key, begin + num_bytes(views), by_read="there")
+        client.call(_check_read_agrees_with_head, client.store, key, begin + num_bytes(views), by_read="there")
         error = _WrongBytesError(f"{client.url(key)}: {len(wrong)} tiles have other checksums than were saved")
         if confirmation.confirm_or_wait("wrong", error):
             break
         still_wrong: dict[int, int] = {}
-        for first, last in _runs(list(wrong)):
+        for first, last in join_ranges((index, index + 1) for index in wrong):
             low, high = first * tile_bytes, last * tile_bytes
-            again = next(batches(skip_bytes(views, low), max_bytes=high - low, max_views=len(views)))
-            download_range(client, key=key, begin=begin + low, views=again)
-            actual = compute_tile_crc32cs(again, tile_bytes)
+            views_of_run = next(batches(skip_bytes(views, low), max_bytes=high - low, max_views=len(views)))
+            download_range(client, key=key, begin=begin + low, views=views_of_run)
+            actual = compute_tile_crc32cs(views_of_run, tile_bytes)
             still_wrong |= {
                 first + index: actual[index] for index in _find_differences(actual, expected_crc32cs[first:last])
             }
@@ -179,14 +183,3 @@ def find_wrong_tiles(
 
 def _find_differences(actual: Sequence[int], expected: Sequence[int]) -> list[int]:
     return [index for index, value in enumerate(actual) if value != expected[index]]
-
-
-def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return rising indices as half-open ranges."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs

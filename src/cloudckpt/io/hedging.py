@@ -26,23 +26,23 @@ Kind: TypeAlias = Literal["upload", "download"]
 
 MIN_PATIENCE_S = 2.0
 """A request that takes less is not worth a second one."""
-_MAX_PER_HOST = 128
+_MAX_CONNECTIONS_PER_HOST = 128
 _CALM_S = 30.0
 """No request is repeated for this long after the store has asked to slow down."""
-_MAX_AT_ONCE = 4
-_TIMES_SLOWER = 3.0
+_MAX_HEDGES_AT_ONCE = 4
+_STRAGGLER_FACTOR = 3.0
 _MIN_PEERS = 4
 _MAX_PEERS = 64
 MIN_HEDGES = 2
 _REQUESTS_PER_HEDGE = 20
-_WATCH_EVERY_S = 0.5  # each look is a wait for the GIL, of a training loop too
+_WATCH_EVERY_S = 0.5  # each call waits for the GIL, and makes a training loop wait
 
 
 def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
     """Return `connections` if the user has set it; otherwise 16, or less if the ranks of one host share 128."""
     if connections is not None:
         return connections
-    return min(DEFAULT_CONNECTIONS, max(_MAX_PER_HOST // max(ranks_of_host, 1), 1))
+    return min(DEFAULT_CONNECTIONS, max(_MAX_CONNECTIONS_PER_HOST // max(ranks_of_host, 1), 1))
 
 
 def max_hedges(num_requests: int) -> int:
@@ -53,15 +53,15 @@ def max_hedges(num_requests: int) -> int:
 class ConcurrencyLimit:
     """The number of requests that may be in flight: additive increase, multiplicative decrease.
 
-    The limit begins at `most`. It halves when the store asks to slow down, when a request times out, and when the
-    process may open no more files. Failures of requests that were in flight together halve it only once. It rises by
-    one, up to `most`, after as many successes as it allows requests. It is never below 1. Not thread-safe: `Hedger`
-    locks it.
+    The limit begins at `max_connections`. It halves when the store asks to slow down, when a request times out, and
+    when one could not be made (`StoreError.is_unsent`). Failures of requests that were in flight together halve it only
+    once. It rises by one, up to `max_connections`, after as many successes as it allows requests. It is never below 1.
+    Not thread-safe: `Hedger` locks it.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.current = most
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        self.current = max_connections
         self._decreased_s = float("-inf")
         self._num_successes = 0
 
@@ -75,7 +75,7 @@ class ConcurrencyLimit:
 
     def record_success(self, *, begun_s: float) -> None:
         """Count a request that began at `begun_s` and succeeded; raise the limit by one after enough of them."""
-        if self.current == self._most or begun_s <= self._decreased_s:
+        if self.current == self._max_connections or begun_s <= self._decreased_s:
             return
         self._num_successes += 1
         if self._num_successes >= self.current:
@@ -87,42 +87,46 @@ class PeerTimes:
     """The times that the last requests of one kind took, by size. Not thread-safe: `Hedger` locks it."""
 
     def __init__(self) -> None:
-        self._took: deque[tuple[int, float]] = deque(maxlen=_MAX_PEERS)
+        self._durations: deque[tuple[int, float]] = deque(maxlen=_MAX_PEERS)
 
-    def add(self, *, num_bytes: int, took_s: float) -> None:
+    def add(self, *, num_bytes: int, duration_s: float) -> None:
         """Record a request that succeeded."""
-        self._took.append((num_bytes, took_s))
+        self._durations.append((num_bytes, duration_s))
 
     def patience_s(self, num_bytes: int) -> float | None:
         """Return the time after which a request for `num_bytes` is a straggler; None if it has too few peers.
 
         The peers of a request have half to twice its size.
         """
-        took = [
-            took_s for size_bytes, took_s in self._took if num_bytes <= 2 * size_bytes and size_bytes <= 2 * num_bytes
+        durations_s = [
+            duration_s
+            for size_bytes, duration_s in self._durations
+            if num_bytes <= 2 * size_bytes and size_bytes <= 2 * num_bytes
         ]
-        if len(took) < _MIN_PEERS:
+        if len(durations_s) < _MIN_PEERS:
             return None
-        return max(_TIMES_SLOWER * statistics.median(took), MIN_PATIENCE_S)
+        return max(_STRAGGLER_FACTOR * statistics.median(durations_s), MIN_PATIENCE_S)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HedgedRequest(Generic[_T]):
-    """One request that is under way, and its repetition."""
+    """One request in flight, and its hedge: the second request, if there is one."""
 
     kind: Kind
     name: Hashable
+    """The same however often the client repeats the request. A name is hedged at most once."""
     num_bytes: int
-    held_bytes: int
-    second: Callable[[], _T]
+    hedge_bytes: int
+    """The memory that the hedge uses."""
+    send_hedge: Callable[[], _T]
     begun_s: float
     scope: CallScope = field(default_factory=CallScope)
-    second_scope: CallScope = field(default_factory=CallScope)
-    second_has_ended: threading.Event | None = None
-    """None if there is no second request."""
-    second_result: _T | None = None
+    hedge_scope: CallScope = field(default_factory=CallScope)
+    hedge_has_ended: threading.Event | None = None
+    """None if there is no hedge."""
+    hedge_result: _T | None = None
     result: _T | None = None
-    """The result that the context's body has set, or that of the second request if the first has failed."""
+    """The result that the context's body has set, or that of the hedge if the first request has failed."""
 
 
 class Hedger:
@@ -142,7 +146,7 @@ class Hedger:
 
     Args:
         limit: The limit of requests in flight. The hedger informs it of the end of each request.
-        budget_bytes: The memory that second requests may hold in all.
+        budget_bytes: The memory that second requests may use in all.
         on_hedge: Called for each second request, in the thread that watches.
         clock: Returns seconds since any fixed moment.
 
@@ -157,10 +161,9 @@ class Hedger:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit = limit
-        self.most_connections = limit.current
+        self.max_connections = limit.current
         """The most requests that may ever be in flight."""
-        self.get_ceiling: Callable[[], int] = lambda: self.most_connections
-        """Returns the most requests that may be in flight now, whatever the limit says. Its answers may change."""
+        self._get_ceiling: Callable[[], int] = lambda: self.max_connections
         self._on_hedge = on_hedge
         self._budget_bytes = budget_bytes
         self._clock = clock
@@ -169,8 +172,8 @@ class Hedger:
         self._peers: defaultdict[Kind, PeerTimes] = defaultdict(PeerTimes)
         self._hedged: set[Hashable] = set()
         self._num_requests = 0
-        self._num_at_once = 0
-        self._held_bytes = 0
+        self._num_running_hedges = 0
+        self._hedge_bytes = 0
         self._calm_until_s = 0.0
 
     @property
@@ -178,27 +181,35 @@ class Hedger:
         """Requests that were made a second time."""
         return len(self._hedged)
 
+    def limit_connections(self, get_ceiling: Callable[[], int]) -> None:
+        """Allow at most as many requests in flight as `get_ceiling` returns at the time. Its answers may change."""
+        self._get_ceiling = get_ceiling
+
+    @property
+    def ceiling(self) -> int:
+        """The most requests that may be in flight now if the store slows nothing down."""
+        return self._get_ceiling()
+
     def connections(self) -> int:
         """Return how many requests may be in flight now."""
-        return min(self._limit.current, self.get_ceiling())
+        return min(self._limit.current, self._get_ceiling())
 
     @contextlib.contextmanager
     def request(
-        self, kind: Kind, name: Hashable, *, num_bytes: int, held_bytes: int, second: Callable[[], _T]
+        self, kind: Kind, name: Hashable, *, num_bytes: int, hedge_bytes: int, send_hedge: Callable[[], _T]
     ) -> Iterator[HedgedRequest[_T]]:
-        """Make a request that raises `StoreError` in this context.
+        """Make a request that raises `StoreError` in this context. The arguments are fields of `HedgedRequest`.
 
-        `second` makes the same request in another thread, and holds `held_bytes`; it must not return None. If `second`
-        succeeds and the first request fails, the context suppresses the error, and `HedgedRequest.result` is the result
-        of `second`. `name` is the same however often the client repeats the request.
+        `send_hedge` makes the same request, in another thread; it must not return None. If it succeeds and the first
+        request fails, the context suppresses the error, and `HedgedRequest.result` is its result.
         """
         with self._lock:
             request = HedgedRequest(
                 kind=kind,
                 name=name,
                 num_bytes=num_bytes,
-                held_bytes=held_bytes,
-                second=second,
+                hedge_bytes=hedge_bytes,
+                send_hedge=send_hedge,
                 begun_s=self._clock(),
             )
             self._num_requests += 1
@@ -213,33 +224,33 @@ class Hedger:
             self._settle(request, None)
 
     def _settle(self, request: HedgedRequest[Any], failure: BaseException | None) -> bool:
-        """End the loser, and record the outcome. Return True if only the second request succeeded."""
+        """End the loser, and record the outcome. Return True if only the hedge succeeded."""
         with self._lock:
             self._running.remove(request)
-        has_ended = request.second_has_ended  # final: `watch` repeats only what is in `_running`
+        has_ended = request.hedge_has_ended  # final: `watch` repeats only what is in `_running`
         try:
             if has_ended is not None:
                 try:
-                    if not isinstance(failure, TransientStoreError):  # else the second may still succeed
-                        request.second_scope.cancel()
+                    if not isinstance(failure, TransientStoreError):  # else the hedge may still succeed
+                        request.hedge_scope.cancel()
                 finally:
                     has_ended.wait()
-            if failure is None or request.second_result is not None:
+            if failure is None or request.hedge_result is not None:
                 self._record_success(request)
             elif isinstance(failure, ThrottledError):
                 self._slow_down(request.begun_s)
             elif isinstance(failure, StoreTimeoutError) or getattr(failure, "is_unsent", False):
                 with self._lock:
                     self._limit.decrease(begun_s=request.begun_s, now_s=self._clock())
-            if failure is None or request.second_result is None:
+            if failure is None or request.hedge_result is None:
                 return False
-            request.result = request.second_result
+            request.result = request.hedge_result
             return True
         finally:
             if has_ended is not None:
                 with self._lock:
-                    self._num_at_once -= 1
-                    self._held_bytes -= request.held_bytes
+                    self._num_running_hedges -= 1
+                    self._hedge_bytes -= request.hedge_bytes
 
     def upload_part(
         self, store: Store, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int
@@ -254,7 +265,7 @@ class Hedger:
             return store.upload_part(key, upload_id, part, views, crc32c=crc32c)
 
         name = _name_part(key, upload_id, part)
-        with self.request("upload", name, num_bytes=part.size_bytes, held_bytes=0, second=upload_again) as request:
+        with self.request("upload", name, num_bytes=part.size_bytes, hedge_bytes=0, send_hedge=upload_again) as request:
             request.result = store.upload_part(key, upload_id, part, views, crc32c=crc32c)
         assert request.result is not None  # noqa: S101  # or the context has raised
         return request.result
@@ -269,7 +280,9 @@ class Hedger:
             return content
 
         name = ("download", key, offset_bytes + size_bytes)  # the end stays where it is when a read is resumed
-        with self.request("download", name, num_bytes=size_bytes, held_bytes=size_bytes, second=read_again) as request:
+        with self.request(
+            "download", name, num_bytes=size_bytes, hedge_bytes=size_bytes, send_hedge=read_again
+        ) as request:
             store.read_into(key, offset_bytes, views)
         if request.result is not None:
             copy_into(views, request.result)
@@ -289,7 +302,7 @@ class Hedger:
             except StoreError:  # a listing may not be permitted, and the first error says more
                 raise error from None
             latest = [
-                _with_held_token(uploaded, stored_parts) if uploaded in sent_twice else uploaded for uploaded in parts
+                _with_stored_token(uploaded, stored_parts) if uploaded in sent_twice else uploaded for uploaded in parts
             ]
             if latest == list(parts):
                 raise
@@ -319,11 +332,11 @@ class Hedger:
 
     def _is_affordable(self, request: HedgedRequest[Any]) -> bool:
         return (
-            request.second_has_ended is None
+            request.hedge_has_ended is None
             and request.name not in self._hedged
             and len(self._hedged) < max_hedges(self._num_requests)
-            and self._num_at_once < _MAX_AT_ONCE
-            and self._held_bytes + request.held_bytes <= self._budget_bytes
+            and self._num_running_hedges < _MAX_HEDGES_AT_ONCE
+            and self._hedge_bytes + request.hedge_bytes <= self._budget_bytes
         )
 
     def _start_hedge(self, request: HedgedRequest[Any]) -> None:
@@ -334,19 +347,19 @@ class Hedger:
             thread.start()
         except RuntimeError:  # the system's limit, or the interpreter ends
             return
-        request.second_has_ended = has_ended
+        request.hedge_has_ended = has_ended
         self._hedged.add(request.name)
-        self._num_at_once += 1
-        self._held_bytes += request.held_bytes
+        self._num_running_hedges += 1
+        self._hedge_bytes += request.hedge_bytes
 
     def _run_hedge(self, request: HedgedRequest[Any], has_ended: threading.Event) -> None:
         begun_s = self._clock()
         try:
-            with request.second_scope:
-                request.second_result = request.second()
+            with request.hedge_scope:
+                request.hedge_result = request.send_hedge()
         except ThrottledError:
             self._slow_down(begun_s)
-        except BaseException:  # noqa: BLE001, S110  # the first request continues as if there were no second one
+        except BaseException:  # noqa: BLE001, S110  # the first request continues as if there were no hedge
             pass
         else:
             request.scope.cancel()
@@ -357,7 +370,7 @@ class Hedger:
         with self._lock:
             ended_s = self._clock()
             self._limit.record_success(begun_s=request.begun_s)
-            self._peers[request.kind].add(num_bytes=request.num_bytes, took_s=ended_s - request.begun_s)
+            self._peers[request.kind].add(num_bytes=request.num_bytes, duration_s=ended_s - request.begun_s)
 
     def _slow_down(self, begun_s: float) -> None:
         with self._lock:
@@ -401,7 +414,7 @@ def _name_part(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int
     return ("upload", key, upload_id, part.number)
 
 
-def _with_held_token(uploaded: UploadedPart, stored_parts: Sequence[FoundPart]) -> UploadedPart:
+def _with_stored_token(uploaded: UploadedPart, stored_parts: Sequence[FoundPart]) -> UploadedPart:
     """Return `uploaded` with the token of the store's part, if the store's part certainly has the same bytes."""
     for part in stored_parts:
         if (part.number, part.size_bytes, part.crc32c) == (

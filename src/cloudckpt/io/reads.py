@@ -10,7 +10,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 
 class WantedRange(NamedTuple):
@@ -21,7 +21,7 @@ class WantedRange(NamedTuple):
     begin: int
     end: int
     is_held: bool = False
-    """Memory for the whole range is taken with its first byte, and given back with its last."""
+    """True if memory for the whole range is taken with its first byte, and released with its last."""
 
 
 _RANGE = operator.itemgetter(WantedRange._fields.index("begin"), WantedRange._fields.index("end"))
@@ -29,16 +29,16 @@ _RANGE = operator.itemgetter(WantedRange._fields.index("begin"), WantedRange._fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead:
-    """One ranged read, and the wanted ranges of which it brings bytes. They may reach beyond the read."""
+    """One ranged read, and the wanted ranges that have bytes in it. They may reach beyond the read."""
 
     object_index: int
     begin: int
     end: int
     wanted: tuple[WantedRange, ...] = ()
     overlapping: bool = False
-    """Some byte is wanted twice."""
+    """True if a byte is wanted twice."""
     continues: bool = False
-    """The read continues a held range that the read before it has begun."""
+    """True if the read continues a held range that the read before it in its object has begun."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,32 +53,38 @@ def plan_reads(
     request_bytes: int,
     max_gap_bytes: int,
     max_over_read: float,
+    is_aligned: bool = False,
 ) -> list[RangeRead]:
     """Return reads of whole tiles that bring all `wants`, each byte once, in the order in which to send them.
 
     Ranges up to `max_gap_bytes` apart are read as one. Ranges further apart are also joined if that saves requests,
     nearest first, while all such gaps have at most `max_over_read` times the wanted bytes. No read is longer than
     `request_bytes`, rounded down to whole tiles but at least one. Empty wants need no read.
+
+    If reads are cut `is_aligned`, at multiples of their maximum size, then ranks that want a range in common have most
+    reads of it in common, whatever else they want.
     """
     by_object: defaultdict[int, list[WantedRange]] = defaultdict(list)
     for want in wants:
         if want.begin < want.end:
             by_object[want.object_index].append(want)
     max_read_bytes = max(request_bytes // tile_bytes, 1) * tile_bytes
-    runs: list[Run] = []
+    runs: list[_Run] = []
     num_wanted_bytes = 0
     for object_index, members in sorted(by_object.items()):
         members.sort(key=_RANGE)
         for begin, end, num_bytes in _join_tiles(members, tile_bytes, max_gap_bytes):
-            runs.append(Run(object_index, begin, min(end, object_sizes_bytes[object_index])))
+            runs.append(_Run(object_index, begin, min(end, object_sizes_bytes[object_index])))
             num_wanted_bytes += num_bytes
     budget_bytes = int(max_over_read * num_wanted_bytes)
     requests: list[RangeRead] = []
-    merged = merge_runs(runs, max_read_bytes=max_read_bytes, budget_bytes=budget_bytes)
+    merged = _merge_runs(runs, max_read_bytes=max_read_bytes, budget_bytes=budget_bytes)
     for object_index, runs_of_object in itertools.groupby(merged, key=operator.attrgetter("object_index")):
-        cuts = (cut for run in runs_of_object for cut in _cut(run, tile_bytes, max_read_bytes))
+        cuts = (
+            cut for run in runs_of_object for cut in _split_run(run, tile_bytes, max_read_bytes, is_aligned=is_aligned)
+        )
         requests += _plan_reads_of_object(object_index, by_object[object_index], cuts, tile_bytes)
-    return interleave_reads(requests)
+    return _interleave_reads(requests)
 
 
 def _join_tiles(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -102,8 +108,12 @@ def _join_tiles(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: in
         yield begin, end, num_wanted_bytes
 
 
-def _cut(run: Run, tile_bytes: int, max_read_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut a run into ranges of whole tiles, at most `max_read_bytes` each, as few as possible and of about one size."""
+def _split_run(run: _Run, tile_bytes: int, max_read_bytes: int, *, is_aligned: bool) -> Iterator[tuple[int, int]]:
+    """Split a run into as few ranges of at most `max_read_bytes` as possible, of whole tiles and about one size."""
+    if is_aligned:
+        for low in range(run.begin // max_read_bytes * max_read_bytes, run.end, max_read_bytes):
+            yield max(low, run.begin), min(low + max_read_bytes, run.end)
+        return
     num_bytes = run.end - run.begin
     share_bytes = -(-num_bytes // -(-num_bytes // max_read_bytes))
     piece_bytes = -(-share_bytes // tile_bytes) * tile_bytes
@@ -114,33 +124,33 @@ def _cut(run: Run, tile_bytes: int, max_read_bytes: int) -> Iterator[tuple[int, 
 def _plan_reads_of_object(
     object_index: int, wants: Sequence[WantedRange], cuts: Iterable[tuple[int, int]], tile_bytes: int
 ) -> Iterator[RangeRead]:
-    """Yield a read for each of the rising `cuts` that holds bytes of the sorted `wants`."""
-    begun: list[WantedRange] = []  # before this cut, and reaching into it
+    """Yield a read for each of the rising ranges `cuts` that holds bytes of the sorted `wants`."""
+    unfinished: list[WantedRange] = []  # they begin before this cut, and end in it or after it
     index = 0
     for low, high in cuts:
-        inside = begun
+        wants_in_cut = unfinished
         while index < len(wants) and wants[index].begin < high:
-            inside.append(wants[index])
+            wants_in_cut.append(wants[index])
             index += 1
-        if not inside:
+        if not wants_in_cut:
             continue
         overlapping, reached = False, low
-        for want in inside:
+        for want in wants_in_cut:
             overlapping = overlapping or max(want.begin, low) < reached
             reached = max(reached, min(want.end, high))
         yield RangeRead(
             object_index=object_index,
             # A cut can fall into a gap, which is then not read.
-            begin=max(low, inside[0].begin // tile_bytes * tile_bytes),
+            begin=max(low, wants_in_cut[0].begin // tile_bytes * tile_bytes),
             end=min(high, -(-reached // tile_bytes) * tile_bytes),
-            wanted=tuple(inside),
+            wanted=tuple(wants_in_cut),
             overlapping=overlapping,
-            continues=any(want.is_held and want.begin < low for want in inside),
+            continues=any(want.is_held and want.begin < low for want in wants_in_cut),
         )
-        begun = [want for want in inside if want.end > high]
+        unfinished = [want for want in wants_in_cut if want.end > high]
 
 
-class Run(NamedTuple):
+class _Run(NamedTuple):
     """Bytes ``[begin, end)`` of an object."""
 
     object_index: int
@@ -148,7 +158,7 @@ class Run(NamedTuple):
     end: int
 
 
-def merge_runs(runs: Sequence[Run], *, max_read_bytes: int, budget_bytes: int) -> Iterator[Run]:
+def _merge_runs(runs: Sequence[_Run], *, max_read_bytes: int, budget_bytes: int) -> Iterator[_Run]:
     """Yield `runs`, some joined over the gap between them. The gaps that are read have at most `budget_bytes` in all.
 
     `runs` are sorted by object and offset, and do not touch. Smaller gaps come first. A gap is read only if that saves
@@ -160,7 +170,7 @@ def merge_runs(runs: Sequence[Run], *, max_read_bytes: int, budget_bytes: int) -
     def num_reads(num_bytes: int) -> int:
         return -(-num_bytes // max_read_bytes)
 
-    for gap_bytes, index in _gaps(runs, budget_bytes):
+    for gap_bytes, index in _find_gaps(runs, max_gap_bytes=budget_bytes):
         if gap_bytes > budget_bytes:
             break
         first, last = first_of[index], last_of[index + 1]
@@ -172,38 +182,21 @@ def merge_runs(runs: Sequence[Run], *, max_read_bytes: int, budget_bytes: int) -
     index = 0
     while index < len(runs):
         last = last_of[index]
-        yield Run(runs[index].object_index, runs[index].begin, runs[last].end)
+        yield _Run(runs[index].object_index, runs[index].begin, runs[last].end)
         index = last + 1
 
 
-def _gaps(runs: Sequence[Run], most_bytes: int) -> list[tuple[int, int]]:
-    """Return the size of each gap that could be read, and the index of the run before it, smallest first."""
+def _find_gaps(runs: Sequence[_Run], *, max_gap_bytes: int) -> list[tuple[int, int]]:
+    """Return the size of each gap of at most `max_gap_bytes`, and the index of the run before it, smallest first."""
     gaps = (
         (runs[index + 1].begin - runs[index].end, index)
         for index in range(len(runs) - 1)
         if runs[index].object_index == runs[index + 1].object_index
     )
-    return sorted(gap for gap in gaps if gap[0] <= most_bytes)
+    return sorted(gap for gap in gaps if gap[0] <= max_gap_bytes)
 
 
-class Read(Protocol):
-    """The properties of a ranged read by which `interleave_reads` orders it."""
-
-    @property
-    def object_index(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def continues(self) -> bool:
-        """The read continues a held range that the read before it in its object has begun."""
-
-
-_Read = TypeVar("_Read", bound=Read)
-
-
-def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
+def _interleave_reads(reads: Iterable[RangeRead]) -> list[RangeRead]:
     """Order `reads`, given object by object, so that connections stay busy to the end and on many objects.
 
     Large reads come before small ones (by powers of two), so that no connection still works on a long read when the
@@ -211,8 +204,8 @@ def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
     object or its disks. A read that continues another one follows it directly, so that little memory is held at once.
     """
     num_turns: defaultdict[tuple[int, int], int] = defaultdict(int)
-    placed: list[tuple[int, int, int, list[_Read]]] = []
-    for unit in _units(reads):
+    placed: list[tuple[int, int, int, list[RangeRead]]] = []
+    for unit in _group_continued(reads):
         size_class = (sum(read.num_bytes for read in unit) - 1).bit_length()
         object_index = unit[0].object_index
         turn = num_turns[size_class, object_index]
@@ -222,8 +215,9 @@ def interleave_reads(reads: Iterable[_Read]) -> list[_Read]:
     return [read for *_, unit in placed for read in unit]
 
 
-def _units(reads: Iterable[_Read]) -> Iterator[list[_Read]]:
-    unit: list[_Read] = []
+def _group_continued(reads: Iterable[RangeRead]) -> Iterator[list[RangeRead]]:
+    """Yield groups of a read and the reads that continue it."""
+    unit: list[RangeRead] = []
     for read in reads:
         if unit and not read.continues:
             yield unit
@@ -234,10 +228,10 @@ def _units(reads: Iterable[_Read]) -> Iterator[list[_Read]]:
 
 
 def spread_over_connections(
-    num_bytes: int, *, connections: int, num_for_each: int, least_bytes: int, most_bytes: int
+    num_bytes: int, *, connections: int, requests_per_connection: int, min_bytes: int, max_bytes: int
 ) -> int:
-    """Return the size at which `num_bytes` make `num_for_each` requests for each of `connections`, within bounds.
+    """Return the size at which `num_bytes` make so many requests for each of `connections`, within bounds.
 
-    `most_bytes` wins if it is below `least_bytes`.
+    `max_bytes` wins if it is below `min_bytes`.
     """
-    return min(max(num_bytes // (num_for_each * connections), least_bytes), most_bytes)
+    return min(max(num_bytes // (requests_per_connection * connections), min_bytes), max_bytes)

@@ -8,25 +8,24 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from typing_extensions import Self
 
-from cloudckpt._workers import WorkQueue
+from cloudckpt._workers import WorkQueue, requests_per_connection
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
 from cloudckpt.format.model import ObjectRef
+from cloudckpt.io.body import Body
 from cloudckpt.io.client import Retries, StoreClient
 from cloudckpt.io.download import find_size
+from cloudckpt.io.leftovers import Leftover, Resumption, ReusableParts
 from cloudckpt.io.reads import spread_over_connections
-from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
 from cloudckpt.stores.base import Limits, Part, UploadedPart, Views, combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _log = logging.getLogger("cloudckpt")
 
-_PARTS_PER_CONNECTION = 4
 _SMALL_PART_BYTES = 16 * 1024 * 1024
-_MIN_HELD_PART_BYTES = 64 * 1024
+_MIN_FITTED_PART_BYTES = 64 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,10 +39,14 @@ class ObjectUpload:
     body: Body
     parts: list[Part]
     upload_id: str | None
-    num_held_bytes: int = 0
+    num_reused_bytes: int = 0
     """The size of the parts that an earlier attempt has sent. If it is not 0, a failed upload is sent anew, whole."""
-    is_given_up: bool = False
+    is_assembled: bool = False
+    """The service has copied some parts. A failed upload is sent anew, whole."""
+    is_abandoned: bool = False
+    """True once another upload of the object has begun. No thread sends a further part of this one."""
     crc32cs: dict[int, list[int]] = field(default_factory=dict)
+    """The checksums of the tiles of each part that the store has, by the part's number."""
     uploaded: dict[int, UploadedPart] = field(default_factory=dict)
 
 
@@ -79,7 +82,7 @@ class UploadSession:
         on_object: Callable[[str, int], None],
     ) -> None:
         self._client, self._store = client, client.store
-        self._cleaner = client.restarted()
+        self._cleaner = client.unstopped_copy()
         self._part_bytes = part_bytes
         self._tile_bytes = tile_bytes
         self._hedger = hedger = client.hedger
@@ -99,7 +102,8 @@ class UploadSession:
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._open: dict[str, ObjectUpload] = {}
-        self._num_reused_bytes = 0
+        self.num_reused_bytes = 0
+        """Bytes that were on the store already, so that the session did not send them."""
         self._receipts: dict[str, ObjectRef] = {}
         self._started_keys: list[str] = []
 
@@ -110,19 +114,12 @@ class UploadSession:
             self._context = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._fail(error)
         self._context.close()
         if self._failure is not None and not self._resumable:
             self._remove_everything()
-
-    @property
-    def num_reused_bytes(self) -> int:
-        """Bytes that were on the store already, so that the session did not send them."""
-        return self._num_reused_bytes
 
     def submit(
         self,
@@ -146,20 +143,20 @@ class UploadSession:
                 can send them in turn.
 
         """
-        finished = self._resumption.find_finished(body, leftovers)
-        if finished is not None:
+        reused = self._resumption.find_finished(body, leftovers)
+        if reused is not None:
             with self._lock:
                 self._started_keys.append(key)
-                self._receipts[key] = finished
-                self._num_reused_bytes += finished.size_bytes
+                self._receipts[key] = reused
+                self.num_reused_bytes += reused.size_bytes
             return
-        part_bytes = self._resumption.find_part_bytes(leftovers) or part_bytes or self._part_bytes
+        part_bytes = self._resumption.find_earlier_part_bytes(leftovers) or part_bytes or self._part_bytes
         parts = self._plan_parts(key, body.size_bytes, part_bytes)
-        held = None if parts is None else self._resumption.find_unfinished(body, parts, leftovers)
+        reusable = None if parts is None else self._resumption.find_unfinished(body, parts, leftovers)
         upload = (
             self._new_upload(key, body, parts)
-            if parts is None or held is None
-            else self._continue_upload(key, body, parts, held)
+            if parts is None or reusable is None
+            else self._continue_upload(key, body, parts, reusable)
         )
         with self._lock:
             self._started_keys.append(key)
@@ -187,9 +184,20 @@ class UploadSession:
         self._enqueue(upload, [part])
 
     def finish(self, upload: ObjectUpload, parts: list[Part], *, missing: Sequence[Part]) -> None:
-        """Upload the `missing` ones of all `parts` of an object, at least one, and then complete the object."""
+        """Upload the `missing` parts, at least one, and then complete the object of all `parts`."""
         upload.parts = parts
         self._enqueue(upload, missing)
+
+    def join_parts(
+        self, key: str, body: Body, upload_id: str, parts: list[Part], copied: Sequence[UploadedPart]
+    ) -> ObjectUpload:
+        """Upload those of all `parts` that the service has not copied, at least one, and then complete the object."""
+        upload = self.begin(key, body)
+        upload.upload_id, upload.is_assembled = upload_id, True
+        upload.uploaded = {done.part.number: done for done in copied}
+        upload.crc32cs = {number: [] for number in upload.uploaded}
+        self.finish(upload, parts, missing=[part for part in parts if part.number not in upload.uploaded])
+        return upload
 
     def _enqueue(self, upload: ObjectUpload, parts: Sequence[Part | None], *, in_turn: bool = False) -> None:
         # Parts in turn have one thread, and leave the other threads to other objects.
@@ -216,9 +224,9 @@ class UploadSession:
             upload_id = self._client.create_multipart(key)
         return ObjectUpload(key=key, data_key=key, body=body, parts=parts, upload_id=upload_id)
 
-    def _continue_upload(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> ObjectUpload:
+    def _continue_upload(self, key: str, body: Body, parts: list[Part], reusable: ReusableParts) -> ObjectUpload:
         """Continue the upload of an earlier attempt. If parts complete any upload, begin a new one with its parts."""
-        data_key, upload_id = held.key, held.upload_id
+        data_key, upload_id = reusable.key, reusable.upload_id
         if self._store.capabilities.listed_parts == "any_upload":
             data_key, upload_id = key, self._client.create_multipart(key)
         return ObjectUpload(
@@ -227,9 +235,9 @@ class UploadSession:
             body=body,
             parts=parts,
             upload_id=upload_id,
-            num_held_bytes=held.num_bytes,
-            crc32cs=held.crc32cs,
-            uploaded=held.uploaded,
+            num_reused_bytes=reusable.num_bytes,
+            crc32cs=reusable.crc32cs,
+            uploaded=reusable.uploaded,
         )
 
     def receipts(self) -> list[ObjectRef]:
@@ -242,11 +250,11 @@ class UploadSession:
         """Send `parts` in turn, and complete the object after its last part. None as the only part completes it."""
         store, client, upload_id = self._store, self._client, upload.upload_id
         for part in parts:
-            if self._failure is not None or upload.is_given_up:
+            if self._failure is not None or upload.is_abandoned:
                 return
             try:
                 if part is not None:
-                    with open_part(
+                    with _open_part(
                         upload.body, part, key=upload.data_key, tile_bytes=self._tile_bytes, recorder=client.recorder
                     ) as (views, tile_crc32cs, part_crc32c):
                         retries = Retries(client)
@@ -266,26 +274,28 @@ class UploadSession:
                 if part is None or is_last:
                     self._complete(upload)
             except BaseException as error:  # noqa: BLE001  # receipts() raises it
-                if upload.num_held_bytes and isinstance(error, StoreError):
+                if (upload.num_reused_bytes or upload.is_assembled) and isinstance(error, StoreError):
                     self._send_anew(upload, error)
                 else:
-                    self._fail(_explain(error))
+                    self._fail(_explained_error(error))
 
     def _send_anew(self, upload: ObjectUpload, error: StoreError) -> None:
         """Send the whole object to its own key, in the thread of its first part that failed."""
         with self._lock:
-            if upload.is_given_up or self._failure is not None:
+            if upload.is_abandoned or self._failure is not None:
                 return
-            upload.is_given_up = True
+            upload.is_abandoned = True
         _log.info("sending %s anew, for %s cannot be completed: %s", upload.key, upload.data_key, error)
+        if upload.is_assembled:
+            self._abort(upload)
         try:
-            fresh = self._new_upload(upload.key, upload.body, upload.parts)
+            new_upload = self._new_upload(upload.key, upload.body, upload.parts)
         except BaseException as failure:  # noqa: BLE001  # receipts() raises it
             self._fail(failure)
             return
         with self._lock:
-            self._open[upload.key] = fresh
-        self._send_parts(fresh, fresh.parts)
+            self._open[upload.key] = new_upload
+        self._send_parts(new_upload, new_upload.parts)
 
     def _complete(self, upload: ObjectUpload) -> None:
         size_bytes = upload.body.size_bytes
@@ -300,7 +310,7 @@ class UploadSession:
         with self._lock:
             del self._open[upload.key]
             self._receipts[upload.key] = receipt
-            self._num_reused_bytes += upload.num_held_bytes
+            self.num_reused_bytes += upload.num_reused_bytes
         self._on_object(upload.data_key, size_bytes)
 
     def _complete_once(self, upload: ObjectUpload, upload_id: str) -> None:
@@ -327,7 +337,7 @@ class UploadSession:
                 "reliable, so nothing was committed"
             )
             raise store.error(ShortObjectError, "complete_multipart", key, problem)
-        if upload.num_held_bytes and not self._resumption.is_at(key, upload.body):
+        if upload.num_reused_bytes and not self._resumption.is_at(key, upload.body):
             raise store.error(StoreError, "complete_multipart", key, "the object is not what was sent")
 
     def _fail(self, error: BaseException) -> None:
@@ -339,14 +349,17 @@ class UploadSession:
     def _remove_everything(self) -> None:
         """Remove all that was sent, after a failure, with no call in flight. Log the keys that remain for gc."""
         for upload in self._open.values():
-            if upload.upload_id is not None:
-                with _logged("abort an upload", uri=self._store.uri):
-                    self._cleaner.abort_multipart(upload.key, upload.upload_id)
-        with _logged("remove what a failed save wrote", uri=self._store.uri):
+            self._abort(upload)
+        with logging_store_errors("remove what a failed save wrote", uri=self._store.uri):
             self._cleaner.delete(self._started_keys)
 
+    def _abort(self, upload: ObjectUpload) -> None:
+        if upload.upload_id is not None:
+            with logging_store_errors("abort an upload", uri=self._store.uri):
+                self._cleaner.abort_multipart(upload.key, upload.upload_id)
 
-def _explain(error: BaseException) -> BaseException:
+
+def _explained_error(error: BaseException) -> BaseException:
     if not isinstance(error, ObjectNotFoundError):
         return error
     why = "Something removed it during the save (a gc that spares too little, a lifecycle rule?): save again"
@@ -354,7 +367,8 @@ def _explain(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def _logged(action: str, *, uri: str) -> Iterator[None]:
+def logging_store_errors(action: str, *, uri: str) -> Iterator[None]:
+    """Log a `StoreError` of a clean-up at `uri` in this context, and do not raise it. `action` follows "could not"."""
     try:
         yield
     except StoreError as error:
@@ -362,7 +376,7 @@ def _logged(action: str, *, uri: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_part(
+def _open_part(
     body: Body, part: Part, *, key: str, tile_bytes: int, recorder: Recorder
 ) -> Iterator[tuple[Views, list[int], int]]:
     """Yield the views of a part, the CRC32C of each of its tiles, and the part's CRC32C. `key` is for the timeline."""
@@ -373,31 +387,31 @@ def open_part(
         tile_crc32cs = compute_tile_crc32cs(views, tile_bytes)
         part_crc32c = combine_tile_crc32cs(tile_crc32cs, tile_bytes=tile_bytes, size_bytes=part.size_bytes)
         recorder.span("checksum", checksum_begun_ns, key=key, part=part.number, size=part.size_bytes)
-        recorder.spent("stage", begun_ns)
+        recorder.add_time_since("stage", begun_ns)
         yield views, tile_crc32cs, part_crc32c
 
 
-def choose_part_bytes(num_bytes: int, *, connections: int, most_bytes: int, buffer_bytes: int | None) -> int:
-    """Return the part size for a save that writes `num_bytes`.
+def choose_part_bytes(num_bytes: int, *, connections: int, max_bytes: int, buffer_bytes: int | None) -> int:
+    """Return the part size, at most `max_bytes`, for a save that writes `num_bytes`.
 
     Parts are as large as possible, since each costs the client some CPU, but every connection has a few. If parts are
     copied to buffers of `buffer_bytes` in all, every connection has a buffer.
     """
     if buffer_bytes is not None:
-        most_bytes = min(most_bytes, buffer_bytes // connections)
+        max_bytes = min(max_bytes, buffer_bytes // connections)
     return spread_over_connections(
         num_bytes,
         connections=connections,
-        num_for_each=_PARTS_PER_CONNECTION,
-        least_bytes=_SMALL_PART_BYTES,
-        most_bytes=most_bytes,
+        requests_per_connection=requests_per_connection(),
+        min_bytes=_SMALL_PART_BYTES,
+        max_bytes=max_bytes,
     )
 
 
-def choose_held_part_bytes(budget_bytes: int, *, connections: int, most_bytes: int, tile_bytes: int) -> int:
+def fit_part_bytes(budget_bytes: int, *, connections: int, max_bytes: int, tile_bytes: int) -> int:
     """Return the size of parts, in whole tiles, with which one part for each connection fits into `budget_bytes`."""
-    share_bytes = max(budget_bytes // connections, min(_MIN_HELD_PART_BYTES, budget_bytes))
-    return max(min(most_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
+    share_bytes = max(budget_bytes // connections, min(_MIN_FITTED_PART_BYTES, budget_bytes))
+    return max(min(max_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 
 def plan_parts(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Limits) -> list[Part]:

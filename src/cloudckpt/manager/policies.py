@@ -11,8 +11,8 @@ from datetime import datetime, timedelta, timezone
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
-from cloudckpt._display import shown
-from cloudckpt.dcp.save_and_load import SaveOrLoadError, causes_of
+from cloudckpt._display import with_short_repr
+from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -57,8 +57,11 @@ class RetentionPolicy:
             if value is not None and not is_positive_time(value)
         ]
         if self.keep_best is not None and not _is_keep_best(self.keep_best):
+            metric = self.keep_best if isinstance(self.keep_best, str) else "loss"
+            example = (metric, mode_of_name(metric) or "min", 3)
             problems.append(
-                f"keep_best must be the name of a metric, 'min' or 'max', and a number to keep, not {self.keep_best!r}"
+                "keep_best must be a metric, 'min' or 'max', and the number of steps to keep, such as "
+                f"keep_best={example!r}, not {self.keep_best!r}"
             )
         if self.keeps_all and any(rule is not None for rule in (self.keep_every, self.keep_best, self.keep_one_per)):
             problems.append(
@@ -99,7 +102,7 @@ class SaveSchedule:
         if save_every is not None and not is_positive(save_every) and not is_positive_time(save_every):
             raise InvalidOptionError(
                 f"CheckpointManager: {name} must be a positive whole number of steps, a positive datetime.timedelta "
-                f"or None, not {save_every!r}"
+                f"or None, not {save_every!r}{'. For ten minutes: timedelta(minutes=10)' * isinstance(save_every, str)}"
             )
         self.save_every = save_every
         self._monotonic_s = monotonic_s
@@ -228,7 +231,7 @@ def find_superseded(
     return [info for info in reversed(whole) if info.step not in kept]
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailure:
     """A save of a `CheckpointManager` that failed because of the store."""
@@ -254,8 +257,8 @@ def is_store_failure(error: BaseException) -> bool:
 class Failures:
     """The failed saves of one manager.
 
-    Either all ranks continue, or none: `take` depends only on the outcomes of the saves, which all ranks share. A save
-    that is refused because another save is in flight does not count as a failure of the other save.
+    Either all ranks continue, or none: `record` depends only on the outcomes of the saves, which all ranks share. A
+    save that is refused because another save is in flight does not count as a failure of the other save.
     """
 
     def __init__(self, on_failure: OnFailure, max_failures: int) -> None:
@@ -270,7 +273,7 @@ class Failures:
         self.in_a_row = 0
         self.all: tuple[SaveFailure, ...] = ()
 
-    def take(self, step: int, uri: str, error: BaseException) -> SaveFailure | None:
+    def record(self, step: int, uri: str, error: BaseException) -> SaveFailure | None:
         """Record a failed save. Returns None if its error is to be raised."""
         # An error without a URI: only threads of this rank were in conflict.
         is_refused = isinstance(error, SaveInFlightError) and error.uri != ""

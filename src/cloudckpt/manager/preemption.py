@@ -18,10 +18,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cloudckpt._display import shown
+from cloudckpt._display import with_short_repr
 from cloudckpt._this_process import OfThisProcess
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.background.in_flight import find_unsettled
+from cloudckpt.background.in_flight import find_unreported
 from cloudckpt.background.runner import GlooGroupCache
 from cloudckpt.dcp.save_and_load import last_save_seconds
 from cloudckpt.errors import InvalidOptionError, RankLostError
@@ -41,7 +41,7 @@ _SLACK = 1.2
 _preemption_groups = GlooGroupCache()
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionReport:
     """Result of `Preemption.finish`."""
@@ -149,7 +149,7 @@ class Preemption(OfThisProcess):
             self._group = _make_gloo_group(None, self._timeout_s)
         if not self._has_agreed:
             self._set_deadline(self._reduce_min(self.remaining_s, within_s=max(self.remaining_s, self._cleanup_s)))
-        handle = find_unsettled()
+        handle = find_unreported()
         fate = self._wait_for(handle, at_once=in_flight == "cancel")
         error = handle.exception(0) if handle is not None and fate == "failed" else None
         last: SaveOutcome = "none"

@@ -8,20 +8,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from cloudckpt._display import shown
+from cloudckpt import _clock
+from cloudckpt._display import with_short_repr
 from cloudckpt._workers import RepeatedTask
 from cloudckpt.commit.garbage_plan import attempt_time
 from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.log import resolve
 from cloudckpt.commit.references import find_claimed
-from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
-from cloudckpt.events import Event
-from cloudckpt.inspect.removal import KeptObject, gc, remove_spent_claims, walk_checkpoint
+from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError, name_all
+from cloudckpt.events import Event, EventName
 from cloudckpt.manager.policies import RetentionPolicy, explain_missing_metric, find_superseded
 from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, parse_step_uri, sort_newest_first
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import log_and_deliver
-from cloudckpt.stores import clock
+from cloudckpt.removal import KeptObject, gc, remove_spent_claims, walk_checkpoint
+from cloudckpt.report import place_of
 from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")
@@ -36,7 +37,7 @@ _MAX_FENCES = 64
 """Fences of deleted checkpoints that one run removes. The bound keeps a run short."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionReport:
     """Result of one retention run of a `CheckpointManager`."""
@@ -59,7 +60,9 @@ def lock_root(root: str) -> threading.Lock:
 
 
 class Retention:
-    """Removes superseded checkpoints of one manager, on the coordinator, in at most one thread.
+    """Removes superseded checkpoints of one manager, in at most one thread.
+
+    It runs on the coordinator; in a fast place of each host, on the rank that leads the host.
 
     Args:
         steps: Steps of the manager.
@@ -92,7 +95,7 @@ class Retention:
         """Step that this manager committed last."""
         self._denied_uris: set[str] = set()
         """URIs whose removal was denied. A run tries them after all others."""
-        self._has_warned_of_metric = False
+        self._has_warned_of_metric = self._has_looked_for_others = False
         self._claims_removed_at: datetime | None = None
 
     @property
@@ -106,9 +109,9 @@ class Retention:
         with self._lock:
             self._steps.fenced_at.pop(uri, None)
             self._own_step = parse_step_uri(uri)
-        self.start_again()
+        self.request_run()
 
-    def start_again(self) -> None:
+    def request_run(self) -> None:
         """Start a run. Does not wait and never raises."""
         if self.policy.keeps_all:
             return
@@ -130,6 +133,7 @@ class Retention:
         failed: list[KeptObject] = []
         removed: list[str] = []
         infos: list[StepInfo] = []
+        superseded: list[StepInfo] = []
         try:
             with self._lock:
                 excluded, own_step = set(self._steps.fenced_at), self._own_step
@@ -160,8 +164,10 @@ class Retention:
         for item in failed:
             if item.reason == _NOT_TRIED:
                 continue
-            words = f"did not remove the superseded checkpoint {item.uri}: {item.reason}"
-            log_and_deliver(Event(name="retention.failed", uri=item.uri, rank=0), self._steps.options, words=words)
+            is_superseded = any(info.uri == item.uri for info in superseded)
+            failure = "did not remove the superseded checkpoint" if is_superseded else "retention failed at"
+            words = f"{failure} {item.uri}: {item.reason}"
+            self._tell("retention.failed", item.uri, words)
         tried = {*removed, *(item.uri for item in failed)}
         kept = [info.uri for info in sort_newest_first(infos) if info.uri not in tried]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
@@ -175,6 +181,22 @@ class Retention:
         if (missing := explain_missing_metric(infos, keep_best[0])) is not None:
             self._has_warned_of_metric = True
             _log.warning("keep_best keeps no step under %s: %s", self._steps.location.uri, missing)
+
+    def _warn_of_others(self, uris: Sequence[str]) -> None:
+        """Warn once of steps that are neither counted nor removed, because this manager does not know their run.
+
+        Those that come later are of another job, and `Steps` warns of that.
+        """
+        has_looked, self._has_looked_for_others = self._has_looked_for_others, True
+        if has_looked or not uris:
+            return
+        _log.warning(
+            "%s has %s, which this manager has neither restored nor saved: its rules neither count nor remove them. If "
+            "this run has saved them, call restore before the first save. Otherwise pass another root, or delete them "
+            "(cloudckpt rm)",
+            self._steps.location.uri,
+            name_all("step", sorted({parse_step_uri(uri) for uri in uris})),
+        )
 
     def _remove_all(self, superseded: list[StepInfo], removed: list[str], failed: list[KeptObject]) -> None:
         num_denied = 0
@@ -203,6 +225,11 @@ class Retention:
         folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metadata=needs_metadata)
         if (is_own := self._is_own) is not None:
             folders = [folder for folder in folders if folder.info is None or folder.problem or is_own(folder)]
+        run_uris = self._steps.run_uris
+        others = [folder.uri for folder in folders if folder.info and folder.uri not in run_uris]
+        if others or not any(folder.denied for folder in folders):  # they may be others, too
+            self._warn_of_others(others)
+        folders = [folder for folder in folders if folder.info is None or folder.uri in run_uris]
         denied = [folder.denied for folder in folders if folder.denied is not None]
         if denied and len(denied) == len(folders):
             raise denied[0]
@@ -212,22 +239,25 @@ class Retention:
         """Remove a checkpoint. Returns the reason if it stays. Raises `StoreError`."""
         with lock_root(self._steps.location.uri):
             try:
-                reason = remove_step(info.uri, self._steps.options, alive_since=clock.now() - ALIVE)
+                reason = remove_step(info.uri, self._steps.options, alive_since=_clock.now() - ALIVE)
             except CheckpointError as error:
                 return str(error)
         if reason is None:
             with self._lock:
-                self._steps.fenced_at[info.uri] = clock.now()
-            words = f"removed the superseded checkpoint {info.uri}"
-            log_and_deliver(Event(name="retention.removed", uri=info.uri, rank=0), self._steps.options, words=words)
+                self._steps.fenced_at[info.uri] = _clock.now()
+            self._tell("retention.removed", info.uri, f"removed the superseded checkpoint {info.uri}")
         return reason
+
+    def _tell(self, name: EventName, uri: str, words: str) -> None:
+        options = self._steps.options
+        log_and_deliver(Event(name=name, uri=uri, rank=0, place=place_of(options.metadata)), options, words=words)
 
     def _remove_claims(self) -> None:
         """Remove, once a day, the claims of removed steps: without it, the data that they claimed stays for ever.
 
         It looks at the folders of steps alone: other runs may save under the same root.
         """
-        now = clock.now()
+        now = _clock.now()
         if self._claims_removed_at is not None and now < self._claims_removed_at + ALIVE:
             return
         self._claims_removed_at = now
@@ -240,7 +270,7 @@ class Retention:
 
     def _remove_fences(self) -> None:
         """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""
-        before = clock.now() - ALIVE
+        before = _clock.now() - ALIVE
         with self._lock:
             old = [uri for uri, since in self._steps.fenced_at.items() if since < before]
         for uri in old[:_MAX_FENCES]:
@@ -261,7 +291,7 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
     """
     walked = walk_checkpoint(parse_location(uri), options)
     if _has_other_writer(walked, alive_since=alive_since):
-        return "another save is writing there"
+        return "another save writes there, or was killed: gc removes its data after 24 h, or with --older-than 1s"
     delete_checkpoint(walked, conditional=options.commit == "conditional")
     return None
 

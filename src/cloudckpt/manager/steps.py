@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 
-from cloudckpt._display import shown
+from cloudckpt._display import with_short_repr
 from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
 from cloudckpt.commit.times import commit_order
-from cloudckpt.dcp.save_and_load import RankCalls
+from cloudckpt.dcp.rank_calls import RankCalls
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -31,19 +30,23 @@ from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metric
 from cloudckpt.io.client import MAX_LOOKS, StoreClient, open_client
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
-from cloudckpt.uri import Location, parse_location
+from cloudckpt.uri import STEP_FOLDER, Location, parse_location
 
 _log = logging.getLogger("cloudckpt")
 
 STEP_KEY = "step"
 """The key of the step's number in the ``metadata`` of a manifest."""
 
-Place: TypeAlias = Literal["root", "fast", "both", "owed"]
+StepPlace: TypeAlias = Literal["root", "fast", "both", "owed"]
 
 _T = TypeVar("_T")
-own_uris: set[str] = set()
+_own_uris: set[str] = set()
 """URIs of all checkpoints that this process saves or copies to a root, also through other managers."""
-_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
+
+
+def note_own_uris(uris: Iterable[str]) -> None:
+    """Record checkpoints that this process saves or copies, so that `Steps` takes none for another job's."""
+    _own_uris.update(uris)
 
 
 def format_folder(step: int, again: int = 0) -> str:
@@ -53,7 +56,7 @@ def format_folder(step: int, again: int = 0) -> str:
 
 def parse_folder(name: str) -> int | None:
     """Return the step whose folder is called `name`, or None if it is not the folder of a step."""
-    match = _FOLDER.fullmatch(name)
+    match = STEP_FOLDER.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
@@ -92,7 +95,7 @@ def build_metadata(step: int, numbers: Mapping[str, float | None]) -> dict[str, 
     return {STEP_KEY: step, METRICS_KEY: dict(numbers)} if numbers else {STEP_KEY: step}
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
     """One committed checkpoint of a `CheckpointManager`."""
@@ -107,7 +110,7 @@ class StepInfo:
     """Size of the data objects. None if the manifest is damaged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were saved with the step. NaN stands for a value that was not finite."""
-    place: Place = "root"
+    place: StepPlace = "root"
     """``"root"``, ``"fast"`` for the fast place in front of the root, or ``"both"``. ``"owed"``: the fast place has the
     step, and the root is to get a copy, which it does not have yet."""
     copy_uri: str | None = None
@@ -145,6 +148,12 @@ class StepFolder:
     """Reason why the metrics are unknown: the manifest is damaged or of a newer format."""
 
     @property
+    def committed(self) -> StepInfo:
+        """The step of a folder that has one."""
+        assert self.info is not None  # noqa: S101  # the caller has looked
+        return self.info
+
+    @property
     def is_missing(self) -> bool:
         """True if one look found nothing committed."""
         return self.info is None and self.denied is None
@@ -165,8 +174,11 @@ class Steps:
         self._seen_uris: set[str] = set()
         """URIs of all folders that a look at all steps has found."""
         self._times = CommitTimes()
-        self._have_times = False
+        self._have_times = self._has_warned_of_higher = False
         self.options = options
+        self.run_uris: set[str] = set()
+        """URIs of the checkpoints in all places that the manager has saved, or found in a `restore`. Its rules hold for
+        no others."""
         self.known_uris: set[str] = set()
         """URIs of all checkpoints that a look has found, or this process has made, also if they were removed since."""
         self.fenced_at: dict[str, datetime] = {}
@@ -207,10 +219,7 @@ class Steps:
         return self._find_foreign(lists_torch_checkpoint)
 
     def find_steps_of_ranks(self) -> list[int]:
-        """Return the steps in whose folders rank 0 has a checkpoint of its own, lowest first. Raises as `list_folders`.
-
-        Earlier versions saved them so with ``use_collectives=False``.
-        """
+        """Return the steps whose folders hold a checkpoint of rank 0 alone, lowest first. Raises as `list_folders`."""
         return self._find_foreign(lists_rank_checkpoints)
 
     def list_folders(
@@ -262,13 +271,33 @@ class Steps:
         with contextlib.suppress(CloudckptError):  # the save finds it out
             self._note_seen({*self.list_uris()})
 
+    def warn_of_higher(self, step: int, begin: str, *, damaged_uris: Collection[str]) -> None:
+        """Warn, once, of steps above `step`: the first that a job saves, or the one that was committed last.
+
+        `begin` is the beginning of the warning, before the number. Looks at known steps alone.
+        """
+        higher = sorted(
+            {number for uri in self.known_uris.difference(damaged_uris) if (number := parse_step_uri(uri)) > step}
+        )
+        if higher and not self._has_warned_of_higher:
+            self._has_warned_of_higher = True
+            _log.warning(
+                "%s %d, and %s also has %s. If another job saves there, pass another root, because each job restores "
+                "and removes the other's steps. Delete higher steps that are not wanted (cloudckpt rm), or continue "
+                "from one with restore(…, step=…)",
+                begin,
+                step,
+                self.location.uri,
+                name_all("step", higher),
+            )
+
     def _note_seen(self, uris: set[str]) -> None:
-        others = sorted(uris - self._seen_uris - own_uris, key=parse_step_uri)
+        others = sorted(uris - self._seen_uris - _own_uris, key=parse_step_uri)
         self._seen_uris |= uris
         if others and self._have_times and not self._is_shared and is_first_warning("others", self.location.uri):
             _log.warning(
                 "another job has saved %s since this one looked at the steps of %s. Two jobs with one root restore and "
-                "remove each other's steps: stop one of them, or give each a root of its own",
+                "then remove each other's steps: stop one of them, or give each a root of its own",
                 others[0],
                 self.location.uri,
             )

@@ -1,4 +1,4 @@
-"""The state that one save or load on one rank shares: its location, its client, and its events."""
+"""The state of one save or load on one rank: its location, its client, and its events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cloudckpt.events import LEVELS, Event, EventName, log_fields
 from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.options import Options
-from cloudckpt.report import LoadReport, SaveReport
+from cloudckpt.report import LoadReport, SaveReport, place_of
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.telemetry import subscribers
@@ -44,7 +44,7 @@ class Context:
         self._siblings: dict[str, Store] = {}
         self._stopped_by: list[BaseException | None] = []
         """The arguments of `stop` before the client was opened."""
-        self.on_sent: Callable[[int], None] = _ignore
+        self.on_sent: Callable[[int], None] = lambda _num_bytes: None
         """Called with the size of each part that the store has."""
 
     @property
@@ -64,7 +64,7 @@ class Context:
             return self._client
 
     def client_at(self, folder: str) -> StoreClient:
-        """Return a client of a folder beside the location, or of the location for an empty name."""
+        """Return a client of a folder beside the location; for an empty name, of the location itself."""
         if not folder:
             return self.client
         with self._lock:
@@ -89,7 +89,7 @@ class Context:
         resumable: bool = False,
         daemon: bool = False,
     ) -> UploadSession:
-        """Return an upload session that emits events about its progress. By default, of the context's client."""
+        """Return an upload session that emits events about its progress. None as `client` stands for the context's."""
         return UploadSession(
             client or self.client,
             part_bytes=part_bytes,
@@ -111,8 +111,8 @@ class Context:
 
     @property
     def connections(self) -> int:
-        """The most requests in flight at once, as of now."""
-        return self.client.hedger.get_ceiling()
+        """Maximum number of requests in flight, before throttling (`Hedger.connections` is the present number)."""
+        return self.client.hedger.ceiling
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:
         """Hand an event to all listeners. Raises the error of the user's `Options.on_event`."""
@@ -124,6 +124,7 @@ class Context:
             name=name,
             uri=self.uri,
             rank=self.rank,
+            place=place_of(self.options.metadata),
             key=key,
             num_bytes=num_bytes,
             operation=self.recorder.operation,
@@ -135,7 +136,7 @@ class Context:
             self.options.on_event(event)
 
     def announce(self, name: EventName) -> None:
-        """Emit an event, and log the error of the user's function: no caller waits for this thread."""
+        """Emit an event from a thread that no caller waits for. The error of the user's function is logged."""
         with logging_failures("Options.on_event failed at %s", name):
             self.emit(name)
 
@@ -153,7 +154,7 @@ class Lifecycle:
         self._is_set_up = False
 
     def begin(self, uri: str, *, operation: str, rank: int | None, is_set_up: bool) -> None:
-        """Emit the first event, once, although the user's call and the set-up (`is_set_up`) both call this method.
+        """Emit the first event. If the user's call and then the set-up (`is_set_up`) call this, the first call counts.
 
         None as `rank` stands for the rank in the default process group.
         """
@@ -168,8 +169,8 @@ class Lifecycle:
         """Emit the event that the snapshot of a background save is complete."""
         if self._begun_s is not None:
             seconds = time.monotonic() - self._begun_s
-            words = f"{num_bytes} bytes for {self._uri} are copied"
-            self._announce("save.staged", words, num_bytes=num_bytes, seconds=seconds)
+            text = f"{num_bytes} bytes for {self._uri} are copied"
+            self._announce("save.staged", text, num_bytes=num_bytes, seconds=seconds)
 
     def end(self, outcome: BaseException | SaveReport | LoadReport | None = None) -> None:
         """Emit the last event, once, and only after `begin`."""
@@ -190,14 +191,14 @@ class Lifecycle:
         if isinstance(outcome, LoadReport):
             num_bytes = outcome.num_bytes_read
         done: EventName = "save.done" if self._verb == "save" else "load.done"
-        words = f"{'saved' if self._verb == 'save' else 'loaded'} {self._uri}{transferred(num_bytes, seconds)}"
+        text = f"{'saved' if self._verb == 'save' else 'loaded'} {self._uri}{transferred(num_bytes, seconds)}"
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            words += f" on rank {self._rank}"
-        self._announce(done, words, seconds=seconds, num_bytes=num_bytes, report=outcome)
+            text += f" on rank {self._rank}"
+        self._announce(done, text, seconds=seconds, num_bytes=num_bytes, report=outcome)
 
     @contextlib.contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """If the body raises, emit the failure, and set `CloudckptError.via`, the call of the user, on the error."""
+        """If the body raises, emit the failure, and set `CloudckptError.via` on the error."""
         try:
             with raised_via(self.via):
                 yield
@@ -205,9 +206,10 @@ class Lifecycle:
             self.end(error)
             raise
 
-    def _announce(self, name: EventName, words: str, **more: Any) -> None:
-        event = Event(name=name, uri=self._uri, rank=self._rank, operation=self._operation, **more)
-        log_and_deliver(event, self._options, words=words)
+    def _announce(self, name: EventName, text: str, **fields: Any) -> None:
+        place = place_of(self._options.metadata)
+        event = Event(name=name, uri=self._uri, rank=self._rank, place=place, operation=self._operation, **fields)
+        log_and_deliver(event, self._options, words=text)
 
     def __reduce__(self) -> tuple[Callable[..., Lifecycle], tuple[object, ...]]:
         """Leave out the current operation, which belongs to its process."""
@@ -221,6 +223,7 @@ def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
         event=event.name,
         uri=event.uri,
         rank=event.rank,
+        place=None if event.place == "root" else event.place,
         operation=event.operation,
         attempt=None if report is None else report.attempt,
         num_bytes=event.num_bytes,
@@ -228,9 +231,9 @@ def log_and_deliver(event: Event, options: Options, *, words: str) -> None:
         error=event.error,
     )
     if event.name in LEVELS:
-        level = (
-            LEVELS[event.name] if event.rank == 0 else min(LEVELS[event.name], logging.INFO)
-        )  # one rank logs it for all
+        level = LEVELS[event.name]
+        if event.rank and event.name != "drain.failed":  # only rank 0 warns of what concerns all ranks
+            level = min(level, logging.INFO)
         _log.log(level, "%s", words, extra=extra)
     subscribers.deliver(event)
     if options.on_event is not None:
@@ -247,7 +250,3 @@ def _cause_of(error: BaseException) -> BaseException:
         if isinstance(failure, BaseException):
             return failure
     return error
-
-
-def _ignore(_num_bytes: int) -> None:
-    """Do nothing: the default of `Context.on_sent`."""

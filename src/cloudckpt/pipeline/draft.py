@@ -9,12 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from cloudckpt._workers import each_done
+from cloudckpt._workers import call_together
 from cloudckpt.commit.attempts import data_key, new_attempt_id
+from cloudckpt.commit.commit import (
+    check_conditional_create,
+    check_objects_present,
+    check_still_next,
+    put_manifest,
+    remove_superseded,
+)
 from cloudckpt.commit.entries import (
     CommitTimes,
     Entry,
@@ -23,14 +29,7 @@ from cloudckpt.commit.entries import (
     read_entry,
     refuse_foreign_entries,
 )
-from cloudckpt.commit.log import list_entries, lists_torch_checkpoint, read_log, read_log_once
-from cloudckpt.commit.publish import (
-    check_conditional_create,
-    check_objects_present,
-    check_still_next,
-    publish,
-    remove_superseded,
-)
+from cloudckpt.commit.log import find_newest_step, list_entries, lists_torch_checkpoint, read_log, read_log_once
 from cloudckpt.commit.times import draw_commit_time_ns
 from cloudckpt.errors import (
     OVERWRITE_HINT,
@@ -42,21 +41,20 @@ from cloudckpt.errors import (
     InvalidOptionError,
     StoreError,
     UnsupportedValueError,
-    gc_advice,
 )
 from cloudckpt.format.build import Content, build_manifest
-from cloudckpt.format.model import ItemReceipts, Manifest, ObjectRef
+from cloudckpt.format.model import ItemReceipts, Manifest, ObjectRef, StoredObject
+from cloudckpt.io.body import Body
 from cloudckpt.io.client import NUM_LOOKS_AT_ABSENCE
-from cloudckpt.io.resume import Body
-from cloudckpt.io.upload import choose_part_bytes
+from cloudckpt.io.upload import choose_part_bytes, logging_store_errors
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.unchanged import Base
-from cloudckpt.report import SaveReport
-from cloudckpt.tensors.body import PieceBody, SaveItems, lay_out_objects
-from cloudckpt.tensors.copying import Snapshot
+from cloudckpt.pipeline.unchanged import BaseCheckpoint
+from cloudckpt.report import SaveReport, place_of
+from cloudckpt.tensors.data_objects import PieceBody, SaveItems, lay_out_objects
 from cloudckpt.tensors.host_memory import Arena
-from cloudckpt.uri import Location
+from cloudckpt.tensors.snapshot import Snapshot
+from cloudckpt.uri import STEP_FOLDER, Location
 
 _OBJECTS_PER_CONNECTION = 2  # tensors differ in size, so objects do, too
 _MIN_OBJECT_BYTES = 64 << 20  # a file of less is written sooner than another one is made and flushed
@@ -72,36 +70,45 @@ def require_no_resume(options: Options) -> None:
         )
 
 
+def exists_error(uri: str) -> CheckpointExistsError:
+    """Return the error about a checkpoint at the place of a save that may not overwrite it."""
+    return CheckpointExistsError(
+        f"Checkpoint already exists at {uri}: nothing was written", uri=uri, hint=OVERWRITE_HINT
+    )
+
+
 class Draft:
     """A checkpoint that is being written, on one rank.
 
-    The rank that commits calls `begin`, `write` and `commit`; any other rank calls `write` alone. All ranks write under
-    one `attempt`, which the caller sets before `write`. After a failure, each rank calls `discard`.
+    The rank that commits calls `begin`, `write` and `commit`. The leader of a host with a directory of its own calls
+    `begin`, `write` and `commit_manifest`, and any other rank `write` alone. All ranks write under one `attempt`, which
+    the caller sets before `write`. After a failure, each rank calls `remove_unless_committed`.
 
     Args:
         context: The place of the checkpoint.
-        save_id: The id of the save, for the manifest.
+        save_id: The id of the save, for the manifest. Copies keep it, and have an attempt of their own.
         attempt: The attempt whose keys this rank writes; a new one by default.
 
     """
 
     report: SaveReport | None = None
-    """Set by `write`, and completed by `commit`."""
+    """None before `write`. `commit` adds its own requests and seconds."""
 
     def __init__(self, context: Context, *, save_id: str, attempt: str | None = None) -> None:
         self.context = context
         self.attempt = attempt or new_attempt_id()
-        """Identifier of this save. Set it before `write`, so that all ranks have the same."""
+        """Identifier of this attempt, part of every key. Set it before `write`, so that all ranks have the same."""
         self.number = 0
-        """The number that the commit will have. `begin` finds it."""
-        self.base: Base | None = None
-        """The checkpoint that this save may refer to, on the rank that commits."""
+        """The number of the commit's manifest. `begin` finds it."""
+        self.base: BaseCheckpoint | None = None
+        """The checkpoint that this save may refer to, on the ranks that claim its objects."""
         self.is_here: Callable[[str], bool] = lambda _key: True
         """Returns False for the key of an object that was written to another host's directory."""
         self.committed: Manifest | None = None
         """The manifest that this rank has committed."""
         self._save_id = save_id
         self._written_keys: list[str] = []
+        self._is_kept = False
         self._started_s = time.monotonic()
 
     def key(self, number: int) -> str:
@@ -109,9 +116,9 @@ class Draft:
         return data_key(self.attempt, self.context.rank, number)
 
     def begin(self, *, overwrite: bool) -> None:
-        """Find the number of the commit, before any byte moves. Only the rank that commits calls this."""
+        """Find the number of the commit, before any data is sent. Ranks that commit nothing do not call this."""
         context, uri = self.context, self.context.uri
-        entries = self._entries_to_replace() if overwrite else self._entries_beside_no_checkpoint()
+        entries = self._entries_to_replace() if overwrite else self._require_no_checkpoint()
         self.number = entries[-1].number + 1 if entries else 0
         if manifest_number(manifest_key(self.number)) is None:
             key = context.client.url(manifest_key(entries[-1].number))
@@ -122,13 +129,15 @@ class Draft:
             )
         if context.options.commit != "unconditional":
             # The answer is kept for the process, so the report does not count the requests.
-            check_conditional_create(context.client.restarted())
+            check_conditional_create(context.client.unstopped_copy())
 
-    def refer_to(self, base: Location, *, is_required: bool) -> None:
+    def refer_to(self, base: Location, *, is_required: bool, base_attempt: str | None = None) -> None:
         """Let the save refer to objects of `base`, a checkpoint beside it. Call it after `begin`.
 
+        With `base_attempt`, only if `base` is the checkpoint of that attempt.
+
         Raises `InvalidOptionError` for a place that is not beside the save. With `is_required`, raises the errors of
-        `Base`; otherwise logs them, and the save sends everything.
+        `BaseCheckpoint`; otherwise logs them, and the save sends everything.
         """
         location = self.context.location
         is_link = base.local_path is not None and Path(base.local_path).is_symlink()  # it may name another folder later
@@ -138,7 +147,7 @@ class Draft:
                 f"to {base.uri}"
             )
         try:
-            self.base = Base(self.context, base.name, attempt=self.attempt)
+            self.base = BaseCheckpoint(self.context, base.name, attempt=self.attempt, base_attempt=base_attempt)
         except (InvalidOptionError, CheckpointError, AccessDeniedError) as error:
             if is_required:
                 raise
@@ -147,31 +156,52 @@ class Draft:
     def _entries_to_replace(self) -> Sequence[Entry]:
         client = self.context.client
         entries = list_entries(client)  # damaged ones too
-        if entries and not client.list("data/", most=1):
+        if entries and not client.list("data/", max_results=1):
             refuse_foreign_entries(client, entries)
         for entry in [entry for entry in entries if not entry.has_fence_size][-1:]:
             # The time of this commit must be later than the replaced one's.
             CommitTimes().read(client, manifest_key(entry.number), entry)
         return entries
 
-    def _entries_beside_no_checkpoint(self) -> Sequence[Entry]:
+    def _require_no_checkpoint(self) -> Sequence[Entry]:
         """Return the entries of the log. Raise `CheckpointExistsError` if a checkpoint, also one of torch's, exists."""
         context, client = self.context, self.context.client
-        log, *has_torch_checkpoint = _call_together(
+        log, step, *has_torch_checkpoint = call_together(
             # A conditional commit creates only what is absent, so one look is enough.
             functools.partial(read_log_once if context.options.commit == "conditional" else read_log, client),
+            self._find_step_below,
             # Make the looks of `confirm` at the same time, because round trips dominate a small save.
             *[functools.partial(lists_torch_checkpoint, client)] * NUM_LOOKS_AT_ABSENCE,
             num_threads=1 if context.store.capabilities.is_near else context.connections,
+            on_interrupt=client.stop,
         )
         if log.current_number is not None or any(has_torch_checkpoint):
-            raise CheckpointExistsError(
-                f"Checkpoint already exists at {context.uri}: nothing was written",
-                uri=context.uri,
-                hint=OVERWRITE_HINT,
+            raise exists_error(context.uri)
+        if step:
+            _log.warning(
+                "%s becomes a checkpoint itself, and has steps in it, such as %s. To save a step, name its folder: "
+                "%s/step-<n>",
+                context.uri,
+                step,
+                context.uri,
+            )
+        elif not context.location.name and context.location.service.bucket_name is not None:
+            _log.warning(
+                "%s becomes a checkpoint as a whole. To keep several in it, save each to a folder, such as %s/step-1",
+                context.uri,
+                context.uri,
             )
         entries: Sequence[Entry] = log.entries
         return entries
+
+    def _find_step_below(self) -> str:
+        """Return the name of a step that would be inside this checkpoint; "" if there is none, or nobody may look."""
+        name = self.context.location.name
+        if STEP_FOLDER.fullmatch(name):  # the usual case, which needs no request
+            return ""
+        with contextlib.suppress(StoreError):
+            return find_newest_step(self.context.client)
+        return ""
 
     def write(
         self,
@@ -205,6 +235,7 @@ class Draft:
         self._written_keys = [stored_in.key for stored_in in objects]
         self.report = SaveReport(
             uri=context.uri,
+            place=place_of(context.options.metadata),
             attempt=self.attempt,
             rank=context.rank,
             num_bytes=sum(stored_in.size_bytes for stored_in in objects),
@@ -257,25 +288,31 @@ class Draft:
         with self.removing_on_error(keys):
             if self.base is not None:
                 self.base.keep_claims(manifest)
-            here = [stored for stored in manifest.objects if self.is_here(stored.key)]
-            written_at = check_objects_present(context.client_at, msgspec.structs.replace(manifest, objects=here))
+            objects = [stored for stored in manifest.objects if self._has(stored)]
+            written_at = check_objects_present(context.client_at, msgspec.structs.replace(manifest, objects=objects))
             if manifest.committed_at_ns is None:
                 duration_s = time.monotonic() - self._started_s
                 committed_at_ns = draw_commit_time_ns(written_at, longest_since_s=duration_s)
                 manifest = msgspec.structs.replace(manifest, committed_at_ns=committed_at_ns)
             context.emit("save.committing", key=manifest_key(self.number))
             check_still_next(context.client, self.number)  # last: the listener of the event may have taken long
-        self._publish(manifest, keys)
+        self._put_manifest(manifest, keys)
         self.committed = manifest
-        self.keep()
+        self.keep_written()
         self.base = None  # its claims belong to the checkpoint now
         self._tidy_up(manifest)
 
-    def keep(self) -> None:
-        """Let what this rank wrote belong to a checkpoint that was committed: `discard` removes none of it."""
-        self._written_keys = []
+    def _has(self, stored: StoredObject) -> bool:
+        """Return True if the directory of this host must have an object of the checkpoint."""
+        if stored.folder:
+            return self.base is not None and self.base.has(stored.key)
+        return self.is_here(stored.key)
 
-    def discard(self) -> None:
+    def keep_written(self) -> None:
+        """Keep the objects and the claims that this rank wrote, because a committed checkpoint has them."""
+        self._written_keys, self._is_kept = [], True
+
+    def remove_unless_committed(self) -> None:
         """Remove the objects that this rank wrote, after its save failed.
 
         Keeps them if a manifest names one of them, or if a manifest cannot be read.
@@ -285,9 +322,12 @@ class Draft:
             self.remove(keys)
 
     def _may_be_committed(self, keys: Iterable[str]) -> bool:
-        # torch also reports a failure that came after the commit.
+        """Return True if a manifest names one of `keys` or this attempt, or cannot be read.
+
+        A save that torch reports as failed may be committed: the failure may follow the commit.
+        """
         context = self.context
-        client = context.client.restarted()
+        client = context.client.unstopped_copy()
         try:
             for entry in list_entries(client):
                 content = read_entry(client, entry.number)
@@ -302,10 +342,10 @@ class Draft:
             return True
         return False
 
-    def _publish(self, manifest: Manifest, keys: Iterable[str]) -> None:
+    def _put_manifest(self, manifest: Manifest, keys: Iterable[str]) -> None:
         context = self.context
         try:
-            publish(
+            put_manifest(
                 context.client,
                 manifest,
                 number=self.number,
@@ -323,7 +363,7 @@ class Draft:
             raise self._interrupted_error(error) from error
 
     def _tidy_up(self, manifest: Manifest) -> None:
-        """Remove what the commit superseded. Raises only interrupts, as an error that keeps the data of all ranks."""
+        """Remove what the commit superseded. An interrupt becomes an error after which all ranks keep their data."""
         context = self.context
         with self.keeping_data_on_error():
             try:
@@ -368,70 +408,55 @@ class Draft:
             raise
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects that no manifest names, and the claims of this save. A failure is logged."""
+        """Remove objects that no manifest names, and the claims of this save. A failure is logged.
+
+        With `Options.resume`, the objects stay.
+        """
         base, self.base = self.base, None
-        if base is not None:
+        if base is not None and not self._is_kept:
             base.drop_claims()
-        doomed = sorted(keys)
-        # A later copy may use what can be resumed, and its manifest may name it already.
-        if doomed and not self.context.options.resume:
-            try:
-                self.context.client.restarted().delete(doomed)
-            except StoreError as error:
-                _log.warning("could not remove what a failed save left: %s. %s", error, gc_advice(self.context.uri))
+        # A later copy may resume from these objects, and its manifest may already name them.
+        if (sorted_keys := sorted(keys)) and not self.context.options.resume:
+            with logging_store_errors("remove what a failed save left", uri=self.context.uri):
+                self.context.client.unstopped_copy().delete(sorted_keys)
 
 
 def bodies_of(
     context: Context,
-    planned: SaveItems,
+    items: SaveItems,
     arena: Arena,
     snapshot: Snapshot | None,
-    make_receipts: list[Callable[..., ItemReceipts]],
+    receipt_makers: list[Callable[..., ItemReceipts]],
 ) -> Iterator[tuple[PieceBody, int]]:
     """Yield the bodies of a save's objects with the sizes of their parts, for `Draft.write`.
 
     Args:
         context: The place of the save.
-        planned: The items.
+        items: The items to save.
         arena: Memory for tensors that cannot be sent in place.
         snapshot: The snapshot that holds the tensors, and may still be filled. Each part is read once it is copied.
-        make_receipts: For each object, gets a function that takes its `ObjectRef` as `stored_in` and returns the
-            receipts of its items.
+        receipt_makers: Gets a function for each object, which takes the object's `ObjectRef` as `stored_in` and
+            returns the receipts of its items.
 
     """
-    options, num_bytes = context.options, sum(planned.sizes_bytes)
-    object_bytes, most_bytes = options.advanced.object_bytes, options.advanced.part_bytes
+    options, num_bytes = context.options, sum(items.sizes_bytes)
+    object_bytes, most_part_bytes = options.advanced.object_bytes, options.advanced.part_bytes
     capabilities = context.store.capabilities
-    held_bytes = max(most_bytes, options.staging_bytes // context.connections)
+    bytes_per_connection = max(most_part_bytes, options.staging_bytes // context.connections)
     if not capabilities.multipart:
-        # Each object is one part here. It is staged whole, so only several objects are sent at the same time.
-        object_bytes = min(object_bytes, held_bytes)
+        # Each object is one part, and is staged whole. Only several objects can be sent at the same time.
+        object_bytes = min(object_bytes, bytes_per_connection)
     elif not capabilities.parallel_parts:
         share_bytes = num_bytes // (_OBJECTS_PER_CONNECTION * context.connections)
-        if planned.are_transformed:  # each object in flight is held whole
-            share_bytes = min(share_bytes, held_bytes)
+        if items.are_transformed:  # each object in flight is in memory as a whole
+            share_bytes = min(share_bytes, bytes_per_connection)
         object_bytes = min(object_bytes, max(share_bytes, _MIN_OBJECT_BYTES))
-    for body, make in lay_out_objects(planned, arena, snapshot, object_bytes=object_bytes):
-        make_receipts.append(make)
+    for body, make_receipts in lay_out_objects(items, arena, snapshot, object_bytes=object_bytes):
+        receipt_makers.append(make_receipts)
         part_bytes = choose_part_bytes(
             num_bytes,
             connections=context.connections,
-            most_bytes=most_bytes,
+            max_bytes=most_part_bytes,
             buffer_bytes=options.staging_bytes if 2 * body.copied_bytes > body.size_bytes else None,
         )
         yield body, part_bytes
-
-
-def _call_together(*calls: Callable[[], Any], num_threads: int) -> list[Any]:
-    """Return the results of `calls`, in order. Raises the first failure, once no call runs any more."""
-    if num_threads == 1:
-        return [call() for call in calls]
-    results: dict[int, Any] = {}
-
-    def make(number: int) -> None:
-        results[number] = calls[number]()
-
-    numbers = range(len(calls))
-    for _ in each_done(numbers, make, num_threads=num_threads, name="cloudckpt-look", on_failure=lambda: None):
-        pass
-    return [results[number] for number in numbers]

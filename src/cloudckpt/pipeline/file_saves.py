@@ -14,7 +14,6 @@ import os
 import secrets
 import sys
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -24,17 +23,13 @@ import msgspec
 import torch.distributed as dist
 from typing_extensions import Buffer
 
-from cloudckpt._workers import each_done
-from cloudckpt.commit.attempts import RECEIPT_SUFFIX, new_attempt_id, receipt_key
+from cloudckpt._workers import run_all
+from cloudckpt.commit.attempts import RECEIPT_SUFFIX, new_attempt_id, new_save_id, receipt_key
 from cloudckpt.commit.log import read_log
 from cloudckpt.errors import (
-    OVERWRITE_HINT,
     CheckpointChangedError,
-    CheckpointExistsError,
     IncompleteSaveError,
     InvalidOptionError,
-    StoreError,
-    gc_advice,
     name_ranks,
     quote_names,
 )
@@ -42,9 +37,9 @@ from cloudckpt.format.build import Content
 from cloudckpt.format.model import Chunk, ObjectRef, StoredTensor
 from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.format.validation import MAX_BYTES
-from cloudckpt.io.upload import ObjectUpload, UploadSession, choose_held_part_bytes, plan_parts
+from cloudckpt.io.upload import ObjectUpload, UploadSession, fit_part_bytes, logging_store_errors, plan_parts
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.draft import Draft, require_no_resume
+from cloudckpt.pipeline.draft import Draft, exists_error, require_no_resume
 from cloudckpt.stores.base import Part, crc32c_of
 
 _log = logging.getLogger("cloudckpt")
@@ -73,7 +68,7 @@ class FileReceipt(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """Number of the file in this rank's save, from 0."""
     number: int
-    """The commit that was free when the rank began."""
+    """The number of the next commit, when the rank began."""
     tile_bytes: int
     objects: list[FileObject]
 
@@ -84,7 +79,7 @@ class FileReceipt(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """The place of a rank in its job. All ranks of a job have the same `attempt`, and no other job has it."""
+    """The rank of a process in its job. All ranks of a job have the same `attempt`, and no other job has it."""
 
     attempt: str = field(default_factory=new_attempt_id)
     rank: int = 0
@@ -92,10 +87,10 @@ class Membership:
 
 
 def join_job(name: str) -> Membership | None:
-    """Return the place of this rank in the default process group; None if it is alone. Waits for no other rank.
+    """Return the membership of this rank in the default process group; None if it is alone. Waits for no other rank.
 
-    The ranks agree through the group's store, under `name`. torchrun keeps the store when it restarts the ranks, so the
-    restart counts, too.
+    The ranks agree on the attempt through the group's store, under `name` and the number of the restart: torchrun keeps
+    the store when it restarts the ranks.
     """
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None or dist.get_world_size() == 1:
@@ -105,9 +100,9 @@ def join_job(name: str) -> Membership | None:
     return Membership(attempt=attempt.decode(), rank=dist.get_rank(), num_ranks=dist.get_world_size())
 
 
-def has_receipts(context: Context, me: Membership) -> bool:
+def has_receipts(context: Context, membership: Membership) -> bool:
     """Return True if a rank of this job has written a file there that is not committed."""
-    return bool(_list_receipts(context, me.attempt))
+    return bool(_list_receipts(context, membership.attempt))
 
 
 def _list_receipts(context: Context, attempt: str) -> list[str]:
@@ -115,7 +110,7 @@ def _list_receipts(context: Context, attempt: str) -> list[str]:
     return [info.key for info in infos if info.key.endswith(RECEIPT_SUFFIX)]
 
 
-_DECODER = msgspec.json.Decoder(FileReceipt)
+_RECEIPT_DECODER = msgspec.json.Decoder(FileReceipt)
 
 
 class FilesJob:
@@ -124,16 +119,16 @@ class FilesJob:
     `save` counts the job's saves at this location.
     """
 
-    def __init__(self, context: Context, me: Membership, *, save: int) -> None:
+    def __init__(self, context: Context, membership: Membership, *, save: int) -> None:
         require_no_resume(context.options)
         if context.options.extensions:
             raise InvalidOptionError("Options(extensions=…) does not apply to files. Remove it")
         self._context = context
-        self._draft = Draft(context, save_id=str(uuid.uuid4()), attempt=me.attempt)
-        self._attempt = me.attempt
+        self._draft = Draft(context, save_id=new_save_id(), attempt=membership.attempt)
+        self._attempt = membership.attempt
         self._save = save
-        self._num_ranks = me.num_ranks
-        # Another process of this rank may have written under the same attempt.
+        self._num_ranks = membership.num_ranks
+        # The numbers begin at random: another process of this rank may have written under the same attempt.
         self._numbers = itertools.count(secrets.randbits(_RANDOM_BITS))
         self._indices = itertools.count()
         self._lock = threading.Lock()
@@ -147,9 +142,7 @@ class FilesJob:
             return
         log = read_log(context.client)
         if log.current_number is not None:
-            raise CheckpointExistsError(
-                f"Checkpoint already exists at {context.uri}: nothing was written", uri=context.uri, hint=OVERWRITE_HINT
-            )
+            raise exists_error(context.uri)
         self._draft.number = log.highest_number + 1
 
     def open(self, path: str) -> FileWriter:
@@ -179,21 +172,21 @@ class FilesJob:
         key = receipt_key(self._attempt, context.rank, number)
         context.client.call(context.store.put, key, views, crc32c=crc32c_of(views))
 
-    def commit_files(self, planned: Collection[str] = ()) -> None:
+    def commit_files(self, planned_paths: Collection[str] = ()) -> None:
         """Commit the files of all ranks, which must have written all of theirs.
 
-        Raises `IncompleteSaveError` if a file of `planned` is missing, or if the receipts contradict each other.
+        Raises `IncompleteSaveError` if a file of `planned_paths` is missing, or if the receipts contradict each other.
         """
         context = self._context
-        known: dict[str, FileReceipt] = {}
+        receipts_by_key: dict[str, FileReceipt] = {}
 
         def look() -> list[str]:
-            self._read_receipts(known)
-            return self._find_problems(known.values(), planned)
+            self._read_receipts(receipts_by_key)
+            return self._find_problems(receipts_by_key.values(), planned_paths)
 
         problems = context.client.confirm(
             look,
-            evidence=tuple,
+            unconfirmed=tuple,
             changing=lambda: CheckpointChangedError(f"{context.uri} changes all the time", uri=context.uri),
         )
         if problems:
@@ -202,23 +195,21 @@ class FilesJob:
                 f"`cloudckpt gc {context.uri}`",
                 uri=context.uri,
             )
-        receipts = [receipt for receipt in known.values() if receipt.save == self._save]
+        receipts = [receipt for receipt in receipts_by_key.values() if receipt.save == self._save]
         try:
             self._draft.commit(_content_of(receipts, self._num_ranks))
             num_bytes = sum(receipt.size_bytes for receipt in receipts)
             _log.info(
                 "saved %s: %d bytes in %d files of %d ranks", context.uri, num_bytes, len(receipts), self._num_ranks
             )
-        finally:  # no other commit can use them, whatever the outcome of this one
-            try:
-                context.client.restarted().delete(sorted(known))
-            except StoreError as error:
-                _log.warning("could not remove receipts: %s. %s", error, gc_advice(context.uri))
+        finally:  # whatever the outcome, no other commit can use the receipts
+            with logging_store_errors("remove receipts", uri=context.uri):
+                context.client.unstopped_copy().delete(sorted(receipts_by_key))
 
-    def _read_receipts(self, known: dict[str, FileReceipt]) -> None:
-        """Add the receipts of all ranks to `known`, by their keys."""
+    def _read_receipts(self, receipts_by_key: dict[str, FileReceipt]) -> None:
+        """Add the receipts of all ranks to `receipts_by_key`."""
         context = self._context
-        keys = [key for key in _list_receipts(context, self._attempt) if key not in known]
+        keys = [key for key in _list_receipts(context, self._attempt) if key not in receipts_by_key]
 
         def read(key: str) -> None:
             data = memoryview(context.client.call(context.store.read, key, max_bytes=_MAX_RECEIPT_BYTES))
@@ -227,14 +218,11 @@ class FilesJob:
                 raise IncompleteSaveError(
                     f"{context.client.url(key)} is damaged, so nothing was committed. Save again", uri=context.uri
                 )
-            known[key] = _DECODER.decode(document)
+            receipts_by_key[key] = _RECEIPT_DECODER.decode(document)
 
-        for _ in each_done(
-            keys, read, num_threads=context.connections, name="cloudckpt-receipts", on_failure=context.stop
-        ):
-            pass
+        run_all(keys, read, num_threads=context.connections, name="cloudckpt-receipts", on_failure=context.stop)
 
-    def _find_problems(self, receipts_of_job: Collection[FileReceipt], planned: Collection[str]) -> list[str]:
+    def _find_problems(self, receipts_of_job: Collection[FileReceipt], planned_paths: Collection[str]) -> list[str]:
         receipts = [receipt for receipt in receipts_of_job if receipt.save == self._save]
         paths = Counter(receipt.path for receipt in receipts)
         by_rank: dict[int, list[int]] = {}
@@ -244,7 +232,7 @@ class FilesJob:
         in_other_tries = sorted({receipt.rank for receipt in receipts_of_job} - by_rank.keys())
         late = sorted({receipt.rank for receipt in receipts if receipt.number != self._draft.number})
         checks = (
-            (sorted(set(planned) - paths.keys()), "these files were planned, and no rank has written them: {}"),
+            (sorted(set(planned_paths) - paths.keys()), "these files were planned, and no rank has written them: {}"),
             ([path for path, count in paths.items() if count > 1], "two saves at once, or two ranks, have written {}"),
             (unlisted, "the store does not list all that was written by {}"),
             (in_other_tries, "only another try to save there has files of {}"),
@@ -284,14 +272,14 @@ def _content_of(receipts: Collection[FileReceipt], num_ranks: int) -> Content:
 
 
 class _UnsentParts:
-    """The bytes of an object that are not sent yet (see `cloudckpt.io.resume.Body`), by the offset of their part."""
+    """The bytes of an object that are not sent yet (see `cloudckpt.io.body.Body`), by the offset of their part."""
 
     def __init__(self, free: list[bytearray]) -> None:
         self.size_bytes = 0
         self._parts: dict[int, bytearray] = {}
         self._free = free
 
-    def hold(self, begin: int, buffer: bytearray) -> None:
+    def add(self, begin: int, buffer: bytearray) -> None:
         self._parts[begin] = buffer
 
     @contextlib.contextmanager
@@ -306,9 +294,9 @@ class _UnsentParts:
 class FileWriter(io.RawIOBase):
     """A file that is uploaded in parts beside the writing, to as many objects as it takes. For one thread at a time.
 
-    The size is known only in the end, and the header of a safetensors file has it. So the first part of an object is
-    held until then. Holds at most ``Options.staging_bytes``, if the store accepts parts as small as that. `close`
-    completes the file. A ``with`` block that fails and the destructor abort it.
+    The header of a safetensors file has the size, which is known only at the end. Until then, the first part of an
+    object is kept in memory. All parts in memory take at most ``Options.staging_bytes``, if the store accepts parts
+    of that size. `close` completes the file. A ``with`` block that fails and the destructor abort it.
     """
 
     _session: UploadSession | None = None
@@ -327,11 +315,11 @@ class FileWriter(io.RawIOBase):
         self._on_done = on_done
         options, advanced, store = context.options, context.options.advanced, context.store
         self._header_bytes = len(_lay_out(path, MAX_BYTES, offset=MAX_BYTES))
-        held_bytes = choose_held_part_bytes(
+        held_bytes = fit_part_bytes(
             options.staging_bytes,
-            # Count the parts that wait, those that are sent, the first one and the one that is filled.
+            # In memory are the parts that wait, those that are being sent, the first one and the one being filled.
             connections=2 * context.connections + 2,
-            most_bytes=advanced.part_bytes,
+            max_bytes=advanced.part_bytes,
             tile_bytes=advanced.tile_bytes,
         )
         part_bytes = max(held_bytes, 2 * self._header_bytes)
@@ -345,7 +333,7 @@ class FileWriter(io.RawIOBase):
         self._max_parts = len(parts) if store.capabilities.multipart else 1
         self._free: list[bytearray] = []
         self._session = context.new_uploads(
-            client=context.client.restarted(),
+            client=context.client.unstopped_copy(),
             part_bytes=self._part_bytes,
             tile_bytes=advanced.tile_bytes,
             daemon=True,  # the file may never be closed
@@ -358,26 +346,26 @@ class FileWriter(io.RawIOBase):
         self._body = _UnsentParts(self._free)
         self._upload: ObjectUpload = self._uploads.begin(self._new_key(), self._body)
         self._parts: list[Part] = []
-        self._first = self._buffer = self._take_buffer()
+        self._first_buffer = self._buffer = self._take_buffer()
         self._filled_bytes = self._header_bytes
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Buffer) -> int:
-        """Append `data`. Waits while too much is on its way."""
+        """Append `data`. Waits while too many parts are being sent."""
         if self._session is None:
             raise ValueError(f"{self._path} is closed")
-        with memoryview(data) as given, given.cast("B") as view:
-            done = 0
-            while done < len(view):
+        with memoryview(data) as data_view, data_view.cast("B") as view:
+            offset = 0
+            while offset < len(view):
                 if self._filled_bytes == self._part_bytes:
                     self._end_part()
-                step = min(self._part_bytes - self._filled_bytes, len(view) - done)
-                self._buffer[self._filled_bytes : self._filled_bytes + step] = view[done : done + step]
-                self._filled_bytes += step
-                done += step
-            return done
+                num_bytes = min(self._part_bytes - self._filled_bytes, len(view) - offset)
+                self._buffer[self._filled_bytes : self._filled_bytes + num_bytes] = view[offset : offset + num_bytes]
+                self._filled_bytes += num_bytes
+                offset += num_bytes
+            return offset
 
     def _end_part(self) -> None:
         """Send the part that is full, unless it is the first. More bytes follow."""
@@ -386,7 +374,7 @@ class FileWriter(io.RawIOBase):
             return
         part = self._new_part()
         if part.number > 1:
-            self._body.hold(part.offset_bytes, self._buffer)
+            self._body.add(part.offset_bytes, self._buffer)
             self._uploads.append(self._upload, part)
         self._buffer, self._filled_bytes = self._take_buffer(), 0
 
@@ -407,9 +395,9 @@ class FileWriter(io.RawIOBase):
         header = _lay_out(
             self._path, num_bytes, offset=None if is_whole else self._offset, header_bytes=self._header_bytes
         )
-        self._first[: len(header)] = header
-        self._body.hold(last.offset_bytes, self._buffer)
-        self._body.hold(first.offset_bytes, self._first)
+        self._first_buffer[: len(header)] = header
+        self._body.add(last.offset_bytes, self._buffer)
+        self._body.add(first.offset_bytes, self._first_buffer)
         if last is not first:
             self._uploads.append(self._upload, last)
         self._uploads.finish(self._upload, self._parts, missing=[first])
@@ -448,7 +436,7 @@ class FileWriter(io.RawIOBase):
             self._abort(error)
         self.close()
 
-    # At the end of the process, the module's names may be deleted before the file. So the file keeps this one.
+    # The default argument keeps the function: at the process's end, the module's names may be deleted before the file.
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Python may call this in any thread, also in one that `_abort` would wait for.
         if self._session is not None and not _is_finalizing():

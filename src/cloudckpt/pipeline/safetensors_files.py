@@ -1,6 +1,6 @@
 """Safetensors files as a checkpoint: a single file, or a folder in Hugging Face's layout.
 
-Their headers say what a manifest says, except for checksums. So `Reader` reads them as it reads any checkpoint.
+Their headers become a manifest without checksums, so that `Reader` reads them as it reads any checkpoint.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from cloudckpt._workers import each_done
+from cloudckpt._workers import run_all
 from cloudckpt.commit.entries import manifest_number
 from cloudckpt.commit.log import TORCH_METADATA_KEY, Resolved, has_torch_checkpoint, read_current, require_current
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    Hint,
     ObjectNotFoundError,
     ShortObjectError,
     UnsupportedValueError,
@@ -44,12 +45,13 @@ from cloudckpt.format.safetensors import (
     INDEX_NAME,
     INDEX_SUFFIX,
     LENGTH_BYTES,
-    MEMBER_DECODER,
     SINGLE_NAME,
     SUFFIX,
     HeaderMember,
+    decode_header,
     find_header_end,
 )
+from cloudckpt.format.validation import MAX_NDIM
 from cloudckpt.io.download import download_range
 from cloudckpt.options import KIB, MIB
 from cloudckpt.pipeline.context import Context
@@ -57,8 +59,7 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.uri import Location, folder_and_name
 
 _log = logging.getLogger("cloudckpt")
-_METADATA_KEY = "__metadata__"
-# Exports do not write the last of these tags, because older readers do not know them.
+# The four tags that are written out here occur only in files of other programs: older readers do not know them.
 _DTYPE_OF_TAG = {
     tag: dtype
     for tag, dtype in {
@@ -70,8 +71,6 @@ _DTYPE_OF_TAG = {
     }.items()
     if hasattr(torch, dtype)
 }
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_MAX_NDIM = 64
 _MAX_INDEX_BYTES = 256 * MIB
 _FIRST_READ_BYTES = 64 * KIB  # holds the header of most files
 _UNIT_BYTES = 64  # keeps elements of every size whole in each request
@@ -91,8 +90,8 @@ def folder_of(source: Context) -> tuple[Context, str | None]:
 def find_source(context: Context) -> tuple[Context, Resolved]:
     """Return the checkpoint at `context`, or else the safetensors files there, with the folder that has the objects.
 
-    A URI that names a file is that file. Raises what `resolve` raises if there is neither, and also if there is a
-    checkpoint of torch's own writer.
+    A URI with the name of a safetensors file or index stands for that file, if it exists. Raises the errors of
+    `resolve` if there is neither, and if there is a checkpoint of torch's own writer.
     """
     names_file = folder_of(context)[1] is not None
     if names_file and (files := find_files(context)) is not None:
@@ -132,7 +131,9 @@ def list_source(source: Context) -> SafetensorsFiles:
     context, name = folder_of(source)
     if name is None and (path := source.location.local_path) is not None and Path(path).is_file():
         raise CheckpointNotFoundError(
-            f"{source.uri} is no {SUFFIX} file. Import a file of torch.save in the format 'torch'", uri=source.uri
+            f"{source.uri} is no {SUFFIX} file",
+            uri=source.uri,
+            hint=Hint(advice="To import a file of torch.save, {option}", option="format", value="'torch'"),
         )
     return SafetensorsFiles(context, name, uri=source.uri)
 
@@ -152,12 +153,7 @@ def _parse_header(header: bytes, size_bytes: int) -> tuple[list[_Entry], dict[st
 
     Raises `ValueError` if the file is cut or no safetensors file.
     """
-    try:
-        members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(members.pop(_METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: MEMBER_DECODER.decode(raw) for name, raw in members.items()}
-    except _UNDECODABLE as error:
-        raise ValueError(f"its header is not that of a safetensors file: {error}") from error
+    entries, metadata = decode_header(header)
     tensors = [_check_entry(name, entry, len(header)) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     ends = [len(header), *(tensor.end for tensor in tensors)]
@@ -169,16 +165,16 @@ def _parse_header(header: bytes, size_bytes: int) -> tuple[list[_Entry], dict[st
     return tensors, metadata
 
 
-def _check_entry(name: str, entry: HeaderMember, base: int) -> _Entry:
+def _check_entry(name: str, entry: HeaderMember, header_bytes: int) -> _Entry:
     begin, end = entry.data_offsets
-    if not 0 <= begin <= end or len(entry.shape) > _MAX_NDIM or any(length < 0 for length in entry.shape):
+    if not 0 <= begin <= end or len(entry.shape) > MAX_NDIM or any(length < 0 for length in entry.shape):
         raise ValueError(f"{name!r:.200} has the impossible shape {entry.shape!r:.200} at [{begin}, {end})")
     dtype = _DTYPE_OF_TAG.get(entry.dtype)
     if dtype is not None and end - begin != math.prod(entry.shape) * ITEMSIZE_BYTES[dtype]:
         raise ValueError(
             f"{name!r:.200} has {end - begin} bytes, and a tensor of shape {entry.shape!r:.200} has another number"
         )
-    return _Entry(name, entry.dtype, entry.shape, base + begin, base + end)
+    return _Entry(name, entry.dtype, entry.shape, header_bytes + begin, header_bytes + end)
 
 
 class SafetensorsFiles:
@@ -198,22 +194,24 @@ class SafetensorsFiles:
         """The tags of tensors whose dtype torch does not have, by name."""
         self._tensors: dict[str, StoredTensor] = {}
         self._metadata: dict[str, str] = {}
-        # No checksum covers these files, so an answer that is wrong once must not count.
-        context.client.confirm(self._look, errors=(CheckpointNotFoundError, CorruptCheckpointError))
+        # No checksum covers these files, so an answer that finds damage must be confirmed.
+        unlisted = context.client.confirm(self._read_headers, errors=(CheckpointNotFoundError, CorruptCheckpointError))
+        if unlisted:
+            _log.warning("%s has tensors that its index does not name, left out: %s", uri, quote_names(unlisted))
 
     @property
     def ties(self) -> dict[str, str]:
         """Names of tensors by the names that `safetensors.torch.save_model` left out and recorded in the metadata."""
         return {
-            name: kept
-            for name, kept in self._metadata.items()
-            if kept in self._tensors and name not in self._tensors and name != _FRAMEWORK_KEY
+            name: stored_name
+            for name, stored_name in self._metadata.items()
+            if stored_name in self._tensors and name not in self._tensors and name != _FRAMEWORK_KEY
         }
 
     @property
     def manifest(self) -> FilesManifest:
         """The files as a checkpoint: its tensors are in the order of the files and of the bytes in them."""
-        tensors = self._tensors | {name: self._tensors[kept] for name, kept in self.ties.items()}
+        tensors = self._tensors | {name: self._tensors[stored_name] for name, stored_name in self.ties.items()}
         content = msgspec.json.encode([[(file.key, file.size_bytes) for file in self.files], tensors])
         return FilesManifest(
             format=FORMAT_NAME,
@@ -226,40 +224,42 @@ class SafetensorsFiles:
             objects=[StoredObject(key=file.key, size=file.size_bytes, crc32c="") for file in self.files],
             tensors=tensors,
             values={},
-            writes=tuple(file.write for file in self.files),
+            write_ids=tuple(file.write_id for file in self.files),
             unknown=self.unknown,
         )
 
-    def _look(self) -> None:
-        """Find the tensors."""
-        keys, weight_map = self._choose()
-        found: dict[str, tuple[ObjectInfo, list[_Entry], dict[str, str]]] = {}
+    def _read_headers(self) -> list[str]:
+        """Read the index and the headers of the files, and fill the attributes from them.
+
+        Returns the names of the tensors that the index lacks.
+        """
+        keys, weight_map = self._choose_files()
+        headers: dict[str, tuple[ObjectInfo, list[_Entry], dict[str, str]]] = {}
 
         def read(key: str) -> None:
-            found[key] = self._read_header(key, is_indexed=weight_map is not None)
+            headers[key] = self._read_header(key, is_indexed=weight_map is not None)
 
-        for _ in each_done(
-            keys, read, num_threads=self.context.connections, name="cloudckpt-headers", on_failure=lambda: None
-        ):
-            pass
+        run_all(keys, read, num_threads=self.context.connections, name="cloudckpt-headers")
         self.files, self.unknown, self._tensors, self._metadata = [], {}, {}, {}
         for number, key in enumerate(keys):
-            file, entries, metadata = found[key]
+            file, entries, metadata = headers[key]
             self.files.append(file)
             self._metadata |= metadata
             for entry in entries:
                 if weight_map is None or weight_map.get(entry.name) == key:
                     self._add(entry, number)
-        lost = sorted(set(weight_map or ()) - self._tensors.keys())
-        if lost:
+        missing = sorted(set(weight_map or ()) - self._tensors.keys())
+        if missing:
             raise CorruptCheckpointError(
-                f"{self._uri} lacks {quote_names(lost)}, which its index names: a file is incomplete",
-                uri=self._uri,
+                f"{self._uri} lacks {quote_names(missing)}, which its index names: a file is incomplete", uri=self._uri
             )
+        in_files = {entry.name for _, entries, _ in headers.values() for entry in entries}
+        return [] if weight_map is None else sorted(in_files - weight_map.keys())
 
     def _add(self, entry: _Entry, number: int) -> None:
         if (other := self._tensors.get(entry.name)) is not None:
-            urls = [self.context.client.url(self.files[at].key) for at in (other.chunks[0].object_index, number)]
+            files = (self.files[index] for index in (other.chunks[0].object_index, number))
+            urls = [self.context.client.url(file.key) for file in files]
             raise UnsupportedValueError(
                 f"{entry.name!r} is in {urls[0]} and in {urls[1]}, and no index says which one to take", uri=self._uri
             )
@@ -270,7 +270,7 @@ class SafetensorsFiles:
         chunk = Chunk((0,) * len(shape), shape, number, entry.begin, entry.end)
         self._tensors[entry.name] = StoredTensor(dtype=dtype, shape=shape, chunks=[chunk])
 
-    def _choose(self) -> tuple[list[str], dict[str, str] | None]:
+    def _choose_files(self) -> tuple[list[str], dict[str, str] | None]:
         """Return the names of the files, and the file of each tensor if there is an index."""
         name = self._name
         if name is not None and name.endswith(SUFFIX):
@@ -278,17 +278,16 @@ class SafetensorsFiles:
         index_name = name
         if index_name is None:
             changing = CheckpointChangedError(
-                f"{self._uri} lists other files each time, and has no index that names them. Try again",
-                uri=self._uri,
+                f"{self._uri} lists other files each time, and has no index that names them. Try again", uri=self._uri
             )
-            keys, here = self.context.client.confirm(
+            keys, names_here = self.context.client.confirm(
                 self._list_files,
-                evidence=lambda found: None if INDEX_NAME in found[1] else ("no index", *found[1]),
+                unconfirmed=lambda listed: None if INDEX_NAME in listed[1] else ("no index", *listed[1]),
                 changing=lambda: changing,
             )
-            indices = [key for key in here if key.endswith(INDEX_SUFFIX)]
+            indices = [name for name in names_here if name.endswith(INDEX_SUFFIX)]
             if not indices:
-                names = [key for key in here if key.endswith(SUFFIX)]
+                names = [name for name in names_here if name.endswith(SUFFIX)]
                 if not names:
                     raise CheckpointNotFoundError(
                         f"no safetensors file exists at {self._uri}{_suggest_folders(keys)}", uri=self._uri
@@ -296,18 +295,16 @@ class SafetensorsFiles:
                 return names, None
             if len(indices) > 1 and INDEX_NAME not in indices:
                 raise UnsupportedValueError(
-                    f"{self._uri} has several indices: name one of {quote_names(indices)}",
-                    uri=self._uri,
+                    f"{self._uri} has several indices: name one of {quote_names(indices)}", uri=self._uri
                 )
             index_name = INDEX_NAME if INDEX_NAME in indices else indices[0]
         weight_map = self._read_index(index_name)
         return sorted(set(weight_map.values())), weight_map
 
     def _list_files(self) -> tuple[list[str], list[str]]:
-        """List all keys, and the files of the folder. Without an index, two listings must agree on the files."""
+        """Return all keys below the folder, and the names of the files directly in it."""
         keys = sorted(info.key for info in self.context.client.list())
-        here = sorted({key for key in keys if "/" not in key} | list_links(self.context.location))
-        return keys, here
+        return keys, sorted({key for key in keys if "/" not in key} | list_links(self.context.location))
 
     def _read_index(self, name: str) -> dict[str, str]:
         client, url = self.context.client, self.context.client.url(name)
@@ -329,9 +326,9 @@ class SafetensorsFiles:
         client, url = self.context.client, self.context.client.url(key)
         try:
             file = client.require(key)
-            header = self._read_beginning(file, b"", _FIRST_READ_BYTES)
+            header = self._extend_beginning(file, b"", _FIRST_READ_BYTES)
             end = find_header_end(header[:LENGTH_BYTES], size_bytes=file.size_bytes)
-            header = self._read_beginning(file, header, end)[:end]
+            header = self._extend_beginning(file, header, end)[:end]
             entries, metadata = _parse_header(header, file.size_bytes)
         except ObjectNotFoundError as error:
             if is_indexed:
@@ -347,18 +344,18 @@ class SafetensorsFiles:
             )
         return file, entries, metadata
 
-    def _read_beginning(self, file: ObjectInfo, known: bytes, end: int) -> bytes:
-        """Return the first `end` bytes of a file, or all if it is shorter. The first are `known`."""
-        rest = bytearray(max(min(end, file.size_bytes) - len(known), 0))
-        if rest:
-            download_range(self.context.client, key=file.key, begin=len(known), views=[memoryview(rest)])
-        return known + bytes(rest)
+    def _extend_beginning(self, file: ObjectInfo, beginning: bytes, end: int) -> bytes:
+        """Return the first `end` bytes of a file, or all if it is shorter. It begins with the bytes of `beginning`."""
+        missing = bytearray(max(min(end, file.size_bytes) - len(beginning), 0))
+        if missing:
+            download_range(self.context.client, key=file.key, begin=len(beginning), views=[memoryview(missing)])
+        return beginning + bytes(missing)
 
 
 def list_links(folder: Location) -> set[str]:
-    """Return the symbolic links in a local folder, except for those to folders.
+    """Return the names of the symbolic links in a local folder, except for links to folders.
 
-    Listings leave out links that may not be followed. An import must not leave out tensors.
+    A listing of the store leaves out links, but an import must not leave out tensors.
     """
     if folder.local_path is None or not Path(folder.local_path).is_dir():
         return set()

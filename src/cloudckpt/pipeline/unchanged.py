@@ -12,18 +12,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
+from cloudckpt.commit.commit import find_missing
 from cloudckpt.commit.log import read_current
-from cloudckpt.commit.publish import find_missing
 from cloudckpt.commit.references import drop_claims, is_current, put_claims
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.format.codec import unpack_tiles
-from cloudckpt.format.model import ItemReceipts, Manifest, ObjectRef
+from cloudckpt.format.model import ItemReceipts, Manifest, ObjectRef, StoredObject
 from cloudckpt.io.client import StoreClient
 from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.hashing import HashedChunk
 
 _MIN_USED_SHARE = 0.5
-"""A save refers to an object only if at least this share is unchanged: the object stays while one chunk is used."""
+"""A save refers to an object only if at least this share of it is unchanged: the object stays as a whole."""
 
 ChunkKey: TypeAlias = tuple[str, tuple[int, ...] | None]
 """The FQN of a tensor, and the offsets of a chunk in it."""
@@ -42,7 +44,7 @@ class KnownChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownChunks:
-    """The chunks that a rank may find unchanged. Rank 0 sends them to it."""
+    """The chunks of an earlier checkpoint that a rank compares with its own. Rank 0 sends them to the rank."""
 
     chunks: Mapping[ChunkKey, KnownChunk]
     objects: Mapping[int, ObjectRef]
@@ -53,9 +55,10 @@ class KnownChunks:
 def find_unchanged(
     chunks: Mapping[int, HashedChunk], known: KnownChunks | None, aliases: Mapping[int, int]
 ) -> tuple[dict[int, KnownChunk], set[int]]:
-    """Return the known chunks that a save need not send, and the positions of unchanged chunks that it sends.
+    """Return the known chunks that a save need not send, and the positions of the unchanged chunks that it sends.
 
-    It sends an unchanged chunk again if most bytes of its object have changed. Aliases stay together.
+    It sends an unchanged chunk again if most bytes of its object have changed. Either all aliases of a tensor are sent,
+    or none of them.
     """
     if known is None:
         return {}, set()
@@ -65,26 +68,26 @@ def find_unchanged(
         if (known_chunk := known.chunks.get((chunk.fqn, chunk.offsets))) is not None
         and known_chunk[:3] == (chunk.xxh3_128.hex(), chunk.dtype, chunk.lengths)
     }
-    families: defaultdict[int, set[int]] = defaultdict(set)
-    for follower, first in aliases.items():
-        families[first] |= {first, follower}
-    _drop_incomplete(unchanged, families.values())
+    groups: defaultdict[int, set[int]] = defaultdict(set)
+    for alias, first in aliases.items():
+        groups[first] |= {first, alias}
+    _drop_incomplete(unchanged, groups.values())
     used_bytes: defaultdict[int, int] = defaultdict(int)
     for object_index, begin, end in {
         (known_chunk.object_index, known_chunk.begin, known_chunk.end) for known_chunk in unchanged.values()
     }:
         used_bytes[object_index] += end - begin
-    named = {index for index, used in used_bytes.items() if used >= _MIN_USED_SHARE * known.content_bytes[index]}
-    unsent = {position: known_chunk for position, known_chunk in unchanged.items() if known_chunk.object_index in named}
-    _drop_incomplete(unsent, families.values())
+    reused = {index for index, used in used_bytes.items() if used >= _MIN_USED_SHARE * known.content_bytes[index]}
+    unsent = {position: chunk for position, chunk in unchanged.items() if chunk.object_index in reused}
+    _drop_incomplete(unsent, groups.values())
     return unsent, unchanged.keys() - unsent.keys()
 
 
-def _drop_incomplete(chunks: dict[int, KnownChunk], families: Iterable[set[int]]) -> None:
-    """Remove from `chunks` all aliases of a tensor if it lacks one of them."""
-    for family in families:
-        if not family <= chunks.keys():
-            for position in family & chunks.keys():
+def _drop_incomplete(chunks: dict[int, KnownChunk], alias_groups: Iterable[set[int]]) -> None:
+    """Remove from `chunks` each group of aliases of which it lacks one."""
+    for group in alias_groups:
+        if not group <= chunks.keys():
+            for position in group & chunks.keys():
                 del chunks[position]
 
 
@@ -111,31 +114,37 @@ def receipts_of(
     ]
 
 
-class Base:
-    """A committed checkpoint beside a save, to whose objects the save may refer. Belongs to the rank that commits.
+class BaseCheckpoint:
+    """A committed checkpoint beside a save, to whose objects the save may refer.
 
-    The constructor puts the claims of the save. `keep_claims` or `drop_claims` must follow.
+    Only the rank that commits has one; if each host has a directory of its own, each rank. The constructor puts the
+    claims of the save. `keep_claims` or `drop_claims` must follow.
 
     Args:
         context: The place of the save.
         folder: The folder of the checkpoint.
         attempt: The attempt of the save.
+        base_attempt: The attempt that the checkpoint must have. Other ranks of this host put the same claims then, so
+            the claims stay after an error. None: any attempt, and no other rank puts them.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint in `folder`.
-        CheckpointChangedError: The checkpoint is being replaced or removed.
+        CheckpointChangedError: The checkpoint is being replaced or removed, or has another attempt.
         InvalidOptionError: The checkpoint was saved without hashes, or with tiles of another length.
         CheckpointError: The manifest is damaged.
 
     """
 
-    def __init__(self, context: Context, folder: str, *, attempt: str) -> None:
+    def __init__(self, context: Context, folder: str, *, attempt: str, base_attempt: str | None = None) -> None:
         client, own_folder = context.client_at(folder), context.location.name
         _, manifest = read_current(client)
         if manifest is None:
             raise CheckpointNotFoundError(f"there is no checkpoint at {client.uri} to refer to", uri=client.uri)
+        if base_attempt not in (None, manifest.attempt):
+            raise CheckpointChangedError(f"{client.uri} is not the checkpoint of the other hosts", uri=client.uri)
+        self.folder, self.attempt = folder, manifest.attempt
         _check_fit(manifest, client.uri, tile_bytes=context.options.advanced.tile_bytes)
-        self._context, self._attempt, self._tile_bytes = context, attempt, manifest.tile_bytes
+        self._context, self._user_attempt, self._tile_bytes = context, attempt, manifest.tile_bytes
         self._objects = manifest.objects
         holders = [stored.folder or folder for stored in manifest.objects]
         self._holders: Sequence[str] = holders
@@ -158,9 +167,14 @@ class Base:
             _check_current(client, manifest)
             missing = [find_missing(context.client_at(holder), sizes)[0] for holder, sizes in sizes_bytes.items()]
         except Exception:  # after an interrupt, gc removes the claims
-            self.drop_claims()
+            if base_attempt is None:
+                self.drop_claims()
             raise
-        self._missing = frozenset[str]().union(*missing)
+        self._missing_keys = frozenset[str]().union(*missing)
+
+    def has(self, key: str) -> bool:
+        """Return True if the object at `key` existed here when this was made."""
+        return key not in self._missing_keys
 
     def known_chunks(self, keys: Iterable[ChunkKey]) -> KnownChunks:
         """Return the chunks of the checkpoint with one of `keys`, if their objects exist."""
@@ -168,7 +182,7 @@ class Base:
             key: chunk
             for key in keys
             if (chunk := self._chunks.get(key)) is not None
-            and self._objects[chunk.object_index].key not in self._missing
+            and self._objects[chunk.object_index].key not in self._missing_keys
         }
         used = {chunk.object_index for chunk in chunks.values()}
         return KnownChunks(
@@ -176,6 +190,31 @@ class Base:
             objects={index: self._ref(index) for index in used},
             content_bytes={index: self._objects[index].size - self._header_ends[index] for index in used},
         )
+
+    def find_objects(self, manifest: Manifest) -> dict[int, StoredObject]:
+        """Return the objects that `manifest`, of another place, need not bring along, each as a reference.
+
+        Such an object equals one here in size and checksums, and each chunk that `manifest` has in it, in its hash.
+        """
+        if manifest.tile_bytes != self._tile_bytes:
+            return {}
+        found: dict[int, int] = {}
+        others = {value.object_index for value in manifest.values.values()}
+        for fqn, tensor in manifest.tensors.items():
+            hashes = itertools.chain(tensor.xxh3_128s, itertools.repeat(""))
+            for chunk, xxh3_128 in zip(tensor.chunks, hashes, strict=False):
+                known = self._chunks.get((fqn, chunk.offsets))
+                base_index = -1 if known is None else known.object_index
+                wanted = (xxh3_128, tensor.dtype, chunk.lengths, base_index, chunk.begin, chunk.end)
+                if known != wanted or found.setdefault(chunk.object_index, base_index) != base_index:
+                    others.add(chunk.object_index)
+        refs: dict[int, StoredObject] = {}
+        for index, base_index in found.items():
+            stored, base = manifest.objects[index], self._objects[base_index]
+            is_there = base.key not in self._missing_keys
+            if is_there and index not in others and (stored.size, stored.crc32c) == (base.size, base.crc32c):
+                refs[index] = msgspec.structs.replace(base, folder=self._holders[base_index])
+        return refs
 
     def _ref(self, index: int) -> ObjectRef:
         stored = self._objects[index]
@@ -196,15 +235,15 @@ class Base:
 
     def _put_claims(self, claims: Mapping[str, Collection[str]]) -> None:
         context = self._context
-        put_claims(context.client_at, claims, attempt=self._attempt, folder=context.location.name)
+        put_claims(context.client_at, claims, attempt=self._user_attempt, folder=context.location.name)
 
     def drop_claims(self) -> None:
-        """Remove the claims, after a save that can have no commit any more."""
+        """Remove the claims, after a save that can no longer commit."""
         context = self._context
         drop_claims(
-            lambda folder: context.client_at(folder).restarted(),
+            lambda folder: context.client_at(folder).unstopped_copy(),
             self._claims,
-            attempt=self._attempt,
+            attempt=self._user_attempt,
             folder=context.location.name,
         )
 

@@ -16,6 +16,7 @@ For every store and every method:
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -31,6 +32,10 @@ _JOINED_BYTES = 512 * 1024
 _crc32c: Any = checksums.crc32c  # annotated with bytes, but takes any buffer
 _T = TypeVar("_T")
 _LARGE_COPY_BYTES = 256 * 1024
+
+
+class ObjectTooLargeError(StoreError):
+    """The object has more bytes than the caller reads."""
 
 
 class RequestRunner(Protocol):
@@ -67,6 +72,8 @@ class Capabilities:
     """Unfinished uploads are hidden files of cloudckpt beside their keys. One closed folder fails their listing."""
     copies_within: str = ""
     """The service that copies between its stores (`Store.copy_from`); empty if the store cannot be asked to copy."""
+    copies_ranges: bool = False
+    """This service also copies ranges of objects into parts of uploads (`Store.copy_part`)."""
     observed: str = field(default="", compare=False)
     """The behaviour, seen by a probe, that denies `conditional_create`; empty if no probe was made."""
 
@@ -99,14 +106,14 @@ class ObjectInfo:
     """False if the store reports no time of the write: `modified_at` is then the time of the answer."""
 
     @property
-    def write(self) -> str:
-        """A text that another write changes, as far as the store can tell."""
+    def write_id(self) -> str:
+        """A text that identifies the write, as far as the store can tell."""
         return f"{self.size_bytes} {self.version or (self.modified_at.isoformat() if self.has_time else '')}"
 
     def is_same_write(self, other: ObjectInfo) -> bool:
         """Return True if nothing was written between two listings, as far as the store shows it."""
         if bool(self.version) == bool(other.version):
-            return self.write == other.write
+            return self.write_id == other.write_id
         return (self.size_bytes, self.modified_at) == (other.size_bytes, other.modified_at)
 
 
@@ -137,7 +144,8 @@ class UploadedPart:
     part: Part
     token: str
     """The text that completes the upload with this part (an ETag on S3)."""
-    crc32c: int
+    crc32c: int | None
+    """None for a part that the service has copied without a checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +224,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def read(self, key: str, *, max_bytes: int) -> bytes:
-        """Return the whole object. Raises `StoreError` if it is larger than `max_bytes`."""
+        """Return the whole object. Raises `ObjectTooLargeError` if it has more than `max_bytes`."""
 
     @abc.abstractmethod
     def head(self, key: str) -> ObjectInfo:
@@ -232,7 +240,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove the objects, in the order given. A key without an object is no error."""
+        """Remove the objects. A key without an object is no error.
+
+        Neighbouring `keys` of one folder may be removed in any order. All other objects are removed in the order of
+        `keys`.
+        """
 
     @abc.abstractmethod
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
@@ -262,6 +274,14 @@ class Store(abc.ABC):
         problem = f"this store cannot have the service copy {source_url}. Read it and write it."
         raise self.error(UnsupportedOperationError, "copy_from", target_key, problem)
 
+    def copy_part(self, key: str, upload_id: str, part: Part, *, source_url: str, source_begin: int) -> FoundPart:
+        """Have the service make a part of an upload from the object at `source_url`, from byte `source_begin` on.
+
+        The rest is as for `copy_from` and `upload_part`. Only the checksums of the result show which bytes were copied.
+        """
+        problem = f"this store cannot have the service copy a range of {source_url}. Read it and write it."
+        raise self.error(UnsupportedOperationError, "copy_part", key, problem)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -274,7 +294,7 @@ class Call:
     num_bytes: int = 0
     """Size of the body that the call sends or fills; 0 if there is none."""
     part_number: int | None = None
-    """Number of the part that the call uploads, from 1 on; None if it uploads no part."""
+    """Number of the part that the call uploads or copies, from 1 on; None if it does neither."""
     offset_bytes: int | None = None
     """The begin of the range that the call reads."""
 
@@ -360,6 +380,11 @@ class ForwardingStore(Store):
         call = Call(operation="copy_from", key=target_key)
         return self.around(call, lambda: self.inner.copy_from(source_url, target_key, run=run))
 
+    def copy_part(self, key: str, upload_id: str, part: Part, *, source_url: str, source_begin: int) -> FoundPart:
+        call = Call(operation="copy_part", key=key, part_number=part.number)
+        copy = functools.partial(self.inner.copy_part, source_url=source_url, source_begin=source_begin)
+        return self.around(call, lambda: copy(key, upload_id, part))
+
 
 def num_bytes(views: Views) -> int:
     """Return the total size of `views`."""
@@ -415,20 +440,20 @@ def combine_tile_crc32cs(values: Sequence[int], *, tile_bytes: int, size_bytes: 
 def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
     """Yield the same bytes in order, in groups of at most `max_bytes` and `max_views`, without empty views."""
     group: list[memoryview] = []
-    room_bytes = max_bytes
+    free_bytes = max_bytes
     for view in views:
-        left, left_bytes = view, view.nbytes
-        while left_bytes >= room_bytes:
-            group.append(left[:room_bytes])
+        remaining, remaining_bytes = view, view.nbytes
+        while remaining_bytes >= free_bytes:
+            group.append(remaining[:free_bytes])
             yield group
-            left, left_bytes = left[room_bytes:], left_bytes - room_bytes
-            group, room_bytes = [], max_bytes
-        if left_bytes:
-            group.append(left)
-            room_bytes -= left_bytes
+            remaining, remaining_bytes = remaining[free_bytes:], remaining_bytes - free_bytes
+            group, free_bytes = [], max_bytes
+        if remaining_bytes:
+            group.append(remaining)
+            free_bytes -= remaining_bytes
             if len(group) == max_views:
                 yield group
-                group, room_bytes = [], max_bytes
+                group, free_bytes = [], max_bytes
     if group:
         yield group
 
@@ -439,7 +464,7 @@ def join_views(views: Views) -> memoryview | bytes:
 
 
 def skip_bytes(views: Views, num_bytes_done: int) -> list[memoryview]:
-    """Return the rest of `views` after the first `num_bytes_done` bytes."""
+    """Return `views` without their first `num_bytes_done` bytes."""
     for index, view in enumerate(views):
         if num_bytes_done < view.nbytes:
             return [view[num_bytes_done:], *views[index + 1 :]]
@@ -456,6 +481,13 @@ def check_key(store: Store, key: str, operation: str) -> None:
             key=f"{store.uri}/{key}",
             operation=operation,
         )
+
+
+def check_size(store: Store, key: str, size_bytes: int, *, max_bytes: int) -> None:
+    """Raise `ObjectTooLargeError` if an object to read has more than `max_bytes`."""
+    if size_bytes > max_bytes:
+        problem = f"the object has {size_bytes:,} bytes, more than the {max_bytes:,} allowed."
+        raise store.error(ObjectTooLargeError, "read", key, problem)
 
 
 def check_crc32c(store: Store, key: str, operation: str, *, expected: int, actual: int) -> None:

@@ -43,6 +43,7 @@ from cloudckpt.stores.base import (
     batches,
     check_crc32c,
     check_key,
+    check_size,
     copy_into,
     crc32c_of,
     num_bytes,
@@ -84,7 +85,7 @@ class FsspecStore(Store):
         self._root = str(kind._strip_protocol(location.uri)).rstrip("/")
         self._lock = threading.Lock()
         self._shared: Filesystem = None
-        self._of_thread = threading.local()
+        self._thread_state = threading.local()
         self._is_atomic = location.scheme in ATOMIC_SCHEMES
         can_create = self._is_atomic and "overwrite" in inspect.signature(kind._pipe_file).parameters
         self.capabilities = Capabilities(conditional_create=can_create, multipart=False, verifies_crc32c=False)
@@ -102,7 +103,7 @@ class FsspecStore(Store):
         return self._location.uri
 
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
-        with self._needs_root("put", key), self._call("put", key) as (filesystem, path):
+        with self._requiring_root(key), self._call("put", key) as (filesystem, path):
             check_crc32c(self, key, "put", expected=crc32c, actual=crc32c_of(views))
             if if_absent and not self.capabilities.conditional_create:
                 problem = (
@@ -143,9 +144,7 @@ class FsspecStore(Store):
             body = bytes(filesystem.cat_file(path, start=0, end=min(size_bytes, max_bytes) + 1)) if size_bytes else b""
             if len(body) < min(size_bytes, max_bytes):
                 self._check_whole(filesystem, key, path, "read", len(body))
-        if max(size_bytes, len(body)) > max_bytes:
-            problem = f"the object has {max(size_bytes, len(body))} bytes, more than the {max_bytes} allowed."
-            raise self.error(StoreError, "read", key, problem)
+        check_size(self, key, max(size_bytes, len(body)), max_bytes=max_bytes)
         return body
 
     def head(self, key: str) -> ObjectInfo:
@@ -195,7 +194,7 @@ class FsspecStore(Store):
         return iter(())
 
     @contextlib.contextmanager
-    def _needs_root(self, operation: str, key: str) -> Iterator[None]:
+    def _requiring_root(self, key: str) -> Iterator[None]:
         try:
             yield
         except ObjectNotFoundError as error:  # a write needs only the bucket or folder above the key
@@ -203,7 +202,7 @@ class FsspecStore(Store):
                 "its bucket or folder does not exist, or these credentials may not see it. Create it, or correct its "
                 "name."
             )
-            raise self.error(BucketNotFoundError, operation, key, problem) from error
+            raise self.error(BucketNotFoundError, "put", key, problem) from error
 
     @contextlib.contextmanager
     def _call(self, operation: str, key: str, *, is_key: bool = True) -> Iterator[tuple[Filesystem, str]]:
@@ -220,9 +219,9 @@ class FsspecStore(Store):
         Most synchronous file systems hold one connection, which two threads cannot share.
         """
         if not self._kind.async_impl:
-            if not hasattr(self._of_thread, "instance"):
-                self._of_thread.instance = self._make_filesystem()
-            return self._of_thread.instance
+            if not hasattr(self._thread_state, "instance"):
+                self._thread_state.instance = self._make_filesystem()
+            return self._thread_state.instance
         with self._lock:
             if self._shared is None:
                 self._shared = self._make_filesystem()
@@ -231,8 +230,8 @@ class FsspecStore(Store):
     def _make_filesystem(self) -> Filesystem:
         """Make an instance that shares nothing with other users of fsspec, and caches no listings if it can."""
         options = {**self._options, "skip_instance_cache": True}
-        takes = inspect.signature(self._kind.__init__).parameters.values()
-        if any(taken.kind is taken.VAR_KEYWORD or taken.name == "use_listings_cache" for taken in takes):
+        parameters = inspect.signature(self._kind.__init__).parameters.values()
+        if any(item.kind is item.VAR_KEYWORD or item.name == "use_listings_cache" for item in parameters):
             options["use_listings_cache"] = False
         with _importing(self._location.scheme):  # some file systems import their package only now
             return self._kind(**options)
@@ -274,7 +273,7 @@ def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
     try:
         infos = filesystem.find(path, detail=True)
     except FileNotFoundError as error:
-        if is_absence_error(error):
+        if _is_absence_error(error):
             return {}
         raise
     # adlfs returns an empty list if the folder is an object.
@@ -298,7 +297,7 @@ def _entries(filesystem: Filesystem, path: str) -> Sequence[Mapping[str, Any]]:
     try:
         entries: Sequence[Mapping[str, Any]] = filesystem.ls(path, detail=True)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if isinstance(error, FileNotFoundError) and not is_absence_error(error):
+        if isinstance(error, FileNotFoundError) and not _is_absence_error(error):
             raise
         return []
     return entries
@@ -310,16 +309,16 @@ def _size(info: Mapping[str, Any]) -> int:
 
 def _object_info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     version = next((str(info[name]) for name in _VERSION_NAMES if info.get(name)), "")
-    known_time = _modified_at(info)
+    written_at = _modified_at(info)
     # An object of this moment is never old enough for gc.
-    modified_at = datetime.now(tz=timezone.utc) if known_time is None else known_time
+    modified_at = datetime.now(tz=timezone.utc) if written_at is None else written_at
     return ObjectInfo(
-        key=key, size_bytes=_size(info), modified_at=modified_at, version=version, has_time=known_time is not None
+        key=key, size_bytes=_size(info), modified_at=modified_at, version=version, has_time=written_at is not None
     )
 
 
 def _modified_at(info: Mapping[str, Any]) -> datetime | None:
-    """Return the time of the write; None if the file system does not tell it."""
+    """Return the time of the write; None if the file system does not report it."""
     for name in _TIME_NAMES:
         value = info.get(name)
         if isinstance(value, str):
@@ -348,7 +347,7 @@ def _stream(filesystem: Filesystem, path: str, views: Views) -> None:
         if commit := getattr(file, "commit", None):
             commit()
     except BaseException:
-        _discard(filesystem, file, None if existed else path)
+        _discard(filesystem, file, new_path=None if existed else path)
         raise
 
 
@@ -357,25 +356,25 @@ def _exists(filesystem: Filesystem, path: str) -> bool:
     try:
         filesystem.info(path)
     except FileNotFoundError as error:
-        if is_absence_error(error):
+        if _is_absence_error(error):
             return False
         raise
     return True
 
 
-def _discard(filesystem: Filesystem, file: Any, fresh_path: str | None) -> None:
-    # A failure here must not hide the error that led here; gc removes what is left.
+def _discard(filesystem: Filesystem, file: Any, *, new_path: str | None) -> None:
+    # A failure here must not hide the error that led here; gc removes the remains.
     with contextlib.suppress(Exception):
         file.discard()
     # A buffered file whose destructor finds it open sends its last block, and some complete the object with it.
     with contextlib.suppress(Exception):
         file.closed = True
-    if fresh_path is not None:
+    if new_path is not None:
         with contextlib.suppress(Exception):
-            filesystem.rm_file(fresh_path)
+            filesystem.rm_file(new_path)
 
 
-STATUS_TABLE: dict[int, type[StoreError]] = {
+_STATUS_TABLE: dict[int, type[StoreError]] = {
     **{status: rule.error for status, rule in STATUSES.items()},
     400: StoreError,
     401: CredentialsError,
@@ -388,10 +387,10 @@ STATUS_TABLE: dict[int, type[StoreError]] = {
 }
 
 # By name, so that a lookup imports nothing.
-BEFORE_STATUS_TABLE: dict[str, type[StoreError]] = {
+_BEFORE_STATUS_TABLE: dict[str, type[StoreError]] = {
     "azure.core.exceptions.ResourceExistsError": ObjectExistsError,  # with the status 409, as transient errors
 }
-CLASS_TABLE: dict[str, type[StoreError]] = {
+_CLASS_TABLE: dict[str, type[StoreError]] = {
     "aiohttp.client_exceptions.ClientConnectionError": TransientStoreError,
     "aiohttp.client_exceptions.ClientPayloadError": TransientStoreError,
     "aiohttp.client_exceptions.ClientResponseError": TransientStoreError,
@@ -421,7 +420,7 @@ CLASS_TABLE: dict[str, type[StoreError]] = {
     "xml.etree.ElementTree.ParseError": TransientStoreError,
 }
 # Behind a `FileNotFoundError`, these say no more than it does: a name that is in no table, no listing, no folder.
-_OF_ABSENCE = ("builtins.LookupError", "builtins.StopIteration", "ftplib.error_perm")
+_ABSENCE_CLASSES = ("builtins.LookupError", "builtins.StopIteration", "ftplib.error_perm")
 
 _ADVICE: dict[type[StoreError], str] = {
     AccessDeniedError: "Grant these credentials that operation.",
@@ -456,7 +455,7 @@ def translating(key: str, operation: str, options: Mapping[str, Any]) -> Iterato
         raise translate(error, key=key, operation=operation, options=options) from error
 
 
-def is_absence_error(error: FileNotFoundError) -> bool:
+def _is_absence_error(error: FileNotFoundError) -> bool:
     """Return True if `error` says that nothing exists, and not that something failed on the way to it."""
     return _kind(error) is ObjectNotFoundError
 
@@ -464,20 +463,20 @@ def is_absence_error(error: FileNotFoundError) -> bool:
 def _kind(error: BaseException) -> type[StoreError]:
     names = [f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__]
     for name in names:
-        if name in BEFORE_STATUS_TABLE:
-            return BEFORE_STATUS_TABLE[name]
+        if name in _BEFORE_STATUS_TABLE:
+            return _BEFORE_STATUS_TABLE[name]
     for status in _statuses(error):
         # gcsfs keeps it as text at times
-        if isinstance(status, (int, str)) and str(status).isdigit() and int(status) in STATUS_TABLE:
-            return STATUS_TABLE[int(status)]
+        if isinstance(status, (int, str)) and str(status).isdigit() and int(status) in _STATUS_TABLE:
+            return _STATUS_TABLE[int(status)]
     # An error with a number is the operating system's. A context, unlike a cause, may be unrelated.
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and error.errno is None and cause is not None:
-        is_absence = any(f"{base.__module__}.{base.__qualname__}" in _OF_ABSENCE for base in type(cause).__mro__)
+        is_absence = any(f"{base.__module__}.{base.__qualname__}" in _ABSENCE_CLASSES for base in type(cause).__mro__)
         return ObjectNotFoundError if is_absence else _kind(cause)
     for name in names:
-        if name in CLASS_TABLE:
-            return CLASS_TABLE[name]
+        if name in _CLASS_TABLE:
+            return _CLASS_TABLE[name]
     if isinstance(error, OSError):
         return TransientStoreError if error.errno is None else ERRNO_TABLE.get(error.errno, (StoreError,))[0]
     return StoreError

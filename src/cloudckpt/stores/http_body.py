@@ -12,16 +12,12 @@ import socket
 import ssl
 import struct
 import sys
+from collections.abc import Iterator
 from email.errors import MissingHeaderBodySeparatorDefect
 from types import MethodDescriptorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cloudckpt.stores.base import batches, join_views, num_bytes, skip_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cloudckpt.stores.base import Views
+from cloudckpt.stores.base import Views, batches, join_views, num_bytes, skip_bytes
 
 _SENT_AT_ONCE_BYTES = 256 * 1024  # a larger piece could take longer than a timeout on a slow line
 _MAX_SENT_BYTES = 1024 * 1024 * 1024
@@ -32,9 +28,7 @@ MAX_RECEIVED_BYTES = 8 * 1024 * 1024
 _MIN_RECEIVED_BYTES = 256 * 1024
 SHARE_OF_TIMEOUT = 0.25
 GATHERED_BYTES = 512 * 1024
-_MAX_HELD_BYTES = 32 * 1024  # OpenSSL may have most of one record already
-
-
+_MAX_RECORD_BYTES = 32 * 1024  # OpenSSL may have most of one record already
 _CRC32C_BYTES = 4
 
 
@@ -55,8 +49,8 @@ def decode_crc32c(encoded: object) -> int | None:
 class ViewsBody:
     """A readable file over memory views, which copies none of them.
 
-    A connection of `make_cancellable` takes all views at once (`take_rest`). For others, ``read(n)`` takes `n` for a
-    hint and returns a view: HTTP libraries ask for 16 to 128 KiB, and would make thousands of calls for a part.
+    A connection of `make_cancellable` takes all views at once (`take_remaining`). For others, ``read(n)`` takes `n` for
+    a hint and returns a view: HTTP libraries ask for 16 to 128 KiB, and would make thousands of calls for a part.
     """
 
     def __init__(self, views: Views) -> None:
@@ -67,19 +61,21 @@ class ViewsBody:
     def __len__(self) -> int:
         return self._size_bytes
 
-    def read(self, _size_hint: int | None = -1, /) -> memoryview | bytes:
-        """Return the rest of a view, of any size; nothing at the end."""
-        rest = self._rest()
-        if not rest:
+    def read(self, size_hint: int | None = -1, /) -> memoryview | bytes:
+        """Return the remaining bytes of one view, of any size; nothing at the end. Without a hint, return all bytes."""
+        if size_hint is None or size_hint < 0:  # as moto does in the process of its user
+            return b"".join(self.take_remaining())
+        remaining = self._remaining()
+        if not remaining:
             return b""
-        self._position_bytes += rest[0].nbytes
-        return rest[0]
+        self._position_bytes += remaining[0].nbytes
+        return remaining[0]
 
-    def take_rest(self) -> list[memoryview]:
-        """Return all that is left."""
-        rest = self._rest()
+    def take_remaining(self) -> list[memoryview]:
+        """Return all bytes that were not read."""
+        remaining = self._remaining()
         self._position_bytes = self._size_bytes
-        return rest
+        return remaining
 
     def tell(self) -> int:
         """Return the number of bytes before the next piece."""
@@ -93,7 +89,7 @@ class ViewsBody:
         self._position_bytes = min(max(offset + bases_bytes[whence], 0), self._size_bytes)
         return self._position_bytes
 
-    def _rest(self) -> list[memoryview]:
+    def _remaining(self) -> list[memoryview]:
         return skip_bytes(self._views, self._position_bytes)
 
 
@@ -113,9 +109,9 @@ def send_all(connection: Any, views: Views) -> None:
         return
     with _waiting_in_the_kernel(connection, socket.SO_SNDTIMEO):
         for batch in batches(views, max_bytes=_MAX_SENT_BYTES, max_views=_MAX_VIEWS):
-            left = batch
-            while left:
-                left = skip_bytes(left, connection.sendmsg(left))
+            unsent = batch
+            while unsent:
+                unsent = skip_bytes(unsent, connection.sendmsg(unsent))
 
 
 class WholeHeadResponse(http.client.HTTPResponse):
@@ -146,8 +142,8 @@ class _HeadReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.connection, name)
 
-    def readline(self, most_bytes: int) -> bytes:
-        self.last_line = self.connection.readline(most_bytes)
+    def readline(self, max_bytes: int) -> bytes:
+        self.last_line = self.connection.readline(max_bytes)
         if b"\r" in self.last_line.removesuffix(b"\n").removesuffix(b"\r"):
             raise http.client.IncompleteRead(b"")  # the parser would take what follows for a header of its own
         return self.last_line
@@ -193,34 +189,35 @@ class ResponseBody:
             return
         awaited_bytes = response.length
         try:
-            held_bytes = len(response.fp.peek())
-            for piece in next(batches(views, max_bytes=held_bytes, max_views=len(views)), []) if held_bytes else []:
+            buffered_bytes = len(response.fp.peek())
+            buffered = batches(views, max_bytes=buffered_bytes, max_views=len(views)) if buffered_bytes else iter(())
+            for piece in next(buffered, []):
                 response.readinto(piece)
-            rest = skip_bytes(views, held_bytes)
+            remaining = skip_bytes(views, buffered_bytes)
             if isinstance(connection, ssl.SSLSocket):
-                _receive_records(response, connection, rest)
+                _receive_records(response, connection, remaining)
                 return
             with _waiting_in_the_kernel(connection, socket.SO_RCVTIMEO):
-                for batch in batches(rest, max_bytes=MAX_RECEIVED_BYTES, max_views=_MAX_VIEWS):
-                    left = batch
-                    while left:
-                        count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
+                for batch in batches(remaining, max_bytes=MAX_RECEIVED_BYTES, max_views=_MAX_VIEWS):
+                    unfilled = batch
+                    while unfilled:
+                        count = connection.recvmsg_into(unfilled, 0, socket.MSG_WAITALL)[0]
                         if not count:
                             raise BodyEndedError
                         response.length -= count  # http.client continues from here
-                        left = skip_bytes(left, count)
+                        unfilled = skip_bytes(unfilled, count)
         finally:
             self.received_bytes += awaited_bytes - response.length
 
     def close(self, *, reuse: bool) -> None:
         """Give the connection back. It is used again only if `reuse` and if the body was read to its end."""
-        if not reuse or not self._is_at_end() or self._holds_more():
+        if not reuse or not self._is_at_end() or self._has_bytes_after_body():
             self._body.close()
         release = getattr(self._raw, "release_conn", None)
         if release is not None:
             release()
 
-    def _holds_more(self) -> bool:
+    def _has_bytes_after_body(self) -> bool:
         """Return True if OpenSSL has bytes after the body: the pool looks for them in the kernel alone."""
         return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
 
@@ -265,14 +262,14 @@ def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> 
     GIL. It no longer does so at the body's end, and on a slow line: the timeout has to bound a stall.
     """
     timeout_s = connection.gettimeout() or 0.0
-    left_bytes = num_bytes(views)
+    remaining_bytes = num_bytes(views)
     is_gathering = True
     _wait_for(connection, GATHERED_BYTES, timeout_s * SHARE_OF_TIMEOUT)
     try:
         for view in views:
             begin = 0
             while begin < view.nbytes:
-                if is_gathering and left_bytes < GATHERED_BYTES + _MAX_HELD_BYTES:
+                if is_gathering and remaining_bytes < GATHERED_BYTES + _MAX_RECORD_BYTES:
                     is_gathering = False
                     _wait_for(connection, 1, timeout_s)
                 try:
@@ -280,20 +277,20 @@ def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> 
                 except TimeoutError:
                     if not is_gathering:
                         raise
-                    left_bytes = 0  # a slow line: gather no more
+                    remaining_bytes = 0  # a slow line: gather no more
                     continue
                 if not count:
                     raise BodyEndedError
                 begin += count
-                left_bytes -= count
+                remaining_bytes -= count
                 response.length -= count  # http.client continues from here
     finally:
         _wait_for(connection, 1, timeout_s)
 
 
-def _wait_for(connection: socket.socket, least_bytes: int, timeout_s: float) -> None:
+def _wait_for(connection: socket.socket, min_bytes: int, timeout_s: float) -> None:
     with contextlib.suppress(OSError):  # such a kernel gathers nothing
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min_bytes)
     connection.settimeout(timeout_s)
 
 
@@ -315,6 +312,6 @@ def _waiting_in_the_kernel(connection: socket.socket, option: int) -> Iterator[N
 
 
 def _set_kernel_timeout(connection: socket.socket, option: int, timeout_s: float) -> None:
-    least_us = 1 if timeout_s > 0 else 0  # zero means no timeout
-    timeval = struct.pack("@ll", int(timeout_s), max(int(timeout_s % 1 * 1e6), least_us))
+    min_us = 1 if timeout_s > 0 else 0  # zero means no timeout
+    timeval = struct.pack("@ll", int(timeout_s), max(int(timeout_s % 1 * 1e6), min_us))
     connection.setsockopt(socket.SOL_SOCKET, option, timeval)

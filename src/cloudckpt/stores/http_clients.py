@@ -11,40 +11,31 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
+from cloudckpt._clock import compare_with_store
 from cloudckpt._this_process import is_first_warning, warn_user
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
-from cloudckpt.stores.clock import compare_with_store
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
 _MAX_CLIENTS = 16
 _MAX_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3
-_CONFIGURING = (
+_SHARED_PREFIXES = (
     "ALL_PROXY",
-    "API_ENDPOINT_OVERRIDE",
     "APPDATA",
-    "AWS_",
-    "BOTO_",
-    "CLOUDSDK_",
     "CURL_CA_BUNDLE",
-    "GCE_METADATA",
-    "GOOGLE_",
     "HOME",
     "HTTPS_PROXY",
     "HTTP_PROXY",
-    "NO_GCE_CHECK",
     "NO_PROXY",
     "REQUESTS_CA_BUNDLE",
-    "STORAGE_EMULATOR_HOST",
 )
-"""The beginnings of the names of the variables from which the SDKs take their configuration."""
+"""The beginnings of the names of the variables from which every SDK takes its configuration."""
 
 Config = TypeVar("Config")
 
@@ -108,9 +99,16 @@ Client = TypeVar("Client", bound=SDKClient)
 
 
 class ClientCache(Generic[Config, Client]):
-    """The most recently used clients of one SDK in this process: one for each configuration and environment."""
+    """The most recently used clients of one SDK in this process: one for each configuration and environment.
 
-    def __init__(self, make: Callable[[ClientKey[Config]], Client]) -> None:
+    Args:
+        make: Makes a client.
+        environment_prefixes: The beginnings of the names of the variables that configure this SDK alone.
+
+    """
+
+    def __init__(self, make: Callable[[ClientKey[Config]], Client], *, environment_prefixes: tuple[str, ...]) -> None:
+        self._prefixes = (*_SHARED_PREFIXES, *environment_prefixes)
         self._lock = threading.Lock()
         self._replacing = threading.Lock()
 
@@ -122,7 +120,7 @@ class ClientCache(Generic[Config, Client]):
 
     def client_for(self, key: ClientKey[Config]) -> Client:
         """Return the client for `key` and the present environment. Make it if there is none."""
-        environment = sorted(item for item in os.environ.items() if item[0].upper().startswith(_CONFIGURING))
+        environment = sorted(item for item in os.environ.items() if item[0].upper().startswith(self._prefixes))
         with self._lock:
             return self._make_for(key, tuple(environment))
 
@@ -195,9 +193,7 @@ class CallScope:
         _current.scope = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _current.scope = self._outer
         with self._lock:
             self._sockets.clear()  # another call may use the connection from now on
@@ -241,7 +237,11 @@ def make_cancellable(pool_classes_by_scheme: Mapping[str, Any]) -> dict[str, Any
     return followed
 
 
-class _FollowedConnection:
+_Connection: Any = object
+"""The class that `_FollowedConnection` is mixed into, for mypy, which does not know urllib3 here."""
+
+
+class _FollowedConnection(_Connection):  # type: ignore[misc]  # its base is Any
     """A mixin for urllib3's connections."""
 
     sock: Any
@@ -250,17 +250,17 @@ class _FollowedConnection:
     _is_clock_compared = False
 
     def connect(self) -> None:
-        super().connect()  # type: ignore[misc]  # of the class that it is mixed into
+        super().connect()
         follow(self.sock)
 
     def request(self, method: str, url: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
         follow(self.sock)
         if isinstance(body, ViewsBody):
-            body = [body.take_rest()]  # urllib3 2 gives each item to `send`, and urllib3 1 the list
-        return super().request(method, url, body, *args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+            body = [body.take_remaining()]  # urllib3 2 gives each item to `send`, and urllib3 1 the list
+        return super().request(method, url, body, *args, **kwargs)
 
     def getresponse(self, *args: Any, **kwargs: Any) -> Any:
-        response = super().getresponse(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        response = super().getresponse(*args, **kwargs)
         if not self._is_clock_compared:
             self._is_clock_compared = True
             compare_with_store(response.headers.get("Date"), response.headers.get("Age"), self.host)
@@ -271,4 +271,4 @@ class _FollowedConnection:
         if isinstance(data, list) and data:
             send_all(self.sock, data[0] if isinstance(data[0], list) else data)
         else:
-            super().send(data)  # type: ignore[misc]  # of the class that it is mixed into
+            super().send(data)

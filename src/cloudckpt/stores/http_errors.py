@@ -53,7 +53,9 @@ ACCOUNT = ErrorRule(AccessDeniedError, "The account or project may not use the s
 BUCKET = ErrorRule(
     BucketNotFoundError, "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name."
 )
-CANNOT = ErrorRule(UnsupportedOperationError, "This store does not offer the operation, or not with these options.")
+NOT_SUPPORTED = ErrorRule(
+    UnsupportedOperationError, "This store does not offer the operation, or not with these options."
+)
 CLOSED = ErrorRule(TransientStoreError, "{endpoint} closed the connection. Try again.")
 CONNECT_LATE = ErrorRule(
     StoreTimeoutError,
@@ -61,25 +63,29 @@ CONNECT_LATE = ErrorRule(
 )
 DENIED = ErrorRule(AccessDeniedError, "Grant {permission} to these credentials.")
 EXISTS = ErrorRule(ObjectExistsError, "An object exists at this key already; it was left as it is.")
-FILES = ErrorRule(TransientStoreError, TOO_MANY_FILES)
+NO_FREE_FILES = ErrorRule(TransientStoreError, TOO_MANY_FILES)
 FOREIGN = ErrorRule(
     TransientStoreError,
-    "Is a proxy or a load balancer between? Try again; if it persists, check endpoint_url, and what answers at "
-    "{endpoint}.",
+    "Is there a proxy or a load balancer in between? Try again; if it persists, check endpoint_url, and what answers "
+    "at {endpoint}.",
 )
 FULL = ErrorRule(StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
-LARGE = ErrorRule(StoreError, "The object or part is larger than the store takes. Lower object_bytes or part_bytes.")
+TOO_LARGE = ErrorRule(
+    StoreError, "The object or part is larger than the store takes. Lower object_bytes or part_bytes."
+)
 TRY_AGAIN = ErrorRule(TransientStoreError, "Try again; if it persists, check the health of {endpoint}.")
 NO_OBJECT = ErrorRule(ObjectNotFoundError, "No object exists at this key.")
 PROXY = ErrorRule(TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
 READ_LATE = ErrorRule(StoreTimeoutError, "{endpoint} made no progress in time. Try again.")
-REQUEST = ErrorRule(StoreError, "The store refuses the request as it stands. Check the storage options and the key.")
-SHORT = ErrorRule(ShortObjectError, "The object ends before the range that was asked for.")
-SOURCE_LATER = ErrorRule(
+BAD_REQUEST = ErrorRule(
+    StoreError, "The store refuses the request as it stands. Check the storage options and the key."
+)
+TOO_SHORT = ErrorRule(ShortObjectError, "The object ends before the range that was asked for.")
+CREDENTIALS_UNREACHED = ErrorRule(
     TransientStoreError,
     "It is asked until timeout_s is over. If it stays so, look into that service, or pass other credentials.",
 )
-SLOWER = ErrorRule(ThrottledError, "Send fewer requests: fewer connections, or other key prefixes.")
+SLOW_DOWN = ErrorRule(ThrottledError, "Send fewer requests: fewer connections, or other key prefixes.")
 TLS = ErrorRule(TransientStoreError, "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.")
 UNREACHED = ErrorRule(
     TransientStoreError,
@@ -98,18 +104,18 @@ CLIENT_ERROR, SERVER_ERROR = 400, 500
 STATUSES: Mapping[int, ErrorRule] = {
     403: DENIED,
     404: NO_OBJECT,
-    405: CANNOT,
+    405: NOT_SUPPORTED,
     408: TRY_AGAIN,
     409: TRY_AGAIN,
     412: EXISTS,
-    413: LARGE,
-    416: SHORT,
-    429: SLOWER,
-    501: CANNOT,
+    413: TOO_LARGE,
+    416: TOO_SHORT,
+    429: SLOW_DOWN,
+    501: NOT_SUPPORTED,
     507: FULL,
 }
-"""Rules for codes that a table lacks, and for answers without a body. For others: `TRY_AGAIN` from 500 on, `REQUEST`
-below."""
+"""Rules for codes that a table lacks, and for answers without a body. For others: `TRY_AGAIN` from 500 on, and
+`BAD_REQUEST` below."""
 
 
 def by_name(groups: Sequence[tuple[ErrorRule, str]]) -> dict[str, ErrorRule]:
@@ -160,7 +166,7 @@ class ErrorTable:
 
     def rule_for_answer(self, code: str, status: int) -> ErrorRule:
         """Return the rule for an answer of the service."""
-        fallback = TRY_AGAIN if status >= SERVER_ERROR else REQUEST
+        fallback = TRY_AGAIN if status >= SERVER_ERROR else BAD_REQUEST
         return self.codes.get(code) or self.statuses.get(status, fallback)
 
     def rule_for_exception(self, error: Exception) -> ErrorRule | None:
@@ -187,6 +193,8 @@ def build_error(rule: ErrorRule, request: FailedRequest, *, reason: str) -> Stor
         endpoint=request.endpoint,
         permission=request.permission,
     )
+    if rule is BUCKET and request.bucket != request.bucket.lower():
+        advice += " New buckets have no capital letters in their names."
     reason = " ".join(mask(reason, request.secrets).split())
     if len(reason) > _MAX_CHARACTERS:
         reason = f"{reason[:_MAX_CHARACTERS]}…"
@@ -204,13 +212,13 @@ def translate_exception(
     if isinstance(error, ForeignAnswerError):
         return build_error(FOREIGN, request, reason=str(error))
     if isinstance(error, CredentialSourceError):
-        failure = build_error(SOURCE_LATER, request, reason=str(error))
+        failure = build_error(CREDENTIALS_UNREACHED, request, reason=str(error))
         failure.is_unsent = True
         return failure
     rule = library_rule or _network_rule(error)
     if rule in _NETWORK_RULES:
         rule = _refine_network_rule(rule, error, certificate=table.certificate)
-    if rule is None and _is_of_parsing(error, table):
+    if rule is None and _is_parse_failure(error, table):
         rule = FOREIGN
     if rule is None:
         return None
@@ -220,11 +228,11 @@ def translate_exception(
     if is_quoted and error.args and isinstance(error.args[0], str):
         return build_error(rule, request, reason=f"{name}: {error.args[0]}")
     failure = build_error(rule, request, reason=_network_reason(error) or name)
-    failure.is_unsent = rule is FILES
+    failure.is_unsent = rule is NO_FREE_FILES
     return failure
 
 
-def _is_of_parsing(error: Exception, table: ErrorTable) -> bool:
+def _is_parse_failure(error: Exception, table: ErrorTable) -> bool:
     """Return True if the SDK failed to parse an answer, which it does for any foreign XML or JSON."""
     if not isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError):
         return False
@@ -248,7 +256,7 @@ def _network_rule(error: Exception) -> ErrorRule | None:
 def _refine_network_rule(rule: ErrorRule | None, error: Exception, *, certificate: ErrorRule) -> ErrorRule | None:
     chain = list(_causes(error))
     if is_out_of_files(error):
-        return FILES
+        return NO_FREE_FILES
     if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
         return certificate
     # A body that cannot be sent in time appears as a closed connection.

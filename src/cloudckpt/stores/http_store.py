@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -21,20 +21,20 @@ from cloudckpt.errors import (
 )
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores import probe
-from cloudckpt.stores.base import Capabilities, Store, check_key, num_bytes
+from cloudckpt.stores.base import Capabilities, Store, Views, check_key, check_size, num_bytes
 from cloudckpt.stores.http_body import BodyEndedError, ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey
-from cloudckpt.stores.http_errors import FILES, FailedRequest, build_error, mask, may_open_no_file
-
-if TYPE_CHECKING:
-    from cloudckpt.stores.base import Views
-    from cloudckpt.uri import Location
+from cloudckpt.stores.http_errors import NO_FREE_FILES, FailedRequest, build_error, mask, may_open_no_file
+from cloudckpt.uri import Location
 
 _MAX_NAME_CHARACTERS = 200
 _LISTINGS = ("list", "list_directories", "list_uploads")
 _MAX_PER_ROW = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 _MIN_PER_ROW = 17
-_BETWEEN = "Is a proxy or a load balancer between? Try again; if it persists, use another store or another route to it."
+_BETWEEN = (
+    "Is there a proxy or a load balancer in between? Try again; if it persists, use another store or another route to "
+    "it."
+)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 
@@ -87,8 +87,8 @@ class HTTPSession(abc.ABC):
     @property
     def secrets(self) -> tuple[str, ...]:
         """Texts that no message may show."""
-        known = self.client_key.config if self._client is None else self._client
-        return (*known.secrets, *self._former_secrets)
+        source = self.client_key.config if self._client is None else self._client
+        return (*source.secrets, *self._former_secrets)
 
     def failed_request(self, operation: str, api: str, key: str, *, secrets: tuple[str, ...] = ()) -> FailedRequest:
         """Describe the request `api` about `key`, for an error. `secrets` are further secrets of this request."""
@@ -136,7 +136,7 @@ class HTTPSession(abc.ABC):
                 raise
             if isinstance(translated, CredentialsError) and may_open_no_file():  # including the credentials'
                 request = self.failed_request(operation, api, key)
-                translated = build_error(FILES, request, reason="the credentials' files cannot be read")
+                translated = build_error(NO_FREE_FILES, request, reason="the credentials' files cannot be read")
                 translated.is_unsent = True
                 self.cache.clear()
                 self._client = None
@@ -198,7 +198,7 @@ class HTTPSession(abc.ABC):
     def check_goes_on(self, operation: str, *, prefix: str, token: object, last_token: object) -> None:
         """Raise `UnsupportedOperationError` if the next page is the page just read: the listing would never end."""
         if token == last_token:
-            problem = "the listing goes round in circles: the store, or a proxy before it, ignores page tokens."
+            problem = "the listing repeats its pages: the store, or a proxy before it, ignores page tokens."
             raise self.error(UnsupportedOperationError, operation, prefix, problem)
 
 
@@ -255,7 +255,7 @@ class HTTPStore(Store):
             answer = session.prepare_get("read_into", name, (offset_bytes, end_bytes))()
         body, content_range, length_bytes = session.open_body(answer)
         with session.receiving(body, "read_into", name):
-            check_range(session, name, content_range, length_bytes, offset_bytes=offset_bytes, end_bytes=end_bytes)
+            _check_range(session, name, content_range, length_bytes, offset_bytes=offset_bytes, end_bytes=end_bytes)
             body.fill(views)
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
@@ -269,9 +269,7 @@ class HTTPStore(Store):
                 raise session.error(
                     TransientStoreError, "read", name, f"the whole object was asked for, and {problem}. {_BETWEEN}"
                 )
-            if size_bytes > max_bytes:
-                problem = f"the object has {size_bytes:,} bytes; at most {max_bytes:,} are expected here."
-                raise session.error(StoreError, "read", name, problem)
+            check_size(self, key, size_bytes, max_bytes=max_bytes)
             content = bytearray(size_bytes)
             body.fill([memoryview(content)])
         return bytes(content)
@@ -310,7 +308,7 @@ class HTTPStore(Store):
         probe.refuse_if_ignored(self, key, endpoint=endpoint, bucket=self.session.bucket)
 
 
-def check_range(
+def _check_range(
     session: HTTPSession,
     key: str,
     content_range: str | None,

@@ -6,9 +6,10 @@ import functools
 import os
 import threading
 import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cloudckpt.errors import (
     ObjectExistsError,
@@ -17,6 +18,7 @@ from cloudckpt.errors import (
     StoreError,
     UnsupportedOperationError,
 )
+from cloudckpt.options import Options
 from cloudckpt.stores.base import (
     Capabilities,
     FoundPart,
@@ -30,20 +32,16 @@ from cloudckpt.stores.base import (
     Views,
     check_crc32c,
     check_key,
+    check_size,
     copy_into,
     crc32c_of,
     num_bytes,
     run_once,
     sort_parts,
 )
+from cloudckpt.uri import Location
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from cloudckpt.options import Options
-    from cloudckpt.uri import Location
-
-DEFAULT_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 32, max_parts=10_000, max_put_bytes=1 << 32)
+_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 32, max_parts=10_000, max_put_bytes=1 << 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ class MemoryStore(Store):
     fork, raises `UnsupportedOperationError`: no other process could see what it saves.
     """
 
-    def __init__(self, name: str, prefix: str = "", *, limits: Limits = DEFAULT_LIMITS, pid: int | None = None) -> None:
+    def __init__(self, name: str, prefix: str = "", *, limits: Limits = _LIMITS, pid: int | None = None) -> None:
         self._name = name
         self._prefix = f"{prefix}/" if prefix else ""
         self._shared = BUCKETS.setdefault(name, _Bucket(pid=os.getpid()))
@@ -97,6 +95,7 @@ class MemoryStore(Store):
             is_near=True,
             is_private=True,
             copies_within="memory",
+            copies_ranges=True,
         )
 
     @classmethod
@@ -186,7 +185,7 @@ class MemoryStore(Store):
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         body = self._object("read", key).body
-        self._check_size("read", key, len(body), max_bytes)
+        check_size(self, key, len(body), max_bytes=max_bytes)
         return body
 
     def head(self, key: str) -> ObjectInfo:
@@ -223,8 +222,7 @@ class MemoryStore(Store):
         with bucket.lock:
             parts = sorted(self._upload(bucket, "list_parts", key, upload_id).parts.items())
         for number, body in parts:
-            crc32c = crc32c_of([memoryview(body)])
-            yield FoundPart(number=number, size_bytes=len(body), token=_token(body), crc32c=crc32c, md5=None)
+            yield _describe_part(number, body)
 
     def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         check_key(self, target_key, "copy_from")
@@ -234,6 +232,18 @@ class MemoryStore(Store):
         with bucket.lock:
             bucket.objects[self._prefix + target_key] = _MemoryObject(body=body, modified_at=self.now())
         return crc32c_of([memoryview(body)])
+
+    def copy_part(self, key: str, upload_id: str, part: Part, *, source_url: str, source_begin: int) -> FoundPart:
+        name, _, source = source_url.removeprefix("memory://").partition("/")
+        body = MemoryStore(name)._object("copy_part", source).body  # noqa: SLF001  # its own class
+        piece = body[source_begin : source_begin + part.size_bytes]
+        if len(piece) != part.size_bytes:
+            problem = f"{source_url} has {len(body)} bytes, too few for {part.size_bytes} from byte {source_begin} on."
+            raise self.error(StoreError, "copy_part", key, problem)
+        bucket = self._bucket("copy_part")
+        with bucket.lock:
+            self._upload(bucket, "copy_part", key, upload_id).parts[part.number] = piece
+        return _describe_part(part.number, piece)
 
     def _bucket(self, operation: str) -> _Bucket:
         if self._pid != os.getpid():
@@ -263,6 +273,11 @@ class MemoryStore(Store):
     def _check_size(self, operation: str, key: str, size_bytes: int, max_bytes: int) -> None:
         if size_bytes > max_bytes:
             raise self.error(StoreError, operation, key, f"{size_bytes} bytes are more than the {max_bytes} allowed.")
+
+
+def _describe_part(number: int, body: bytes) -> FoundPart:
+    crc32c = crc32c_of([memoryview(body)])
+    return FoundPart(number=number, size_bytes=len(body), token=_token(body), crc32c=crc32c, md5=None)
 
 
 def _token(body: bytes) -> str:

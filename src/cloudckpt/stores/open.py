@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.options import Options, require_options
+from cloudckpt.stores.base import Store
 from cloudckpt.uri import Location, parse_location
-
-if TYPE_CHECKING:
-    import os
-
-    from cloudckpt.stores.base import Store
 
 
 def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Store:

@@ -57,18 +57,18 @@ def probe_bucket(store: Store, *, endpoint: str, bucket: str, condition: str) ->
     with _lock:
         lock = _locks.setdefault((endpoint, bucket), threading.Lock())
     with lock:
-        known = FOUND.get((endpoint, bucket))
-        if known is None:
-            known = _try_out(store, place=f"{endpoint} (bucket {bucket!r})", condition=condition)
-            FOUND[endpoint, bucket] = known
-    return known
+        found = FOUND.get((endpoint, bucket))
+        if found is None:
+            found = _try_out(store, place=f"{endpoint} (bucket {bucket!r})", condition=condition)
+            FOUND[endpoint, bucket] = found
+    return found
 
 
 def refuse_if_ignored(store: Store, key: str, *, endpoint: str, bucket: str) -> None:
     """Raise `UnsupportedOperationError` for a conditional put if this process saw the bucket ignore conditions."""
-    known = FOUND.get((endpoint, bucket))
-    if known is not None and not known.conditional_create:
-        problem = f"create-if-absent does not work here: {known.observed}. Use another store."
+    found = FOUND.get((endpoint, bucket))
+    if found is not None and not found.conditional_create:
+        problem = f"create-if-absent does not work here: {found.observed}. Use another store."
         raise store.error(UnsupportedOperationError, "put", key, problem)
 
 
@@ -136,14 +136,14 @@ class Scratch:
 
     def put(self, key: str, content: bytes, *, if_absent: bool = False, damage: int = 0) -> None:
         """Put an object. A `damage` other than 0 makes its checksum wrong."""
-        view, was_known = memoryview(content), key in self._keys
+        view, was_put = memoryview(content), key in self._keys
         self._keys[key] = None
         try:
             self.store.put(key, [view], crc32c=crc32c_of([view]) ^ damage, if_absent=if_absent)
         except (TransientStoreError, ObjectExistsError):
             raise  # it may have arrived all the same, or a proxy has sent it twice
         except StoreError:
-            if not was_known:
+            if not was_put:
                 del self._keys[key]
             raise
 
@@ -175,26 +175,27 @@ class Scratch:
         self._keys.pop(key, None)
 
     def clean_up(self) -> list[str]:
-        """Remove all objects and uploads that are left. Returns the text of each failure, which names the object."""
+        """Remove all objects and uploads. Returns the text of each failure, which names the object."""
         failures = {
-            (key, upload_id): error_of(self.store.abort_multipart, key, upload_id) for key, upload_id in self._uploads
+            (key, upload_id): try_removal(self.store.abort_multipart, key, upload_id)
+            for key, upload_id in self._uploads
         }
         keys = list(self._keys)
         # Together if the store can, so that an end by Ctrl-C is quick.
-        if len(keys) > 1 and error_of(self.store.delete, keys) is None:
+        if len(keys) > 1 and try_removal(self.store.delete, keys) is None:
             keys = []
         for key in keys:
             for _ in range(_NUM_REMOVALS):
-                failures[key, ""] = error = error_of(self.store.delete, [key])
+                failures[key, ""] = error = try_removal(self.store.delete, [key])
                 if not isinstance(error, TransientStoreError):
                     break
         return [str(error) for error in failures.values() if error is not None]
 
 
-def error_of(removal: Callable[..., None], *arguments: object) -> StoreError | None:
-    """Call `removal`. Returns the error of the store; None if it succeeded."""
+def try_removal(remove: Callable[..., None], *arguments: object) -> StoreError | None:
+    """Call `remove` with `arguments`. Returns the error of the store; None if it succeeded."""
     try:
-        removal(*arguments)
+        remove(*arguments)
     except StoreError as error:
         return error
     return None

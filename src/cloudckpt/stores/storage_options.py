@@ -102,6 +102,13 @@ def parse_text(value: Any) -> str:
     return value
 
 
+def parse_path(described: str, value: Any) -> str:
+    """Return a path. `described` says what is at the path."""
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"must be the path of {described}")
+    return value
+
+
 def parse_seconds(value: Any) -> float:
     """Return a positive number of seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_S:
@@ -127,13 +134,13 @@ def parse_endpoint(instead_of_credentials: str, value: Any) -> str:
     """Return ``http://`` or ``https://`` and a host. The error names the options for credentials."""
     if not isinstance(value, str):
         raise TypeError("must be a string")
-    _, separator, rest = value.partition("://")
-    if "@" in (rest.partition("/")[0] if separator else value):
+    _, separator, after_scheme = value.partition("://")
+    if "@" in (after_scheme.partition("/")[0] if separator else value):
         raise ValueError(f"must not hold credentials; pass {instead_of_credentials}")
     shown = re.sub(r"(?s).*@", "***@", value)  # a "/" in a password ends the host's part of a URL
     parts = urlsplit(value)
-    odd = any(character.isspace() or not character.isprintable() for character in value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or odd or "?" in value or "#" in value:
+    is_odd = any(character.isspace() or not character.isprintable() for character in value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or is_odd or "?" in value or "#" in value:
         raise ValueError(f"must look like https://host or http://host:port, not {shown!r}")
     try:
         _ = parts.port

@@ -21,7 +21,7 @@ from cloudckpt.uri import store_attributes
 
 _NAME = "cloudckpt"
 _MAX_RUNNING = 256
-"""The most operations that are kept. The end of some is never reported, as on most ranks of torch's own `save`."""
+"""The most operations in memory. The end of some is never reported, such as on most ranks of torch's own `save`."""
 _SPAN_OF_STEP = {"set_up": "plan", "write": "upload", "commit": "commit", "read": "read"}
 _COUNTED_BY_VERB = {"gc": "removals", "delete": "removals", "retention": "removals", "drain": "drains"}
 _COUNTED = {"retry": "retries", "load.skipped": "skipped", "save.tolerated": "tolerated"}
@@ -38,11 +38,7 @@ METRICS = {
     "cloudckpt.retries": ("counter", "{request}", "requests made again after a failure (`error.type`)"),
     "cloudckpt.hedges": ("counter", "{request}", "requests made twice because they took too long"),
     "cloudckpt.skipped": ("counter", "{checkpoint}", "checkpoints that `load_latest` passed over"),
-    "cloudckpt.tolerated": (
-        "counter",
-        "{save}",
-        "failed saves that did not end training (`error.type`)",
-    ),
+    "cloudckpt.tolerated": ("counter", "{save}", "failed saves that did not end training (`error.type`)"),
     "cloudckpt.removals": ("counter", "{removal}", "what `gc`, `delete` and retention removed or not (`error.type`)"),
     "cloudckpt.drains": (
         "counter",
@@ -57,10 +53,10 @@ METRICS = {
 class _Running:
     """One operation that has begun and not ended."""
 
-    def __init__(self, span: Span, *, verb: str, uri: str) -> None:
+    def __init__(self, span: Span, event: Event, *, verb: str) -> None:
         self.span = span
         self.context: Context = trace.set_span_in_context(span)
-        self.kind: Attributes = {"cloudckpt.operation": verb, **_store_of(uri)}
+        self.kind: Attributes = {"cloudckpt.operation": verb, **_place_of(event)}
         self.begun_ns = time.time_ns()
         self.plan: Span | None = None
         self.plan_begun_ns = 0
@@ -91,11 +87,11 @@ class Instrumentation:
             self._begin(event)
         elif event.name in _BYTES_ON_THEIR_WAY:
             direction = _BYTES_ON_THEIR_WAY[event.name]
-            self._metrics["io"].add(event.num_bytes, {"network.io.direction": direction, **_store_of(event.uri)})
+            self._metrics["io"].add(event.num_bytes, {"network.io.direction": direction, **_place_of(event)})
         elif event.name == "hedge":
-            self._metrics["hedges"].add(1, _store_of(event.uri))
+            self._metrics["hedges"].add(1, _place_of(event))
         elif event.name in _COUNTED:
-            self._metrics[_COUNTED[event.name]].add(1, {"error.type": event.error, **_store_of(event.uri)})
+            self._metrics[_COUNTED[event.name]].add(1, {"error.type": event.error, **_place_of(event)})
         elif verb in _COUNTED_BY_VERB:
             self._count(event, verb)
         elif event.name == "save.staged":
@@ -105,7 +101,7 @@ class Instrumentation:
 
     @contextlib.contextmanager
     def step(self, operation: str, name: str) -> Iterator[None]:
-        """Make the span of the step's phase the current one, so that spans of the step's threads hang below it."""
+        """Make the span of the step's phase the current one, so that it is the parent of other spans in the step."""
         running = self._running.get(operation)
         phase = _SPAN_OF_STEP.get(name)
         if running is None or phase is None:
@@ -131,7 +127,7 @@ class Instrumentation:
     def _begin(self, event: Event) -> None:
         verb = event.name.partition(".")[0]
         span = self._tracer.start_span(f"cloudckpt.{verb}", attributes=_attributes_of(event))
-        running = _Running(span, verb=verb, uri=event.uri)
+        running = _Running(span, event, verb=verb)
         if verb == "load":
             running.plan_begun_ns = running.begun_ns
             running.plan = self._tracer.start_span("cloudckpt.plan", running.context)
@@ -148,12 +144,12 @@ class Instrumentation:
                 self._metrics["operation.active"].add(-1, operation.kind)
 
     def _count(self, event: Event, verb: str) -> None:
-        of_store = _store_of(event.uri)
-        # OpenTelemetry's own name for a cause that the event lacks, as events of retention and of a drain do.
-        how: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
-        self._metrics[_COUNTED_BY_VERB[verb]].add(1, {"cloudckpt.operation": verb, **of_store, **how})
+        store = _place_of(event)
+        # _OTHER is OpenTelemetry's name for an unknown cause. Events of retention and of a drain have no cause.
+        error: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
+        self._metrics[_COUNTED_BY_VERB[verb]].add(1, {"cloudckpt.operation": verb, **store, **error})
         if event.name == "gc.removed":
-            self._metrics["garbage"].add(event.num_bytes, of_store)
+            self._metrics["garbage"].add(event.num_bytes, store)
 
     def _record_staging(self, event: Event) -> None:
         running = self._running.get(event.operation)
@@ -172,17 +168,17 @@ class Instrumentation:
         if running is None:
             return
         self._end_plan(running)
-        how = running.kind
-        self._metrics["operation.active"].add(-1, how)
+        attributes = running.kind
+        self._metrics["operation.active"].add(-1, attributes)
         if event.report is not None:
-            self._metrics["operation.size"].record(event.num_bytes, how)
+            self._metrics["operation.size"].record(event.num_bytes, attributes)
         if event.error:
-            how = {**how, "error.type": event.error}
+            attributes = {**attributes, "error.type": event.error}
             running.span.set_attribute("error.type", event.error)
             running.span.set_status(Status(StatusCode.ERROR, event.message))
         for name, value in _of_report(event.report).items():
             running.span.set_attribute(name, value)
-        self._metrics["operation.duration"].record(event.seconds, how)
+        self._metrics["operation.duration"].record(event.seconds, attributes)
         running.span.end()
 
     def _end_plan(self, running: _Running) -> None:
@@ -197,9 +193,9 @@ class Instrumentation:
         )
 
 
-def _store_of(uri: str) -> Attributes:
-    """Return the attribute that names the kind of store: few values, as metrics need."""
-    return {"cloudckpt.store": store_attributes(uri)["cloudckpt.store"]}
+def _place_of(event: Event) -> Attributes:
+    """Return the attributes that name the kind of store, and the place in a run: few values, as metrics need."""
+    return {"cloudckpt.store": store_attributes(event.uri)["cloudckpt.store"], "cloudckpt.place": event.place}
 
 
 def _attributes_of(event: Event) -> Attributes:
@@ -207,6 +203,7 @@ def _attributes_of(event: Event) -> Attributes:
         "cloudckpt.uri": event.uri,
         "cloudckpt.rank": event.rank,
         "cloudckpt.operation.id": event.operation,
+        "cloudckpt.place": event.place,
         **store_attributes(event.uri),
     }
 

@@ -36,8 +36,8 @@ def show_progress(
 ) -> contextlib.ExitStack:
     """Show a bar of the save or load in a terminal or a notebook, and nothing in a log. Closing the result ends it.
 
-    In the background only a notebook shows one: in a terminal, the program writes meanwhile. A failure of the bar is
-    logged, and changes nothing.
+    Only a notebook shows a bar of a background save: in a terminal, the program writes meanwhile. A failure of the bar
+    is logged, and changes nothing.
     """
     bar, shown = contextlib.ExitStack(), contextlib.ExitStack()
     in_notebook = "ipykernel" in sys.modules
@@ -88,7 +88,7 @@ class _Bar(abc.ABC):
             elif event.name in _PLANNED:
                 self._done_bytes, self._total_bytes = 0, event.num_bytes
             elif event.name.endswith(".done"):
-                # Tiles and headers have made it a little more than was planned. Another total would reset the speed.
+                # With tiles and headers, a little more has moved than planned. A new total would reset the speed.
                 self._done_bytes = self._total_bytes = self._total_bytes or event.num_bytes
                 self._is_done = True
             self._draw()
@@ -116,7 +116,7 @@ class _TerminalBar(_Bar):
 
 
 class _NotebookBar(_Bar):
-    """A bar of HTML, of which one line of text stays. Without widgets, so that each viewer of notebooks shows it."""
+    """A bar of HTML that ends as a line of text. It needs no widgets, so every viewer of notebooks shows it."""
 
     def __enter__(self) -> None:
         self._begun_s, self._drawn_s = time.monotonic(), 0.0
@@ -147,12 +147,12 @@ class _NotebookBar(_Bar):
             return f"{self._name}: not finished"
         if self._spent_s is None and not self._total_bytes:
             return f"{self._name}: planning"
-        of = f"of {size(self._total_bytes)}" if self._spent_s is None else f"in {seconds(spent_s)}"
-        return f"{self._name}: {size(self._done_bytes)} {of}, {rate(self._done_bytes / max(spent_s, 1e-9))}"
+        goal = f"of {size(self._total_bytes)}" if self._spent_s is None else f"in {seconds(spent_s)}"
+        return f"{self._name}: {size(self._done_bytes)} {goal}, {rate(self._done_bytes / max(spent_s, 1e-9))}"
 
     def _repr_html_(self) -> str:
-        of = f' value="{self._done_bytes}" max="{self._total_bytes}"' if self._total_bytes else ""
-        bar = f"<progress{of}></progress>"
+        value = f' value="{self._done_bytes}" max="{self._total_bytes}"' if self._total_bytes else ""
+        bar = f"<progress{value}></progress>"
         return f"<div>{html.escape(repr(self))} {bar if self._spent_s is None else ''}</div>"
 
 

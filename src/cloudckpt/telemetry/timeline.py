@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from typing_extensions import ParamSpec
 
 from cloudckpt.errors import InvalidOptionError
+from cloudckpt.report import Place
 from cloudckpt.telemetry import subscribers
 
 _P = ParamSpec("_P")
@@ -62,13 +63,13 @@ class Recorder:
         self._sampled_ns = now_ns()
 
     def __reduce__(self) -> tuple[Callable[..., Recorder], tuple[object, ...]]:
-        """Pickle no records: the copy begins anew."""
+        """Pickle no records: the copy begins without any."""
         if self.timeline is None:
             return Recorder, ()
-        trace, verb, uri = self.timeline.subject
-        return functools.partial(new_recorder, trace, verb=verb, uri=uri), ()
+        trace, verb, uri, place = self.timeline.subject
+        return functools.partial(new_recorder, trace, verb=verb, uri=uri, place=place), ()
 
-    def spent(self, phase: Phase, begun_ns: int) -> None:
+    def add_time_since(self, phase: Phase, begun_ns: int) -> None:
         """Add the time since `begun_ns`, which this thread has spent on `phase`."""
         spent_ns = now_ns() - begun_ns
         with self._lock:
@@ -117,7 +118,7 @@ class Recorder:
         if getattr(_current, "recorder", None) is self:
             _current.recorder = None
 
-    def count(self, in_flight_bytes: int, *, moved_bytes: int = 0) -> None:
+    def add_bytes(self, in_flight_bytes: int, *, moved_bytes: int = 0) -> None:
         """Add to the bytes in flight, and to those that have moved, in the timeline."""
         if self.timeline is None:
             return
@@ -141,7 +142,7 @@ class Recorder:
 
 
 def records_waits(meet: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Record the calls of a function that waits for other ranks in the timeline of their thread."""
+    """Record each call of a function that waits for other ranks as a span in the timeline of the calling thread."""
 
     @functools.wraps(meet)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -156,9 +157,11 @@ def records_waits(meet: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def new_recorder(trace: str | os.PathLike[str] | None, *, verb: Verb, uri: str, operation: str = "") -> Recorder:
+def new_recorder(
+    trace: str | os.PathLike[str] | None, *, verb: Verb, uri: str, place: Place, operation: str = ""
+) -> Recorder:
     """Make the recorder of one save or load. If `trace` names a file, `Recorder.open` begins it."""
-    return Recorder(None if trace is None else Timeline(trace, verb=verb, uri=uri), operation=operation)
+    return Recorder(None if trace is None else Timeline(trace, verb=verb, uri=uri, place=place), operation=operation)
 
 
 def trace_path(trace: str | os.PathLike[str], *, rank: int, verb: Verb) -> Path:
@@ -187,9 +190,9 @@ class Timeline:
     and the timeline ends.
     """
 
-    def __init__(self, trace: str | os.PathLike[str], *, verb: Verb, uri: str) -> None:
-        self.subject: tuple[str | os.PathLike[str], Verb, str] = (trace, verb, uri)
-        self._trace, self._verb, self._uri = self.subject
+    def __init__(self, trace: str | os.PathLike[str], *, verb: Verb, uri: str, place: Place) -> None:
+        self.subject: tuple[str | os.PathLike[str], Verb, str, Place] = (trace, verb, uri, place)
+        self._trace, self._verb, self._uri, self._place = self.subject
         # The files of several ranks can be viewed together only on a clock that they share.
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._lock = threading.Lock()
@@ -290,6 +293,7 @@ class Timeline:
             "program": "cloudckpt",
             "verb": self._verb,
             "uri": self._uri,
+            "place": self._place,
             "rank": self._rank,
             "os_pid": os.getpid(),
             "num_events": self._num_events,

@@ -23,7 +23,7 @@ _FLOATS = frozenset(
     | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
 )
 _COMPLEX = frozenset({torch.complex128, torch.complex64, torch.complex32})
-_KNOWN = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
+_CHECKED_DTYPES = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
 _SLICE_ELEMENTS = 1 << 18  # so that the memory of a check stays in the cache of a core
 
 ALLOW_LOSSY_CASTS_HINT = Hint(
@@ -31,8 +31,8 @@ ALLOW_LOSSY_CASTS_HINT = Hint(
 )
 
 
-class Cast:
-    """Refuses values of a stored tensor that the dtype of its target cannot hold. Floats may be rounded."""
+class CastCheck:
+    """The check of a cast: refuses values that the dtype of the target cannot hold. Floats may be rounded."""
 
     __slots__ = ("_fqn", "_remedy", "_stored", "_uri", "_wanted")
 
@@ -62,23 +62,23 @@ class Cast:
         )
 
 
-def new_cast(
+def new_cast_check(
     fqn: str,
     stored: torch.dtype,
     tensor: torch.Tensor,
     *,
     uri: str,
     remedy: str = "Load it into a tensor of the dtype that was saved",
-) -> Cast | None:
-    """Return the check of a load into `tensor`; None if its dtype holds every value of the stored one.
+) -> CastCheck | None:
+    """Return the check of a cast to the dtype of `tensor`; None if that holds every value of the stored dtype.
 
     Raises `StateDictMismatchError` for a dtype whose range of values is unknown. `remedy` is its advice.
     """
     wanted = tensor.dtype
     if wanted is stored:
         return None
-    cast = Cast(fqn, stored, wanted, uri=uri, remedy=remedy)
-    if not {stored, wanted} <= _KNOWN:
+    cast = CastCheck(fqn, stored, wanted, uri=uri, remedy=remedy)
+    if not {stored, wanted} <= _CHECKED_DTYPES:
         raise cast.make_error()
     return cast if _can_lose(stored, wanted) else None
 
@@ -94,7 +94,7 @@ def log_casts(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str
     if not names:
         return
     inexact = _FLOATS | _COMPLEX
-    is_rounded = any({*pair} <= inexact and _exact_integers(pair[1]) < _exact_integers(pair[0]) for pair in names)
+    is_rounded = any({*pair} <= inexact and _max_exact_integer(pair[1]) < _max_exact_integer(pair[0]) for pair in names)
     shown = ", ".join(
         f"{stored} → {wanted} ({len(fqns)} of them, such as {next(iter(fqns))!r})".replace("torch.", "")
         for (stored, wanted), fqns in names.items()
@@ -106,17 +106,17 @@ def log_casts(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str
 @functools.cache
 def _can_lose(stored: torch.dtype, wanted: torch.dtype) -> bool:
     if stored is torch.bool:
-        return _least_of(wanted) > 0
+        return _min_of(wanted) > 0
     if stored in _INTEGERS:
         info = torch.iinfo(stored)
         if wanted in _INTEGERS or wanted is torch.bool:
             low, high = _bounds(wanted)
             return info.min < low or info.max > high
-        return info.max > _exact_integers(wanted) or _least_of(wanted) > 0
+        return info.max > _max_exact_integer(wanted) or _min_of(wanted) > 0
     if wanted in _INTEGERS or wanted is torch.bool or (stored.is_complex and not wanted.is_complex):
         return True
     stored, wanted = stored.to_real(), wanted.to_real()
-    if torch.finfo(wanted).max < torch.finfo(stored).max or _least_of(wanted) > 0:
+    if torch.finfo(wanted).max < torch.finfo(stored).max or _min_of(wanted) > 0:
         return True
     return _has_infinity(stored) and not _has_infinity(wanted)
 
@@ -153,29 +153,29 @@ def _find_out_of_range(values: torch.Tensor, wanted: torch.dtype) -> torch.Tenso
 
 
 def _find_overflows(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
-    bound, least = _overflow_of(wanted), _least_of(wanted)
+    bound, minimum = _overflow_of(wanted), _min_of(wanted)
     wide = values.float() if values.dtype.itemsize == 1 else values  # torch calculates with few types of 8 bits
-    if least > 0:
-        wide = wide.double()  # float16 would round the least number to 0
+    if minimum > 0:
+        wide = wide.double()  # float16 would round the smallest number to 0
     smallest, largest = map(float, torch.aminmax(wide))
-    if (smallest >= least if least > 0 else smallest > -bound) and largest < bound:
+    if (smallest >= minimum if minimum > 0 else smallest > -bound) and largest < bound:
         return None
-    is_held = (wide.abs() < bound) | wide.isnan()
+    is_kept = (wide.abs() < bound) | wide.isnan()
     if _has_infinity(wanted):
-        is_held |= wide.isinf()
-    return ~is_held | (wide < least) if least > 0 else ~is_held
+        is_kept |= wide.isinf()
+    return ~is_kept | (wide < minimum) if minimum > 0 else ~is_kept
 
 
 def _find_rounded(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor | None:
     """Return a mask of the integers that have more binary digits, without final zeros, than the float has."""
-    most, array = _exact_integers(wanted), values.numpy()
-    has_zero = _least_of(wanted) < 0
-    if (-most if has_zero else 1) <= int(array.min()) and int(array.max()) <= most:
+    max_exact, array = _max_exact_integer(wanted), values.numpy()
+    has_zero = _min_of(wanted) < 0
+    if (-max_exact if has_zero else 1) <= int(array.min()) and int(array.max()) <= max_exact:
         return None
     absolute = array.astype(np.uint64)
     absolute = np.where(array < 0, ~absolute + np.uint64(1), absolute)
     odd = absolute // np.maximum(absolute & (~absolute + np.uint64(1)), np.uint64(1))
-    lost: Any = (odd >= np.uint64(most)) & (odd > np.uint64(1))
+    lost: Any = (odd >= np.uint64(max_exact)) & (odd > np.uint64(1))
     lost |= absolute > np.uint64(min(int(torch.finfo(wanted).max), 2**64 - 1))
     return torch.from_numpy(lost if has_zero else lost | (array < 1))
 
@@ -185,7 +185,7 @@ def _bounds(dtype: torch.dtype) -> tuple[int, int]:
 
 
 @functools.cache
-def _exact_integers(dtype: torch.dtype) -> int:
+def _max_exact_integer(dtype: torch.dtype) -> int:
     """Return the power of two up to which a float holds every integer."""
     dtype = dtype.to_real()
     number = 2  # not from finfo, whose eps is wrong for float8_e5m2fnuz
@@ -194,8 +194,8 @@ def _exact_integers(dtype: torch.dtype) -> int:
     return number
 
 
-def _least_of(dtype: torch.dtype) -> float:
-    """Return the least number of a float type: positive for float8_e8m0fnu, which has only powers of two."""
+def _min_of(dtype: torch.dtype) -> float:
+    """Return the smallest float: above 0 for float8_e8m0fnu, which has only powers of two. -1 for any other kind."""
     return torch.finfo(dtype).min if dtype.is_floating_point else -1
 
 
@@ -203,7 +203,7 @@ def _least_of(dtype: torch.dtype) -> float:
 def _overflow_of(dtype: torch.dtype) -> float:
     """Return the smallest number that the type does not round to a finite number."""
     largest = torch.finfo(dtype).max
-    return float(largest + math.ldexp(1.0, math.frexp(largest)[1] - 1) / _exact_integers(dtype))
+    return float(largest + math.ldexp(1.0, math.frexp(largest)[1] - 1) / _max_exact_integer(dtype))
 
 
 @functools.cache

@@ -185,13 +185,13 @@ class _WholeWriter(io.BufferedIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        num_bytes = len(rest)
-        while len(rest):
-            num_taken = self._raw.write(rest)
+        remaining = memoryview(data).cast("B")
+        num_bytes = len(remaining)
+        while len(remaining):
+            num_taken = self._raw.write(remaining)
             if not num_taken:
                 raise BlockingIOError(f"{type(self._raw).__name__} takes no more")
-            rest = rest[num_taken:]
+            remaining = remaining[num_taken:]
         return num_bytes
 
     def flush(self) -> None:
@@ -226,17 +226,14 @@ class Zstandard(StreamTransformExtension):
 
     def __init__(self, *, level: int = 3, threads: int = 0) -> None:
         super().__init__()
-        for name, value, least, most in (
-            ("level", level, _MIN_LEVEL, _MAX_LEVEL),
-            ("threads", threads, 0, _MAX_THREADS),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        for name, value, low, high in (("level", level, _MIN_LEVEL, _MAX_LEVEL), ("threads", threads, 0, _MAX_THREADS)):
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise InvalidOptionError(
-                    f"Zstandard: {name} must be a whole number from {least} to {most}, not {value!r}"
+                    f"Zstandard: {name} must be a whole number from {low} to {high}, not {value!r}"
                 )
         self.level = level
         self.threads = threads
-        _import_zstandard()
+        import_zstandard("Zstandard")
 
     @staticmethod
     def registry_name() -> str:
@@ -256,16 +253,17 @@ class Zstandard(StreamTransformExtension):
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
         """Return a stream that compresses into `output`."""
-        compressor = _import_zstandard().ZstdCompressor(level=self.level, threads=self.threads)
+        compressor = import_zstandard("Zstandard").ZstdCompressor(level=self.level, threads=self.threads)
         return typing.cast("IO[bytes]", compressor.stream_writer(output))
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # torch's name
         """Return a stream that decompresses `input`."""
-        return typing.cast("IO[bytes]", _import_zstandard().ZstdDecompressor().stream_reader(input))
+        return typing.cast("IO[bytes]", import_zstandard("Zstandard").ZstdDecompressor().stream_reader(input))
 
 
-def _import_zstandard() -> Any:
+def import_zstandard(what: str) -> Any:
+    """Return the module of the package zstandard, which `what` needs. Raises `MissingDependencyError`."""
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:
-        raise MissingDependencyError(f"Zstandard needs the package zstandard: {install_advice('zstd')}") from error
+        raise MissingDependencyError(f"{what} needs the package zstandard: {install_advice('zstd')}") from error

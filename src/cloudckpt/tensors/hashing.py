@@ -9,9 +9,9 @@ import torch
 
 from cloudckpt._workers import each_done
 from cloudckpt.options import MIB
-from cloudckpt.tensors.body import PieceBody, SaveItems, StagedItem, new_piece, new_side_streams, pack
-from cloudckpt.tensors.copying import CudaStream, Snapshot
+from cloudckpt.tensors.data_objects import PieceBody, SaveItems, StagedItem, new_piece, new_side_streams, pack
 from cloudckpt.tensors.host_memory import Arena
+from cloudckpt.tensors.snapshot import CudaStream, Snapshot
 
 _READ_BYTES = 8 * MIB
 _GROUP_BYTES = 64 * MIB  # small tensors are hashed in groups, since each task of a thread costs time
@@ -29,12 +29,12 @@ class HashedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hash_chunks(
-    planned: SaveItems, arena: Arena, snapshot: Snapshot | None, *, num_threads: int, check: Callable[[], None]
+    save_items: SaveItems, arena: Arena, snapshot: Snapshot | None, *, num_threads: int, check: Callable[[], None]
 ) -> Mapping[int, HashedChunk]:
-    """Hash the chunks among `planned`, by position, but not Python objects and tensors that a planner computes.
+    """Hash the chunks among `save_items`, by position, but not Python objects and tensors that a planner computes.
 
     Args:
-        planned: Items of a save.
+        save_items: Items of a save.
         arena: Memory for tensors that cannot be read in place.
         snapshot: Memory that is still being filled. Each chunk waits for its own bytes.
         num_threads: Number of threads that hash.
@@ -42,11 +42,11 @@ def hash_chunks(
 
     """
     chunks: dict[int, HashedChunk] = {}
-    positions = [position for position, is_fixed in enumerate(planned.are_fixed) if is_fixed]
+    positions = [position for position, is_repeatable in enumerate(save_items.are_repeatable) if is_repeatable]
     # In the caller's thread: the copies from a GPU must come after what is queued on the caller's current stream.
-    items = dict(zip(positions, planned.stage(positions), strict=True))
+    items = dict(zip(positions, save_items.stage(positions), strict=True))
     streams = new_side_streams(item.content for item in items.values())
-    sizes_bytes = [planned.sizes_bytes[position] for position in positions]
+    sizes_bytes = [save_items.sizes_bytes[position] for position in positions]
 
     def hash_group(group: range) -> None:
         for position in positions[group.start : group.stop]:

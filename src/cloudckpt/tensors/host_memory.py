@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from cloudckpt._torch_compat import has_other_users, new_shared_storage
-from cloudckpt.errors import UnsupportedOperationError
-from cloudckpt.io.addresses import LINE_BYTES, Placement, place_segments
+from cloudckpt.errors import InvalidOptionError
+from cloudckpt.io.boxes import join_ranges
 from cloudckpt.options import MIB
+from cloudckpt.tensors.addresses import LINE_BYTES, Placement, place_segments
 
 _log = logging.getLogger("cloudckpt")
 
@@ -43,7 +44,7 @@ def empty_tensor(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype)
 
 
-class Block:
+class MemoryBlock:
     """One mapping of memory. The mapping lives as long as a tensor refers to it, even after `release`."""
 
     def __init__(self, num_bytes: int, *, shared: bool = False) -> None:
@@ -85,16 +86,16 @@ class Block:
         flat: torch.Tensor = torch.frombuffer(self._view, dtype=like.dtype, count=size.numel(), offset=offset)
         return flat if len(size) == 1 else flat.view(size)
 
-    def storage(self, offset: int, num_bytes: int, *, whole: bool = False) -> tuple[torch.UntypedStorage, int]:
+    def storage(self, offset: int, num_bytes: int, *, whole: bool) -> tuple[torch.UntypedStorage, int]:
         """Return a storage with the bytes from `offset` on, and the position of the first of them in it.
 
         With `whole`, in shared memory, it is the storage that torch shares with other processes by its descriptor.
         """
         if whole and self._shared is not None:
             return self._shared, offset
-        beyond = offset % LINE_BYTES  # elements stay aligned with the beginning of the storage
-        flat = torch.frombuffer(self._view, dtype=torch.uint8, count=num_bytes + beyond, offset=offset - beyond)
-        return flat.untyped_storage(), beyond
+        line_offset = offset % LINE_BYTES  # elements stay aligned with the beginning of the storage
+        begin, count = offset - line_offset, num_bytes + line_offset
+        return torch.frombuffer(self._view, dtype=torch.uint8, count=count, offset=begin).untyped_storage(), line_offset
 
     def bytes_tensor(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return the bytes ``[offset, offset + num_bytes)`` as a ``uint8`` tensor."""
@@ -169,23 +170,21 @@ class SnapshotPool:
 
     def __init__(self, *, shared: bool) -> None:
         if shared and not hasattr(os, "memfd_create"):
-            raise UnsupportedOperationError(
-                "This system has no memfd_create, so snapshots cannot be shared with another process. Save in a thread",
-                key="memfd",
-                operation="memfd_create",
+            raise InvalidOptionError(
+                "This system has no memfd_create, so snapshots cannot be shared with another process. Save in a thread"
             )
         self.is_shared = shared
-        self._blocks: list[Block] = []
-        self._held: list[Block] = []
+        self._blocks: list[MemoryBlock] = []
+        self._lent_blocks: list[MemoryBlock] = []
         """Blocks that tensors of an earlier snapshot still use."""
         self._can_pin = True
 
     @property
     def num_bytes(self) -> int:
-        return sum(block.num_bytes for block in (*self._blocks, *self._held))
+        return sum(block.num_bytes for block in (*self._blocks, *self._lent_blocks))
 
     @property
-    def blocks(self) -> Sequence[Block]:
+    def blocks(self) -> Sequence[MemoryBlock]:
         """The blocks of the present snapshot, as its `Placement` numbers them."""
         return self._blocks
 
@@ -195,14 +194,14 @@ class SnapshotPool:
         Uses blocks that still have tensors only with `reuse_lent`. Raises `MemoryError` if there is no more memory; the
         pool stays usable.
         """
-        blocks = [*self._blocks, *self._held]
+        blocks = [*self._blocks, *self._lent_blocks]
         self._blocks = [block for block in blocks if reuse_lent or not block.is_lent]
-        self._held = [block for block in blocks if block not in self._blocks]
+        self._lent_blocks = [block for block in blocks if block not in self._blocks]
         sizes_bytes = [block.num_bytes for block in self._blocks]
         placement = place_segments(segments, sizes_bytes)
         if placement.new_block_bytes:
-            leaves_room = len(set(placement.blocks)) <= len(sizes_bytes)  # a block is unused
-            if leaves_room or sum(sizes_bytes) > sum(num_bytes for _, num_bytes in segments):
+            has_unused_block = len(set(placement.blocks)) <= len(sizes_bytes)
+            if has_unused_block or sum(sizes_bytes) > sum(num_bytes for _, num_bytes in segments):
                 placement = place_segments(segments, [])
                 too_small, self._blocks = self._blocks, []
                 for block in too_small:
@@ -212,9 +211,9 @@ class SnapshotPool:
             block.begin_lending()
         return placement
 
-    def _new_block(self, num_bytes: int) -> Block:
+    def _new_block(self, num_bytes: int) -> MemoryBlock:
         try:
-            return Block(num_bytes, shared=self.is_shared)
+            return MemoryBlock(num_bytes, shared=self.is_shared)
         except OSError as error:
             raise MemoryError(f"A snapshot needs {num_bytes} more bytes of host memory: {error}") from error
 
@@ -226,8 +225,8 @@ class SnapshotPool:
 
     def close(self) -> None:
         """Release all memory. The pool can be used again, and begins anew."""
-        blocks = [*self._blocks, *self._held]
-        self._blocks, self._held = [], []
+        blocks = [*self._blocks, *self._lent_blocks]
+        self._blocks, self._lent_blocks = [], []
         for block in blocks:
             block.release()
 
@@ -259,7 +258,7 @@ class PinnedBuffers:
     def new(self, num_bytes: int) -> torch.Tensor:
         """Return a new ``uint8`` buffer, pinned if possible. The last reference frees it."""
         if self._can_pin:
-            block = Block(num_bytes)
+            block = MemoryBlock(num_bytes)
             self._can_pin = block.pin()
             if self._can_pin:
                 buffer = block.bytes_tensor(0, num_bytes)
@@ -309,19 +308,12 @@ class _Buffer:
         return begin, cut
 
     def give_back(self, begin: int, end: int) -> None:
-        if begin == end:
-            return
-        joined: list[tuple[int, int]] = []
-        for low, high in sorted([*self.free, (begin, end)]):
-            if joined and joined[-1][1] == low:
-                joined[-1] = (joined[-1][0], high)
-            else:
-                joined.append((low, high))
-        self.free = joined
+        if begin < end:
+            self.free = join_ranges(sorted([*self.free, (begin, end)]))
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _LoanRequest:
     """A thread that asks for memory, and the range that it gets."""
 
     num_bytes: int
@@ -349,21 +341,21 @@ class Arena:
         self._budget_bytes = budget_bytes
         self._pinned = pinned
         self._lock = threading.Lock()
-        self._waiting: deque[_Turn] = deque()
+        self._waiting: deque[_LoanRequest] = deque()
         self._buffers = [] if pinned is None else [*map(_Buffer, pinned.take(max_bytes=budget_bytes))]
-        self._held_bytes = sum(len(buffer.memory) for buffer in self._buffers)
+        self._buffer_bytes = sum(len(buffer.memory) for buffer in self._buffers)
         self._num_lent = 0
         self._is_closed = False
 
     @contextlib.contextmanager
     def lend(self, num_bytes: int) -> Iterator[torch.Tensor]:
         """Lend a ``uint8`` tensor of shape ``[num_bytes]``. Waits until the budget has room for it."""
-        turn = _Turn(num_bytes)
+        request = _LoanRequest(num_bytes)
         try:
-            buffer = self._await(turn)
-            yield buffer.memory[turn.begin : turn.begin + num_bytes]
+            buffer = self._await(request)
+            yield buffer.memory[request.begin : request.begin + num_bytes]
         finally:
-            self._end(turn)
+            self._end(request)
 
     def close(self) -> None:
         """Give the buffers back to `pinned`. Buffers that are still lent follow at the end of their loans."""
@@ -373,33 +365,33 @@ class Arena:
         if self._pinned is not None:
             self._pinned.keep([buffer.memory for buffer in unused])
 
-    def _await(self, turn: _Turn) -> _Buffer:
+    def _await(self, request: _LoanRequest) -> _Buffer:
         with self._lock:
-            self._waiting.append(turn)
+            self._waiting.append(request)
             self._serve()
-        turn.is_granted.wait()
-        if turn.buffer is None:
-            pinned, num_bytes = self._pinned, turn.num_bytes
+        request.is_granted.wait()
+        if request.buffer is None:
+            pinned, num_bytes = self._pinned, request.num_bytes
             memory = (
                 torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if pinned is None else pinned.new(num_bytes)
             )
             buffer = _Buffer(memory)
-            turn.begin, turn.end = buffer.take((0, num_bytes), num_bytes)
+            request.begin, request.end = buffer.take((0, num_bytes), num_bytes)
             with self._lock:
                 self._buffers.append(buffer)
-                turn.buffer = buffer
-        return turn.buffer
+                request.buffer = buffer
+        return request.buffer
 
-    def _end(self, turn: _Turn) -> None:
+    def _end(self, request: _LoanRequest) -> None:
         with self._lock:
-            if not turn.is_granted.is_set():  # interrupted while it waited
-                self._waiting.remove(turn)
+            if not request.is_granted.is_set():  # interrupted while it waited
+                self._waiting.remove(request)
             else:
                 self._num_lent -= 1
-                if turn.buffer is None:  # none could be made
-                    self._held_bytes -= turn.num_bytes
+                if request.buffer is None:  # none could be made
+                    self._buffer_bytes -= request.num_bytes
                 else:
-                    turn.buffer.give_back(turn.begin, turn.end)
+                    request.buffer.give_back(request.begin, request.end)
             self._serve()
         if self._is_closed:
             self.close()
@@ -410,32 +402,32 @@ class Arena:
             self._num_lent += 1
             self._waiting.popleft().is_granted.set()
 
-    def _find_memory(self, turn: _Turn) -> bool:
+    def _find_memory(self, request: _LoanRequest) -> bool:
         fitting = [
             (high - low, number, (low, high))
             for number, buffer in enumerate(self._buffers)
             for low, high in buffer.free
-            if high - low >= turn.num_bytes
+            if high - low >= request.num_bytes
         ]
         if fitting:
             _, number, free = min(fitting)
-            turn.buffer = self._buffers[number]
-            turn.begin, turn.end = turn.buffer.take(free, turn.num_bytes)
+            request.buffer = self._buffers[number]
+            request.begin, request.end = request.buffer.take(free, request.num_bytes)
             return True
-        if self._held_bytes + turn.num_bytes > self._budget_bytes:
-            self._remove_unused(until_bytes=self._budget_bytes - turn.num_bytes)
-        if self._held_bytes + turn.num_bytes > self._budget_bytes and self._num_lent:
+        if self._buffer_bytes + request.num_bytes > self._budget_bytes:
+            self._remove_unused(until_bytes=self._budget_bytes - request.num_bytes)
+        if self._buffer_bytes + request.num_bytes > self._budget_bytes and self._num_lent:
             return False
-        self._held_bytes += turn.num_bytes
+        self._buffer_bytes += request.num_bytes
         return True
 
     def _remove_unused(self, *, until_bytes: int = 0) -> list[_Buffer]:
         """Remove buffers without loans, until the arena holds at most `until_bytes`."""
         removed = []
         for buffer in [buffer for buffer in self._buffers if buffer.is_unused]:
-            if self._held_bytes > until_bytes:
+            if self._buffer_bytes > until_bytes:
                 self._buffers.remove(buffer)
-                self._held_bytes -= len(buffer.memory)
+                self._buffer_bytes -= len(buffer.memory)
                 removed.append(buffer)
         return removed
 

@@ -20,7 +20,7 @@ from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.io.boxes import Box, compute_strides, find_runs, intersect, split_into_boxes
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.stores.base import copy_into, crc32c_of
-from cloudckpt.tensors.casts import Cast
+from cloudckpt.tensors.casts import CastCheck
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import (
     ALIGNMENT_BYTES,
@@ -96,7 +96,7 @@ class RunTarget:
 
 
 class TensorTarget(msgspec.Struct, gc=False):
-    """Fills a tensor with a block of a stored chunk.
+    """Fills a tensor with a box of a stored chunk.
 
     Bytes for contiguous CPU memory of the stored dtype are read in place. All others pass through a buffer and are
     copied, which converts dtypes, moves to devices and honours strides.
@@ -114,14 +114,14 @@ class TensorTarget(msgspec.Struct, gc=False):
     is_dropped: bool = False
     """True if another target fills all of the same memory, so that these bytes are ignored. Only if `is_shared`."""
     dropped_crcs: dict[Box, int] | None = None
-    """The CRC32C of each ignored block, in the tensor's dtype; None if ignored blocks are not compared."""
+    """The CRC32C of each ignored box, in the tensor's dtype; None if ignored boxes are not compared."""
     address: int = 0
     """The address of the tensor's memory if it holds the wanted bytes one after the other; otherwise 0."""
     run_begins: Sequence[int] = ()
-    """The begin of each wanted range of a block that has an address."""
+    """The begin of each wanted range of a box that has an address."""
     is_copied: bool = False
     """True if the bytes pass through a buffer. Set by `ranges`."""
-    cast: Cast | None = None
+    cast: CastCheck | None = None
     """The check of the elements for a tensor of another dtype."""
 
     def ranges(self, number: int, *, max_gap_bytes: int) -> list[WantedRange]:
@@ -157,16 +157,16 @@ class TensorTarget(msgspec.Struct, gc=False):
             if common is None:
                 continue
             start = sum(o * s for o, s in zip(common.offsets, strides, strict=True)) - first
-            block = target[common.relative_to(self.box.offsets).slices]
+            part = target[common.relative_to(self.box.offsets).slices]
             source = elements.as_strided(common.lengths, strides, elements.storage_offset() + start)
             if self.dropped_crcs is not None:
-                self.dropped_crcs[common] = _checksum(source.to(block.dtype))
+                self.dropped_crcs[common] = _checksum(source.to(part.dtype))
                 continue
-            with writable([block]):
-                block.copy_(source if self.cast is None else self.cast.check(source))
+            with writable([part]):
+                part.copy_(source if self.cast is None else self.cast.check(source))
 
     def has_dropped_others(self) -> bool:
-        """Return True if the tensor now differs from an ignored block. Call it after the read."""
+        """Return True if the tensor now differs from an ignored box. Call it after the read."""
         target = as_carrier(self.tensor) if holds_its_values(self.tensor) else self.tensor
         return any(
             _checksum(target[box.relative_to(self.box.offsets).slices]) != crc
@@ -191,7 +191,9 @@ Target: TypeAlias = BytesTarget | RunTarget | TensorTarget
 """Receives the bytes of one read item, or of a run of them. Ranges are those of the object's bytes."""
 
 
-def new_box_target(location: ItemLocation, box: Box, tensor: torch.Tensor, *, cast: Cast | None = None) -> TensorTarget:
+def new_box_target(
+    location: ItemLocation, box: Box, tensor: torch.Tensor, *, cast: CastCheck | None = None
+) -> TensorTarget:
     """Return the target of a tensor that gets the elements of a stored chunk in `box`."""
     assert location.dtype is not None  # noqa: S101  # a tensor's
     dtype = dtype_of(location.dtype)
@@ -207,7 +209,9 @@ def find_whole_address(tensor: torch.Tensor, stored: StoredTensor) -> int:
     return viewable_address(tensor)
 
 
-def find_runs_of(tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk], addresses: Sequence[int]) -> list[RunTarget]:
+def find_tensor_runs(
+    tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk], addresses: Sequence[int]
+) -> list[RunTarget]:
     """Return the runs that fill whole `tensors`, which are stored as `chunks`, at their addresses.
 
     Bytes that are stored once for several tensors, such as tied ones, are a run of their own for each.
@@ -223,15 +227,15 @@ def find_runs_of(tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk], addre
     follows = is_same & (begins[1:] == ends[:-1]) & ~is_alone[1:] & ~is_alone[:-1]
     shifts = (np.array(addresses, dtype=np.int64)[order] - begins).tolist()
     firsts = [0, *(np.flatnonzero(~follows) + 1).tolist()] if tensors else []
-    places, bounds = order.tolist(), begins.tolist()
+    positions, bounds = order.tolist(), begins.tolist()
     return [
         RunTarget(
-            [tensors[place] for place in places[first:last]],
+            [tensors[position] for position in positions[first:last]],
             int(objects[first]),
             [*bounds[first:last], int(ends[last - 1])],
             shifts[first:last],
         )
-        for first, last in itertools.pairwise([*firsts, len(places)])
+        for first, last in itertools.pairwise([*firsts, len(positions)])
     ]
 
 
@@ -246,7 +250,7 @@ class _Gap(NamedTuple):
     position: int
 
 
-class _Source(NamedTuple):
+class _BufferedRange(NamedTuple):
     """Bytes ``[begin, end)`` of the object, in memory."""
 
     begin: int
@@ -292,8 +296,10 @@ def open_request(request: RangeRead, targets: Sequence[Target], arena: Arena) ->
         }
         yield [bytes_view(gaps[part]) if isinstance(part, _Gap) else part for part in parts]
         if copied:
-            sources = [_Source(gap.begin, gap.end, content) for gap, content in gaps.items()]
-            sources += [_Source(begin, end, torch.frombuffer(view, dtype=torch.uint8)) for begin, end, view in shared]
+            sources = [_BufferedRange(gap.begin, gap.end, content) for gap, content in gaps.items()]
+            sources += [
+                _BufferedRange(begin, end, torch.frombuffer(view, dtype=torch.uint8)) for begin, end, view in shared
+            ]
             sources.sort(key=_end_of)  # they do not overlap
             for want in copied:
                 _copy(want, sources, targets)
@@ -335,7 +341,7 @@ def _new_gap(begin: int, end: int, position: int) -> _Gap:
     return _Gap(begin=begin, end=end, position=position + (begin - position) % ALIGNMENT_BYTES)
 
 
-def _copy(want: WantedRange, sources: Sequence[_Source], targets: Sequence[Target]) -> None:
+def _copy(want: WantedRange, sources: Sequence[_BufferedRange], targets: Sequence[Target]) -> None:
     for number in range(bisect.bisect_right(sources, want.begin, key=_end_of), len(sources)):
         source = sources[number]
         if source.begin >= want.end:
@@ -349,5 +355,5 @@ def _copy(want: WantedRange, sources: Sequence[_Source], targets: Sequence[Targe
                 target.copy_from(content, begin)
 
 
-def _end_of(source: _Source) -> int:
+def _end_of(source: _BufferedRange) -> int:
     return source.end

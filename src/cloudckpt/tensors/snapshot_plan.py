@@ -1,4 +1,4 @@
-"""Plan a snapshot: its memory, and the tasks that copy tensors into it, which `copying.Snapshot` runs in threads."""
+"""Plan a snapshot: its memory, and the tasks that copy tensors into it, which `snapshot.Snapshot` runs in threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import msgspec
 import torch
 
 from cloudckpt._torch_compat import copy_each, negated_view
-from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
 from cloudckpt.io.boxes import compute_strides
 from cloudckpt.options import KIB, MIB
-from cloudckpt.tensors.host_memory import Block, SnapshotPool, empty_tensor
+from cloudckpt.tensors.addresses import LINE_BYTES, plan_address_ranges
+from cloudckpt.tensors.host_memory import MemoryBlock, SnapshotPool, empty_tensor
 from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes, layout_of
 
 CPU = torch.device("cpu")
@@ -52,9 +52,9 @@ class AnsweringParameter(AnsweringTensor):
 
 def with_attributes(tensor: torch.Tensor, kind: type[torch.Tensor], attributes: Mapping[str, Any]) -> torch.Tensor:
     """Return `tensor` as a `kind` with `attributes`. It shares the memory."""
-    made = tensor.detach().as_subclass(kind).requires_grad_(tensor.requires_grad)
-    made.__dict__.update(attributes)
-    return made
+    converted = tensor.detach().as_subclass(kind).requires_grad_(tensor.requires_grad)
+    converted.__dict__.update(attributes)
+    return converted
 
 
 class CopyTask(msgspec.Struct):
@@ -81,7 +81,7 @@ class CopyTask(msgspec.Struct):
 class SnapshotSegment(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a block that gets the bytes of an address range, or the elements of one tensor."""
 
-    block: Block
+    block: MemoryBlock
     offset: int
     source: int
     """The address of the bytes; 0 if elements are copied."""
@@ -119,8 +119,8 @@ def plan_snapshot(
     *,
     num_threads: int,
     reuse_lent: bool,
-    urgent: Collection[int] = (),
-    whole: Sequence[bool] | None = None,
+    urgent: Collection[int],
+    whole: Sequence[bool],
 ) -> SnapshotPlan:
     """Take memory of `pool` for copies of `tensors`, which have memory addresses, and plan the copies.
 
@@ -135,15 +135,15 @@ def plan_snapshot(
     tasks_of_device: dict[torch.device, range] = {}
     filled: list[tuple[int, int, range]] = []
     for device in dict.fromkeys(segment.tensor.device for segment in segments):
-        of_device = [segment for segment in segments if segment.tensor.device == device]
+        segments_of_device = [segment for segment in segments if segment.tensor.device == device]
         first = len(tasks)
         task_bytes = _DEVICE_TASK_BYTES
         if device == CPU:
-            share_bytes = sum(segment.num_bytes for segment in of_device) // (num_threads * _TASKS_PER_THREAD)
+            share_bytes = sum(segment.num_bytes for segment in segments_of_device) // (num_threads * _TASKS_PER_THREAD)
             task_bytes = min(max(share_bytes, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
-        ranges = add_tasks(tasks, of_device, device=device, task_bytes=task_bytes)
+        ranges = add_tasks(tasks, segments_of_device, device=device, task_bytes=task_bytes)
         tasks_of_device[device] = range(first, len(tasks))
-        for segment, task_range in zip(of_device, ranges, strict=True):
+        for segment, task_range in zip(segments_of_device, ranges, strict=True):
             begin = segment.block.address + segment.offset
             filled.append((begin, begin + segment.num_bytes, task_range))
     filled.sort(key=lambda segment: segment[0])
@@ -164,8 +164,8 @@ def lay_out_copies(
     pool: SnapshotPool,
     *,
     reuse_lent: bool,
-    urgent: Collection[int] = (),
-    whole: Sequence[bool] | None = None,
+    urgent: Collection[int],
+    whole: Sequence[bool],
 ) -> tuple[list[torch.Tensor], list[SnapshotSegment]]:
     """Return the copies of `tensors`, still without values, and the segments that hold them. See `plan_snapshot`."""
     begins = [tensor.data_ptr() for tensor in tensors]
@@ -175,44 +175,43 @@ def lay_out_copies(
         for tensor, begin, num_bytes in zip(tensors, begins, own_bytes, strict=True)
     ]
     ranges = plan_address_ranges(begins, ends, own_bytes)
-    wanted: list[tuple[int, int]] = []
+    to_place: list[tuple[int, int]] = []  # the source and the size of each segment
     firsts: list[int] = []
     num_tensors: list[int] = []
-    slots: list[int] = []
-    known: dict[Hashable, int] = {}
-    for number, (tensor, begin, of_range) in enumerate(zip(tensors, begins, ranges.segment_of, strict=True)):
+    segment_of: list[int] = []
+    segment_by_key: dict[Hashable, int] = {}
+    for number, (tensor, begin, range_number) in enumerate(zip(tensors, begins, ranges.segment_of, strict=True)):
         # torch reads a tensor at an odd address where it is, but cannot have one at such an address of our memory.
-        is_alone = of_range < 0 or begin % tensor.itemsize
-        slot = known.setdefault((begin, layout_of(tensor)) if is_alone else of_range, len(wanted))
-        if slot == len(wanted):
+        is_alone = range_number < 0 or begin % tensor.itemsize
+        index = segment_by_key.setdefault((begin, layout_of(tensor)) if is_alone else range_number, len(to_place))
+        if index == len(to_place):
             firsts.append(number)
             num_tensors.append(0)
             if is_alone:
-                wanted.append((0, own_bytes[number]))
+                to_place.append((0, own_bytes[number]))
             else:
-                wanted.append((ranges.begins[of_range], ranges.ends[of_range] - ranges.begins[of_range]))
-        num_tensors[slot] += 1
-        slots.append(slot)
-    placement = pool.place(wanted, reuse_lent=reuse_lent)
+                to_place.append((ranges.begins[range_number], ranges.ends[range_number] - ranges.begins[range_number]))
+        num_tensors[index] += 1
+        segment_of.append(index)
+    placement = pool.place(to_place, reuse_lent=reuse_lent)
     blocks = pool.blocks
     storages: dict[tuple[int, bool], tuple[torch.UntypedStorage, int]] = {}
     copies: list[torch.Tensor] = []
-    wholes = whole or [False] * len(tensors)
-    for tensor, begin, num_bytes, slot, is_whole in zip(tensors, begins, own_bytes, slots, wholes, strict=True):
-        block, offset = blocks[placement.blocks[slot]], placement.offsets[slot]
-        source, held_bytes = wanted[slot]
-        if not is_whole and num_bytes == held_bytes and tensor.is_contiguous() and not offset % LINE_BYTES:
+    for tensor, begin, num_bytes, index, is_whole in zip(tensors, begins, own_bytes, segment_of, whole, strict=True):
+        block, offset = blocks[placement.blocks[index]], placement.offsets[index]
+        source, segment_bytes = to_place[index]
+        if not is_whole and num_bytes == segment_bytes and tensor.is_contiguous() and not offset % LINE_BYTES:
             copied = block.tensor(offset, tensor)
         else:
-            if (slot, is_whole) not in storages:
-                storages[slot, is_whole] = block.storage(offset, held_bytes, whole=is_whole)
-            storage, offset_bytes = storages[slot, is_whole]
+            if (index, is_whole) not in storages:
+                storages[index, is_whole] = block.storage(offset, segment_bytes, whole=is_whole)
+            storage, offset_bytes = storages[index, is_whole]
             offset_bytes += begin - source if source else 0
             stride: Sequence[int] = tensor.stride() if source else compute_strides(tensor.size())
             copied = empty_tensor(tensor.dtype).set_(storage, offset_bytes // tensor.itemsize, tensor.size(), stride)
         copied = _with_lazy_bits(copied, tensor) if source else copied
         copies.append(copied.requires_grad_() if tensor.requires_grad else copied)
-    urgent_slots = {slots[number] for number in urgent}
+    urgent_segments = {segment_of[number] for number in urgent}
     segments = [
         SnapshotSegment(
             block=blocks[block],
@@ -222,11 +221,11 @@ def lay_out_copies(
             number=first,
             tensor=tensors[first],
             copied=copies[first],
-            is_urgent=slot in urgent_slots,
+            is_urgent=index in urgent_segments,
             is_small=source > 0 and count == 1 and _is_small(tensors[first]),
         )
-        for slot, (first, block, offset, (source, num_bytes), count) in enumerate(
-            zip(firsts, placement.blocks, placement.offsets, wanted, num_tensors, strict=True)
+        for index, (first, block, offset, (source, num_bytes), count) in enumerate(
+            zip(firsts, placement.blocks, placement.offsets, to_place, num_tensors, strict=True)
         )
     ]
     return copies, segments

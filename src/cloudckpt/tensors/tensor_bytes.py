@@ -102,7 +102,7 @@ def view_memory(address: int, num_bytes: int, owner: object) -> memoryview:
 
 @functools.cache
 def _bytes_type(num_bits: int) -> Any:
-    """Return a type of at least `num_bytes`. Making a type for each number would take longer than filling memory."""
+    """Return a type of ``2**num_bits`` bytes. Making a type for each number would take longer than filling memory."""
     return ctypes.c_ubyte * (1 << num_bits)
 
 
@@ -116,8 +116,8 @@ def viewable_address(tensor: torch.Tensor) -> int:
         address = tensor.data_ptr()
     except RuntimeError:  # such as a fake tensor's
         return 0
-    held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
-    return address if held_bytes >= tensor.nbytes else 0
+    available_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return address if available_bytes >= tensor.nbytes else 0
 
 
 class Source(NamedTuple):
@@ -189,8 +189,8 @@ def is_short(tensor: torch.Tensor) -> bool:
     """
     if not (tensor.is_cpu or tensor.is_cuda) or tensor.numel() == 0:
         return False
-    held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
-    return held_bytes < (tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor))
+    available_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return available_bytes < (tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor))
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
@@ -202,11 +202,11 @@ def extent_bytes(tensor: torch.Tensor) -> int:
 def describe_shortage(tensor: torch.Tensor) -> str:
     """Describe a tensor that `is_short`, for a message."""
     end = tensor.storage_offset() * tensor.itemsize + extent_bytes(tensor)
-    held_bytes = tensor.untyped_storage().nbytes()
-    if not held_bytes:
+    storage_bytes = tensor.untyped_storage().nbytes()
+    if not storage_bytes:
         return "a tensor whose memory was freed, as FSDP does between uses. Take the state dict that FSDP gives"
     return (
-        f"a tensor that needs {end} bytes of a storage which was resized to {held_bytes}. Resize it back, or take a "
+        f"a tensor that needs {end} bytes of a storage which was resized to {storage_bytes}. Resize it back, or take a "
         "tensor of what is left"
     )
 

@@ -25,9 +25,9 @@ from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedVa
 from cloudckpt.format.nesting import PLAIN_TENSORS, has_planner_hooks
 from cloudckpt.format.plain_values import decode_plain, encode_plain
 
-_OF_RANKS = (DTensor, ShardedTensor)
+_SHARDED_CLASSES = (DTensor, ShardedTensor)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
-_HARMLESS: tuple[Any, ...] = (
+_HARMLESS_CLASSES: tuple[Any, ...] = (
     bytes, frozenset, dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone, decimal.Decimal, pathlib.PosixPath,
     pathlib.PurePosixPath, pathlib.PureWindowsPath, io.BytesIO,
 )  # fmt: skip
@@ -35,8 +35,8 @@ _HARMLESS: tuple[Any, ...] = (
 
 Not those of numpy: its functions take any state that a pickle gives them, and read bytes as addresses.
 """
-_ALLOWING = threading.Lock()  # the list belongs to the whole process
-_INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
+_safe_globals_lock = threading.Lock()  # the list belongs to the whole process
+_ADVISED_FORM = "its state as numbers, text, lists, dicts, tensors or arrays"
 
 
 def check_value(value: object, name: str, *, uri: str) -> bytes | None:
@@ -53,14 +53,14 @@ def check_value(value: object, name: str, *, uri: str) -> bytes | None:
     if error is not None:
         raise UnsupportedValueError(
             f"cannot save {describe_unsaved_part(value, name)} to {uri}: {type(error).__name__}: {error}. Leave it out "
-            f"of the state dict, or save {_INSTEAD}",
+            f"of the state dict, or save {_ADVISED_FORM}",
             uri=uri,
         ) from error
     if inspector.holds_shards:
         path, part = _find_cause(value, name, _parts_and_attributes, is_cause=_holds_shards)
-        held = "is" if isinstance(part, torch.Tensor) else "holds"
+        verb = "is" if isinstance(part, torch.Tensor) else "holds"
         raise UnsupportedValueError(
-            f"cannot save {name!r} ({_describe(value)}) to {uri}: one rank stores it as one value, and {path!r} {held} "
+            f"cannot save {name!r} ({_describe(value)}) to {uri}: one rank stores it as one value, and {path!r} {verb} "
             "a tensor of several ranks, whose other shards would be lost. Put its tensors into a dict or a list",
             uri=uri,
         )
@@ -76,7 +76,7 @@ def check_value(value: object, name: str, *, uri: str) -> bytes | None:
             f"the state dict, or save its name as text{or_admit}",
             uri=uri,
         )
-    instead = "its state_dict()" if hasattr(part, "state_dict") else _INSTEAD
+    instead = "its state_dict()" if hasattr(part, "state_dict") else _ADVISED_FORM
     warn_user(
         f"{path!r} is {_describe(part)}: unpickling it could run any code, so a load refuses it without "
         f"allow_pickle=True{f' or {admit}' if admit else ''}. Save {instead} to load it without"
@@ -169,9 +169,9 @@ def load_stored(stored: bytes | bytearray, *, is_json: bool, map_location: str |
 
 @contextlib.contextmanager
 def _allow_harmless() -> Iterator[None]:
-    """Add `_HARMLESS` to the classes that this process allows. On exit, remove those that the user did not allow."""
-    with _ALLOWING:
-        added = [kind for kind in _HARMLESS if kind not in torch.serialization.get_safe_globals()]
+    """Add `_HARMLESS_CLASSES` to those that this process allows. On exit, remove those that the user did not allow."""
+    with _safe_globals_lock:
+        added = [kind for kind in _HARMLESS_CLASSES if kind not in torch.serialization.get_safe_globals()]
         with torch.serialization.safe_globals(added):
             yield
 
@@ -220,7 +220,7 @@ class _Inspector(pickle.Pickler):
 
     def persistent_id(self, value: object) -> object:
         """Keep storages, and tensors that several ranks hold, out of the pickle. pickle calls this for each object."""
-        if isinstance(value, _OF_RANKS) or (type(value) in PLAIN_TENSORS and has_planner_hooks(value)):
+        if isinstance(value, _SHARDED_CLASSES) or (type(value) in PLAIN_TENSORS and has_planner_hooks(value)):
             self.holds_shards = True
             return "shards"
         return "storage" if isinstance(value, _STORAGES) else None

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
-from cloudckpt.stores.base import Part, Store, UploadedPart, crc32c_of
+from cloudckpt.stores.base import ObjectTooLargeError, Part, Store, UploadedPart, crc32c_of
 
 WAIT_S = 120.0
 """Timeout of every wait in a clause."""
@@ -202,7 +202,7 @@ class ReadClauses(Clauses):
         """A manifest of absurd size must be an error before it takes all memory."""
         put(store, "a", BODY)
         assert store.read("a", max_bytes=len(BODY)) == BODY
-        with pytest.raises(StoreError):
+        with pytest.raises(ObjectTooLargeError):
             store.read("a", max_bytes=len(BODY) - 1)
 
     @pytest.mark.parametrize(

@@ -93,13 +93,13 @@ class UploadClauses(Clauses):
         self.require_multipart(store)
         bodies = make_bodies(store, 2)
         parts = make_parts(bodies)
-        mine, other = store.create_multipart("a"), store.create_multipart("a")
-        assert mine != other
-        uploaded = [upload_part(store, "a", mine, parts[0], bodies[0])]
-        upload_part(store, "a", other, parts[0], b"?" * len(bodies[0]))
-        uploaded.append(upload_part(store, "a", mine, parts[1], bodies[1]))
-        store.complete_multipart("a", mine, uploaded)
-        store.abort_multipart("a", other)
+        own_id, other_id = store.create_multipart("a"), store.create_multipart("a")
+        assert own_id != other_id
+        uploaded = [upload_part(store, "a", own_id, parts[0], bodies[0])]
+        upload_part(store, "a", other_id, parts[0], b"?" * len(bodies[0]))
+        uploaded.append(upload_part(store, "a", own_id, parts[1], bodies[1]))
+        store.complete_multipart("a", own_id, uploaded)
+        store.abort_multipart("a", other_id)
         assert content(store, "a") == b"".join(bodies)
 
     def test_an_aborted_upload_leaves_nothing(self, store: Store) -> None:
@@ -236,10 +236,10 @@ class UploadClauses(Clauses):
         upload_id = store.create_multipart("a")
         for part, body in zip(parts[:2], bodies, strict=False):
             upload_part(store, "a", upload_id, part, body)
-        known = _convert_parts(store.list_parts("a", upload_id), parts, bodies)
-        assert len(known) == 2
-        known.append(upload_part(store, "a", upload_id, parts[2], bodies[2]))
-        store.complete_multipart("a", upload_id, known)
+        uploaded = _convert_parts(store.list_parts("a", upload_id), parts, bodies)
+        assert len(uploaded) == 2
+        uploaded.append(upload_part(store, "a", upload_id, parts[2], bodies[2]))
+        store.complete_multipart("a", upload_id, uploaded)
         assert content(store, "a") == b"".join(bodies)
 
     def test_listed_parts_complete_another_upload_where_that_is_declared(self, store: Store) -> None:
@@ -251,9 +251,9 @@ class UploadClauses(Clauses):
         parts = make_parts(bodies)
         old, new = store.create_multipart("data/old/@ a"), store.create_multipart("data/new/a")
         upload_parts(store, "data/old/@ a", old, bodies)
-        known = _convert_parts(store.list_parts("data/old/@ a", old), parts, bodies)
-        known[1] = upload_part(store, "data/new/a", new, parts[1], bodies[1])
-        store.complete_multipart("data/new/a", new, known)
+        uploaded = _convert_parts(store.list_parts("data/old/@ a", old), parts, bodies)
+        uploaded[1] = upload_part(store, "data/new/a", new, parts[1], bodies[1])
+        store.complete_multipart("data/new/a", new, uploaded)
         assert content(store, "data/new/a") == b"".join(bodies)
         # The old upload is not changed, and can still be completed or aborted.
         assert len(list(store.list_parts("data/old/@ a", old))) == 3
@@ -266,9 +266,9 @@ class UploadClauses(Clauses):
         self.require_listed_parts(store)
         bodies = make_bodies(store, 2)
         upload_id = store.create_multipart("a")
-        known = upload_parts(store, "a", upload_id, bodies)
+        uploaded = upload_parts(store, "a", upload_id, bodies)
         upload_part(store, "a", upload_id, make_parts(bodies)[0], b"?" * len(bodies[0]))
-        outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, known))
+        outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, uploaded))
         if isinstance(outcome, StoreError):
             with pytest.raises(ObjectNotFoundError):
                 store.head("a")
@@ -281,13 +281,35 @@ class UploadClauses(Clauses):
         bodies = make_bodies(store, 2)
         for key, is_completed in (("completed", True), ("aborted", False)):
             upload_id = store.create_multipart(key)
-            known = upload_parts(store, key, upload_id, bodies)
+            uploaded = upload_parts(store, key, upload_id, bodies)
             if is_completed:
-                store.complete_multipart(key, upload_id, known)
+                store.complete_multipart(key, upload_id, uploaded)
             else:
                 store.abort_multipart(key, upload_id)
             outcome = capture_outcome(functools.partial(_list_parts, store, key, upload_id))
             assert outcome == [] or isinstance(outcome, ObjectNotFoundError)
+
+    def test_a_part_that_the_service_copies_is_a_range_of_its_source(self, store: Store) -> None:
+        """An export by the service would have other bytes than the checkpoint."""
+        bodies = make_bodies(store, 3)
+        put(store, "source", b"before" + bodies[1] + b"after")
+        upload_id = store.create_multipart("a") if store.capabilities.multipart else ""
+        parts = make_parts(bodies)
+        try:
+            found = store.copy_part("a", upload_id, parts[1], source_url=store.url("source"), source_begin=6)
+        except UnsupportedOperationError:
+            assert not store.probe().copies_ranges
+            pytest.skip("the store has no copies of ranges by the service, and refuses the call")
+        assert store.capabilities.copies_ranges
+        _check_is(found, bodies[1])
+        copied = UploadedPart(part=parts[1], token=found.token, crc32c=found.crc32c)
+        first, last = (upload_part(store, "a", upload_id, parts[index], bodies[index]) for index in (0, 2))
+        store.complete_multipart("a", upload_id, [first, copied, last])
+        assert content(store, "a") == b"".join(bodies)
+        upload_id = store.create_multipart("b")
+        with pytest.raises(StoreError):
+            store.copy_part("b", upload_id, parts[0], source_url=store.url("missing"), source_begin=0)
+        store.abort_multipart("b", upload_id)
 
     def test_more_than_a_page_of_parts(self, store: Store) -> None:
         """Large objects have thousands of parts, and parts that are not listed are sent again."""
@@ -295,8 +317,8 @@ class UploadClauses(Clauses):
         numbers = range(1, min(self.num_paging_keys, store.limits.max_parts) + 1)
         upload_id = store.create_multipart("a")
 
-        def send(of_thread: Sequence[int]) -> None:
-            for number in of_thread:  # too small to be completed, and good enough to be listed
+        def send(part_numbers: Sequence[int]) -> None:
+            for number in part_numbers:  # too small to be completed, and good enough to be listed
                 body = number.to_bytes(4, "big")
                 upload_part(store, "a", upload_id, Part(number=number, offset_bytes=0, size_bytes=4), body)
 

@@ -166,7 +166,7 @@ class WriteClauses(Clauses):
             pytest.skip(f"no other process sees the objects of {store.uri}")
         racing = [f"race/{number}" for number in range(6 * self.num_racing_rounds)]
         bodies = (b"one", b"two")
-        first, second = (functools.partial(_create, body=body) for body in bodies)
+        first, second = (functools.partial(put, body=body, if_absent=True) for body in bodies)
         outcomes = _race_in_processes(store, first, second, racing)
         for key, outcome in zip(racing, outcomes, strict=True):
             assert sum(error is None for error in outcome) == 1, (key, outcome)
@@ -281,10 +281,6 @@ class WriteClauses(Clauses):
         with pytest.raises(ObjectNotFoundError):
             store.copy_from(store.url("missing"), "c/target")
         assert keys(store) == ["a/source", "b/target"]
-
-
-def _create(store: Store, key: str, body: bytes) -> None:
-    put(store, key, body, if_absent=True)
 
 
 def _look(store: Store, key: str) -> None:

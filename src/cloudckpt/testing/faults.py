@@ -26,10 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from cloudckpt.commit.attempts import ATTEMPT
-from cloudckpt.errors import (
-    InterruptedReadError,
-    StoreError,
-)
+from cloudckpt.errors import InterruptedReadError, StoreError
 from cloudckpt.stores.base import (
     Call,
     ForwardingStore,
@@ -38,6 +35,7 @@ from cloudckpt.stores.base import (
     Store,
     UploadedPart,
     Views,
+    batches,
     num_bytes,
     run_once,
     skip_bytes,
@@ -96,7 +94,7 @@ class Tell:
 Fault: TypeAlias = Fails | TruncatedBody | FlippedBits | Tell
 
 _READS = frozenset({"read", "read_into"})
-_EVERYTHING = Store.__abstractmethods__ - {"uri"} | {"probe", "list_parts", "copy_from", "free_bytes"}
+_EVERYTHING = Store.__abstractmethods__ - {"uri"} | {"probe", "list_parts", "copy_from", "copy_part", "free_bytes"}
 _OPERATIONS: dict[type, frozenset[str]] = {TruncatedBody: _READS, FlippedBits: _READS | {"put", "upload_part"}}
 """The operations that a fault can happen to; all operations for any other fault."""
 
@@ -192,9 +190,9 @@ class Faults:
         with self._lock:
             return dict(self._num_calls)
 
-    def _decide(self, call: Call) -> Due | None:
+    def _decide(self, call: Call) -> _Due | None:
         alike = (call.operation, without_attempts(call.key))
-        due: Due | None = None
+        due: _Due | None = None
         with self._lock:
             self._num_calls[call.operation] += 1
             self._num_alike[alike] += 1
@@ -210,7 +208,7 @@ class Faults:
                 if draw("acts", event) >= rule.probability:
                     continue
                 why = f"by rule {index} with seed {self.seed}, at call {nth} of {call.operation} on this key"
-                due = Due(fault=rule.fault, position=draw("place", event), why=why)
+                due = _Due(fault=rule.fault, position=draw("place", event), why=why)
                 kind = rule.fault.error if isinstance(rule.fault, Fails) else type(rule.fault)
                 self._num_injected[kind.__name__] += 1
         return due
@@ -229,7 +227,7 @@ def draw(name: str, event: tuple[object, ...]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
+class _Due:
     """A fault that happens to one call."""
 
     fault: Fault
@@ -267,7 +265,7 @@ class WrappedStore(ForwardingStore):
 class FaultyStore(WrappedStore):
     """Injects the faults that `decide` returns."""
 
-    def __init__(self, inner: Store, *, decide: Callable[[Call], Due | None]) -> None:
+    def __init__(self, inner: Store, *, decide: Callable[[Call], _Due | None]) -> None:
         super().__init__(inner)
         self._decide = decide
 
@@ -293,7 +291,8 @@ class FaultyStore(WrappedStore):
             received_bytes = _received(due.fault, due.position, call.num_bytes)
             # The store fills in the first bytes, and raises its own error for an object that is shorter.
             if received_bytes:
-                self.inner.read_into(key, offset_bytes, _first(views, received_bytes))
+                first_bytes = next(batches(views, max_bytes=received_bytes, max_views=len(views)))
+                self.inner.read_into(key, offset_bytes, first_bytes)
             raise self._truncation(call, due, received_bytes)
         self._carry_out(call, lambda: self.inner.read_into(key, offset_bytes, views), due)
         if due is not None and due.flips_bits:
@@ -307,7 +306,7 @@ class FaultyStore(WrappedStore):
             raise self._truncation(call, due, _received(due.fault, due.position, len(body)))
         return b"".join(_damage_copy([memoryview(body)], due))
 
-    def _carry_out(self, call: Call, action: Callable[[], _T], due: Due | None) -> _T:
+    def _carry_out(self, call: Call, action: Callable[[], _T], due: _Due | None) -> _T:
         fault = None if due is None else due.fault
         if isinstance(fault, Tell) and fault.before is not None:
             fault.before(call)
@@ -320,11 +319,11 @@ class FaultyStore(WrappedStore):
             fault.after(call)
         return result
 
-    def _truncation(self, call: Call, due: Due, received_bytes: int) -> StoreError:
+    def _truncation(self, call: Call, due: _Due, received_bytes: int) -> StoreError:
         words = f"the answer ended after {received_bytes} bytes"
         return self._error(InterruptedReadError, call, due, words, received_bytes=received_bytes)
 
-    def _error(self, kind: type[StoreError], call: Call, due: Due, words: str, **attributes: Any) -> StoreError:
+    def _error(self, kind: type[StoreError], call: Call, due: _Due, words: str, **attributes: Any) -> StoreError:
         url = self.url(call.key)
         return kind(f"{url}: {words} (injected {due.why})", key=url, operation=call.operation, **attributes)
 
@@ -335,17 +334,7 @@ def _received(fault: TruncatedBody, position: float, size_bytes: int) -> int:
     return max(min(after_bytes, size_bytes - 1), 0)
 
 
-def _first(views: Views, size_bytes: int) -> list[memoryview]:
-    taken: list[memoryview] = []
-    for view in views:
-        if size_bytes <= 0:
-            break
-        taken.append(view[:size_bytes])
-        size_bytes -= view.nbytes
-    return taken
-
-
-def _damage_copy(views: Views, due: Due | None) -> Views:
+def _damage_copy(views: Views, due: _Due | None) -> Views:
     """Return the body to send: `views`, or a damaged copy."""
     if due is None or not due.flips_bits or not num_bytes(views):
         return views

@@ -32,17 +32,11 @@ __all__ = [
     "REGION",
     "SECRET_ACCESS_KEY",
     "GCSServer",
-    "Program",
     "S3Server",
     "Server",
-    "ServerProcess",
-    "answers",
-    "ask",
     "clean_environment",
     "fake_gcs_server",
     "moto_server",
-    "reserved_port",
-    "running",
 ]
 
 _UNWANTED = (
@@ -97,22 +91,9 @@ def ask(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Send one request to a local server.
+    """Send one request to a local server. Returns status and text of the answer.
 
-    Args:
-        endpoint_url: Address of the server.
-        method: HTTP method.
-        path: Path and query.
-        timeout_s: Maximum time without progress.
-        body: Body of the request.
-        headers: Headers of the request.
-
-    Returns:
-        Status and text of the answer.
-
-    Raises:
-        OSError: There is no answer. A broken one raises ``http.client.HTTPException``.
-
+    Raises `OSError` after `timeout_s` without progress, and ``http.client.HTTPException`` for a broken answer.
     """
     connection = http.client.HTTPConnection(urlsplit(endpoint_url).netloc, timeout=timeout_s)
     try:
@@ -124,17 +105,7 @@ def ask(
 
 
 def answers(endpoint_url: str, path: str = "/", *, timeout_s: float) -> bool:
-    """Return True if a server answers a request in time, with any status.
-
-    Args:
-        endpoint_url: Address of the server.
-        path: Path and query.
-        timeout_s: Maximum time without progress.
-
-    Returns:
-        False if there is no answer.
-
-    """
+    """Return True if a server answers a GET in time, with any status."""
     try:
         ask(endpoint_url, "GET", path, timeout_s=timeout_s)
     except (OSError, http.client.HTTPException):
@@ -187,20 +158,10 @@ os._exit(status & 127)
 
 @contextlib.contextmanager
 def reserved_port(port: int = 0) -> Iterator[int]:
-    """Reserve a port of the loopback interface.
+    """Reserve a port of the loopback interface, and yield it. 0 chooses a free one.
 
     On Linux a bound socket that does not listen reserves the port, also while the server is down. On other systems the
-    port is only known to be free at the start.
-
-    Args:
-        port: Port to reserve. 0 chooses a free one.
-
-    Yields:
-        The port.
-
-    Raises:
-        InvalidOptionError: `port` is in use.
-
+    port is only known to be free at the start. Raises `InvalidOptionError` if `port` is in use.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -221,7 +182,6 @@ class Program:
     name: str
     """Name in messages."""
     command: Sequence[str | os.PathLike[str]]
-    """Program and its arguments."""
     environment: Mapping[str, str] = field(repr=False)
     """All environment variables. They may contain secrets, so they are not in the repr."""
     is_ready: Callable[[float], bool]
@@ -233,11 +193,9 @@ class ServerProcess:
     """A program that can be started, killed and restarted. Not safe for use by several threads."""
 
     program: Program
-    """Program to run."""
     log: IO[bytes]
     """File for its standard error."""
     start_timeout_s: float
-    """Maximum time until the program is ready."""
     pid: int = field(init=False, default=0)
     """Process id of the server, or of the previous one while it is down."""
     _supervisor: subprocess.Popen[bytes] | None = field(init=False, default=None)
@@ -375,18 +333,9 @@ class Server(abc.ABC):
 
 @contextlib.contextmanager
 def running(program: Program, *, start_timeout_s: float = 60.0) -> Iterator[ServerProcess]:
-    """Start a program, and kill it at the end of the context.
+    """Start a program, yield its process once it is ready, and kill it at the end of the context.
 
-    Args:
-        program: Program to run.
-        start_timeout_s: Maximum time until it is ready.
-
-    Yields:
-        Its process, once it is ready.
-
-    Raises:
-        RuntimeError: It does not start. The message has the end of its output.
-
+    Raises `RuntimeError`, with the end of the program's output, if it is not ready within `start_timeout_s`.
     """
     with tempfile.TemporaryFile(mode="ab+", buffering=0) as log:
         process = ServerProcess(program, log, start_timeout_s)
@@ -426,12 +375,10 @@ class S3Server(Server):
 
     @property
     def scheme(self) -> str:
-        """``s3``."""
         return "s3"
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The `cloudckpt.Options.storage_options` to reach it."""
         return {
             "endpoint_url": self.endpoint_url,
             "region": REGION,
@@ -441,7 +388,6 @@ class S3Server(Server):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for AWS clients to reach it, in addition to `clean_environment`."""
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint_url,
             "AWS_DEFAULT_REGION": REGION,
@@ -451,7 +397,6 @@ class S3Server(Server):
         }
 
     def create_bucket(self, name: str) -> None:
-        """Create the bucket `name` if it does not exist."""
         self.request("PUT", f"/{name}")
 
     def reset(self) -> None:
@@ -513,17 +458,14 @@ class GCSServer(Server):
 
     @property
     def scheme(self) -> str:
-        """``gs``."""
         return "gs"
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The `cloudckpt.Options.storage_options` to reach it."""
         return {"endpoint_url": self.endpoint_url, "anonymous": True, "project": PROJECT}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for Google's clients and gcsfs to reach it, in addition to `clean_environment`."""
         return {
             "STORAGE_EMULATOR_HOST": self.endpoint_url,
             "GOOGLE_CLOUD_PROJECT": PROJECT,
@@ -532,7 +474,6 @@ class GCSServer(Server):
         }
 
     def create_bucket(self, name: str) -> None:
-        """Create the bucket `name` if it does not exist."""
         self.request("POST", f"/storage/v1/b?project={PROJECT}", {"name": name})
 
     def reset(self) -> None:

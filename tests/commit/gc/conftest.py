@@ -13,7 +13,7 @@ __all__ = ["_cloudckpt_nowhere", "cloudckpt_s3_server", "cloudckpt_s3_uri"]
 
 @pytest.fixture(params=["memory", "path", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where nothing lies yet, on each kind of store."""
+    """Return the URI of an empty place on each kind of store."""
     if request.param == "memory":
         return f"memory://housekeeping-{tmp_path.name}/run"
     if request.param == "path":

@@ -1,4 +1,4 @@
-"""What saves that died, failed or stand still leave; on any store, by way of the store alone."""
+"""Write the remains of saves that died, failed or stand still, to any store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save(uri: str, fill: float, *, overwrite: bool = False) -> None:
 
 
 def holds(uri: str, fill: float) -> bool:
-    """Whether all of that save is loaded from there."""
+    """Return True if all of that save is loaded from there."""
     state = state_of(-1.0)
     cloudckpt.load(state, uri, no_dist=True)
     return state["step"] == int(fill) and bool((state["w"] == fill).all())

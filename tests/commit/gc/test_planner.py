@@ -1,4 +1,4 @@
-"""What may go, for any mixture of things at a location, against rules that are written down once more."""
+"""The plan of gc for any mixture of objects at a location, compared with an independent form of its rules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_plan_of_gc_follows_the_rules(  # noqa: C901  # the rules are many
     references = {number: keys for number, keys in named.items() if number in manifests}
 
     plan = plan_removal(
-        inventory.at(location),
+        inventory.items_at(location),
         entries,
         location=location,
         current=counting,

@@ -21,7 +21,7 @@ from cloudckpt.testing.faults import Fails, Faults, Rule
 
 ALL = ""
 BUT_ABSENT_KEYS = r"manifest|safetensors"
-"""As under a retention policy of GCS, or a directory that may not be changed."""
+"""The refusals of a retention policy of GCS, and of a directory that may not be changed."""
 KINDS = [ALL, BUT_ABSENT_KEYS, r"manifest", r"safetensors"]
 
 
@@ -115,7 +115,8 @@ def test_steps_that_were_not_tried_are_in_the_report(root: str) -> None:
         save(f"{root}/step-{step}", step)
     for error, num_tried in ((AccessDeniedError, 8), (StoreError, 1)):
         with CheckpointManager(root, keep_last=1, async_=False, no_dist=True, options=refusing("", error)) as manager:
-            manager.save(100, {"w": torch.ones(3)}, overwrite=True)
+            manager.restore({"w": torch.zeros(300)})
+            manager.save(100, {"w": torch.ones(300)}, overwrite=True)
         assert manager.retention is not None
         failed = [one.uri for one in manager.retention.failed]
         assert failed == [f"{root}/step-{step}" for step in range(12)]

@@ -1,4 +1,4 @@
-"""What the jobs share."""
+"""Helpers that the jobs share."""
 
 from __future__ import annotations
 

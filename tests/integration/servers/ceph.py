@@ -131,7 +131,7 @@ class _Cluster:
         return gateway
 
     def last_words(self) -> str:
-        """Of each daemon that did start."""
+        """Return the last output of each daemon that has started."""
         return "\n".join(f"{daemon.program.name}: {daemon.last_words()}" for daemon in self.daemons)
 
     def _configure(self) -> None:

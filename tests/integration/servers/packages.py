@@ -1,4 +1,4 @@
-"""Where the servers' programs are, and what to install where they are not."""
+"""Find the servers' programs, or name the package to install."""
 
 from __future__ import annotations
 

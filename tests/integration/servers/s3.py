@@ -1,4 +1,4 @@
-"""What the S3 servers of the integration tests share."""
+"""Helpers that the S3 servers of the integration tests share."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class AnyGCS:
     objects: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Generation, size and CRC32C of each name."""
     size_bytes: int = 10
-    """Of every object that was never written."""
+    """The size of every object that was never written."""
     generation: int = 1000
 
     def __call__(self, connection: Any, request: Recorded) -> None:

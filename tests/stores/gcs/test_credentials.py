@@ -248,7 +248,7 @@ def test_credentials_are_never_shown() -> None:
 
 
 class TestClients(ClientTests):
-    """Of google-cloud-storage."""
+    """The clients of google-cloud-storage."""
 
     cache = clients.GCSSession.cache
     extra = "gcs"
@@ -262,7 +262,7 @@ class TestClients(ClientTests):
 
 
 class Unpicklable(AnonymousCredentials):
-    """As those of most identity providers' plug-ins are, by a lock or a socket in them."""
+    """Credentials that cannot be pickled, as most plug-ins of identity providers, which hold a lock or a socket."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What goes wrong on the way, and servers that do something else: each ends in time, and in one typed error."""
+"""Failures on the wire, and wrong answers of servers: each call ends in time, with one typed error."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_copy_out_of_a_zonal_bucket_is_read_and_written(zonal: Wire, bucket: s
 
 
 class TestBodies(BodyTests):
-    """Of answers that carry an object."""
+    """The bodies of answers that carry an object."""
 
 
 class TestTLS(TLSTests):
@@ -190,7 +190,7 @@ def test_a_listing_of_something_else_is_an_error_of_the_store(scripted: Any, ope
 def test_a_listing_without_end_is_noticed(scripted: Any, operation: str) -> None:
     """Opening a checkpoint would hang for ever behind a proxy that ignores page tokens."""
     server = scripted.serve(scripted.json({"kind": "storage#objects", "nextPageToken": "again"}))
-    with pytest.raises(errors.UnsupportedOperationError, match="round in circles"):
+    with pytest.raises(errors.UnsupportedOperationError, match="repeats its pages"):
         LISTINGS[operation](server.store(prefix="p"))
     assert len(server.requests) == 2
 

@@ -1,4 +1,4 @@
-"""What really goes over the wire: every option on every request it belongs to, and nothing that costs time."""
+"""The requests on the wire: each option is in all requests that it belongs to, and no request costs time in vain."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 
 class TestClients(ClientTests):
-    """Of boto3."""
+    """The clients of boto3."""
 
     cache = clients.S3Session.cache
     extra = "s3"

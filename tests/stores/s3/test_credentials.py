@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
-import boto3.session
+import botocore.session
 import pytest
 from tests.kit.clock import skip_waits
 
@@ -130,8 +130,8 @@ def test_many_parts_that_are_refused_together_make_one_look(
         else:
             s3(connection, request)
 
-    session = boto3.session.Session
-    monkeypatch.setattr("boto3.session.Session", lambda **settings: made.append(settings) or session(**settings))
+    session = botocore.session.Session
+    monkeypatch.setattr("botocore.session.Session", lambda **settings: made.append(settings) or session(**settings))
     store = open_store(scripted.serve(answer).endpoint_url)
     store.session.client()
     write_credentials(file, NEW)

@@ -1,4 +1,4 @@
-"""What goes wrong on the way, and servers that do something else: each ends in time, and in one typed error."""
+"""Failures on the wire, and wrong answers of servers: each call ends in time, with one typed error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_call_is_made_once(scripted: Any, operation: str) -> None:
 
 
 class TestBodies(BodyTests):
-    """Of answers that carry an object."""
+    """The bodies of answers that carry an object."""
 
 
 class TestTLS(TLSTests):
@@ -210,7 +210,7 @@ def test_a_redirection_without_a_body_is_tried_again(scripted: Any, operation: s
     server = scripted.serve(scripted.reply(status, ""))
     error = refuse(lambda: CALLS[operation](server.store()), errors.TransientStoreError)
     assert f"status {status}" in str(error)
-    assert "Is a proxy or a load balancer between?" in str(error)
+    assert "Is there a proxy or a load balancer in between?" in str(error)
 
 
 PAGE = "<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{content}</ListBucketResult>"
@@ -228,7 +228,7 @@ def test_a_listing_without_end_is_noticed(scripted: Any) -> None:
     """Opening a checkpoint would hang for ever behind a proxy that ignores page tokens."""
     token = "<NextContinuationToken>again</NextContinuationToken>"  # noqa: S105  # of a listing
     server = scripted.serve(scripted.reply(200, PAGE.format(truncated="true", content=token)))
-    with pytest.raises(errors.UnsupportedOperationError, match="round in circles"):
+    with pytest.raises(errors.UnsupportedOperationError, match="repeats its pages"):
         list(server.store(prefix="p").list())
     assert len(server.requests) == 2
 

@@ -1,4 +1,4 @@
-"""What is found out about endpoints that are not Amazon's: every lie that a server has been seen to tell."""
+"""The probe of endpoints that are not Amazon's: it finds every wrong answer that a server was seen to give."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def served(scripted: Any, **faults: Any) -> tuple[SmallS3, Any]:
 
 
 def retried(store: S3Store) -> Any:
-    """As a save asks."""
+    """Probe as a save does."""
     return StoreClient(store, retries=3, timeout_s=WAIT_S).call(store.probe)
 
 

@@ -1,4 +1,4 @@
-"""What really goes over the wire: every option on every request it belongs to, and nothing that costs time."""
+"""The requests on the wire: each option is in all requests that it belongs to, and no request costs time in vain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from awscrt.checksums import crc32c
 
 from cloudckpt import errors
-from cloudckpt.stores.base import Part, UploadedPart
+from cloudckpt.stores.base import FoundPart, Part, UploadedPart
 from cloudckpt.stores.s3 import store as s3_store
 
 if TYPE_CHECKING:
@@ -45,10 +45,11 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
     "DeleteObject": lambda store: store.delete(["k"]),
     "DeleteObjects": lambda store: store.delete([f"k{n}" for n in range(20)]),
     "CopyObject": lambda store: store.copy_from(store.url("k"), "k2"),
+    "UploadPartCopy": lambda store: store.copy_part("k2", "UP", PART, source_url=store.url("k"), source_begin=7),
 }
 READS = {"GetObject", "GetObject whole", "HeadObject"}
 CREATES = {"PutObject", "CreateMultipartUpload", "CopyObject"}
-PARTS = {"UploadPart", "CompleteMultipartUpload", "ListParts"}
+PARTS = {"UploadPart", "UploadPartCopy", "CompleteMultipartUpload", "ListParts"}
 
 CUSTOMER = {
     "x-amz-server-side-encryption-customer-algorithm": "AES256",
@@ -67,7 +68,7 @@ OPTIONS: list[tuple[dict[str, Any], set[str], dict[str, str]]] = [
     ({"sse_customer_key": KEY}, CREATES | PARTS | READS, CUSTOMER),
     (
         {"sse_customer_key": KEY},
-        {"CopyObject"},
+        {"CopyObject", "UploadPartCopy"},
         {name.replace("x-amz-", "x-amz-copy-source-"): value for name, value in CUSTOMER.items()},
     ),
     ({"storage_class": "STANDARD_IA"}, CREATES, {"x-amz-storage-class": "STANDARD_IA"}),
@@ -110,6 +111,26 @@ def test_the_customer_key_is_on_every_request_of_a_large_copy(scripted: Any, mon
     for part in parts:
         assert part.headers["x-amz-copy-source-server-side-encryption-customer-algorithm"] == "AES256"
     assert complete.body.count(b"<PartNumber>") == 3
+
+
+def test_a_copied_part_names_its_range_and_its_checksum(scripted: Any) -> None:
+    """The service would copy other bytes, or the CRC32C that proves them would be taken for none."""
+    elements = f"<ETag>&quot;{'ab' * 16}&quot;</ETag><ChecksumCRC32C>{ENCODED_CRC}</ChecksumCRC32C>"
+    server = scripted.serve(scripted.reply(200, f"<CopyPartResult>{elements}</CopyPartResult>"))
+    store = server.store()
+    found = store.copy_part("k2", "UP", PART, source_url="s3://other/a b", source_begin=7)
+    assert found == FoundPart(number=1, size_bytes=10, token=f'"{"ab" * 16}"', crc32c=CRC, md5="ab" * 16)
+    (request,) = server.requests
+    assert (request.query["partNumber"], request.query["uploadId"]) == ("1", "UP")
+    assert request.headers["x-amz-copy-source"] == "other/a%20b"
+    assert request.headers["x-amz-copy-source-range"] == "bytes=7-16"
+
+
+def test_a_failure_in_an_answer_of_200_is_no_copied_part(scripted: Any) -> None:
+    """S3 begins such an answer before it has copied. The part would be taken for one that is there."""
+    server = scripted.serve(scripted.reply(200, "<Error><Code>InternalError</Code><Message>no</Message></Error>"))
+    with pytest.raises(errors.TransientStoreError):
+        server.store().copy_part("k2", "UP", PART, source_url="s3://other/a", source_begin=0)
 
 
 def test_a_large_copy_that_fails_is_aborted(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

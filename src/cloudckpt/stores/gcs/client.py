@@ -56,11 +56,12 @@ from cloudckpt.stores.storage_options import (
     parse,
     parse_endpoint,
     parse_flag,
+    parse_path,
     parse_seconds,
     parse_text,
 )
 
-SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _METADATA_VARIABLES = ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT")
 _MAX_SEARCH_S = 20.0  # for Google's own search for credentials
 CONTENT_TYPE = "application/octet-stream"
@@ -87,19 +88,15 @@ def _parse_credentials(value: Any) -> Any:
     return value
 
 
-def _parse_path(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError("must be the path of a JSON file with a service account's key or a user's credentials")
-    return value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GCSConfig:
     """The configuration of GCS. ``None`` leaves a field to the ordinary Google configuration."""
 
     endpoint_url: str | None = option(functools.partial(parse_endpoint, "credentials_file"))
     project: str | None = option(parse_text)
-    credentials_file: str | None = option(_parse_path)
+    credentials_file: str | None = option(
+        functools.partial(parse_path, "a JSON file with a service account's key or a user's credentials")
+    )
     """The path of a service account's key, or of an authorized user's credentials, as JSON."""
     credentials: Any = field(default=None, repr=False, metadata={PARSER: _parse_credentials})
     """A ``google.auth.credentials.Credentials``."""
@@ -135,7 +132,7 @@ def _find_contradictions(values: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) -> Any:
+def _find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) -> Any:
     """Return the credentials of requests: of the options, or the ordinary application-default credentials.
 
     Raises google.auth's `DefaultCredentialsError` if there are none. Outside Google's cloud, that is known only
@@ -154,12 +151,12 @@ def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) 
     else:
         search: Any = _BoundedSearch(min(timeout_s, _MAX_SEARCH_S))
         try:
-            credentials, _ = google.auth.default(scopes=SCOPES, request=search)
+            credentials, _ = google.auth.default(scopes=_SCOPES, request=search)
         except DefaultCredentialsError:
             if search.problem is None:
                 raise
             raise CredentialSourceError(search.problem) from None
-    return with_scopes_if_required(credentials, list(SCOPES))
+    return with_scopes_if_required(credentials, list(_SCOPES))
 
 
 def _from_file(path: str) -> Any:
@@ -210,13 +207,13 @@ class _BoundedSearch:
     def __call__(self, url: str, *, timeout: float | None = None, **kwargs: Any) -> Any:
         from google.auth.exceptions import TransportError
 
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
             raise TransportError("no time left to look for credentials")
         is_expected = any(name in os.environ for name in _METADATA_VARIABLES)
         status = None
         try:
-            response = self._request(url, timeout=min(left_s, timeout or left_s), **kwargs)
+            response = self._request(url, timeout=min(remaining_s, timeout or remaining_s), **kwargs)
             status = response.status
             is_expected = is_expected or "metadata-flavor" in response.headers
             return response
@@ -242,7 +239,7 @@ class GCSClient(SDKClient):
         # With a slash at its end, the library's addresses would have two in a row.
         endpoint_url = (config.endpoint_url or emulator).rstrip("/")
         is_emulator = config.endpoint_url is None and bool(emulator)
-        credentials = find_credentials(config, is_emulator=is_emulator, timeout_s=key.timeout_s)
+        credentials = _find_credentials(config, is_emulator=is_emulator, timeout_s=key.timeout_s)
         self.config = config
         self.timeout_s = key.timeouts_s(config.connect_timeout_s, config.read_timeout_s)
         self.each_call: dict[str, Any] = {"timeout": self.timeout_s, "retry": None}
@@ -251,8 +248,8 @@ class GCSClient(SDKClient):
         self._renewing = threading.Lock()
         # The connections that stay open, not a limit. Stores of one configuration share it: a save beside a load would
         # otherwise close connections that both need.
-        most_connections = (_STORES_AT_ONCE + MAX_HELPERS) * key.connections + _SPARE_CONNECTIONS
-        self.http, self._auth_request = _make_http_session(credentials, most_connections=most_connections)
+        max_idle_connections = (_STORES_AT_ONCE + MAX_HELPERS) * key.connections + _SPARE_CONNECTIONS
+        self.http, self._auth_request = _make_http_session(credentials, max_idle_connections=max_idle_connections)
         self.storage = storage.Client(
             project=config.project,
             credentials=credentials,
@@ -338,7 +335,17 @@ class GCSSession(HTTPSession):
     scheme = "gs"
     service = "GCS"
     get_api = "objects.get"
-    cache: ClassVar = ClientCache(GCSClient)
+    cache: ClassVar = ClientCache(
+        GCSClient,
+        environment_prefixes=(
+            "API_ENDPOINT_OVERRIDE",
+            "CLOUDSDK_",
+            "GCE_METADATA",
+            "GOOGLE_",
+            "NO_GCE_CHECK",
+            "STORAGE_EMULATOR_HOST",
+        ),
+    )
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, ClientKey[GCSConfig]]]:
         credentials = self.client_key.config.credentials
@@ -400,12 +407,12 @@ class GCSSession(HTTPSession):
     def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
         if isinstance(error, StoreError):
             return error
-        sent = _sent_token(error)  # which may have been renewed since
-        request = self.failed_request(operation, api, key, secrets=(sent,) if sent else ())
+        token = _sent_token(error)  # which may have been renewed since
+        request = self.failed_request(operation, api, key, secrets=(token,) if token else ())
         if self._client is not None and _status_of(error) == _NOT_FOUND and api in _ABOUT_OBJECTS:
-            why_absent = self._look_into_absence(self._client, api, key, is_own=is_genuine_error(error))
-            if why_absent is not None:
-                return build_error(why_absent, request, reason=f"status {_NOT_FOUND}")
+            rule = self._explain_absence(self._client, api, key, is_own=is_genuine_error(error))
+            if rule is not None:
+                return build_error(rule, request, reason=f"status {_NOT_FOUND}")
         return translate(error, request, is_zonal=self._is_zonal)
 
     def location_type(self, client: GCSClient) -> str:
@@ -434,7 +441,7 @@ class GCSSession(HTTPSession):
         )
         return self.error(TransientStoreError, operation, key, problem)
 
-    def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> ErrorRule | None:
+    def _explain_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> ErrorRule | None:
         """Find the cause of a 404 to `api` by a listing; return None if the object is absent.
 
         The bucket may be missing. An answer that is not GCS's own is believed if the listing agrees.
@@ -493,7 +500,7 @@ def is_googles(endpoint_url: str) -> bool:
     return (urlsplit(endpoint_url).hostname or "").rstrip(".").endswith(".googleapis.com")
 
 
-def _make_http_session(credentials: Any, *, most_connections: int) -> tuple[Any, Any]:
+def _make_http_session(credentials: Any, *, max_idle_connections: int) -> tuple[Any, Any]:
     from google.auth.transport.requests import AuthorizedSession, Request
     from requests import Session
     from requests.adapters import HTTPAdapter
@@ -501,7 +508,7 @@ def _make_http_session(credentials: Any, *, most_connections: int) -> tuple[Any,
     auth_request = Request(Session())
     # cloudckpt renews a refused token: the library would send the same body again, which is at its end by then.
     http = AuthorizedSession(credentials, refresh_status_codes=(), auth_request=auth_request)
-    adapter = HTTPAdapter(pool_connections=2, pool_maxsize=most_connections, max_retries=0)
+    adapter = HTTPAdapter(pool_connections=2, pool_maxsize=max_idle_connections, max_retries=0)
     adapter.poolmanager.pool_classes_by_scheme = make_cancellable(adapter.poolmanager.pool_classes_by_scheme)
     http.mount("https://", adapter)
     http.mount("http://", adapter)

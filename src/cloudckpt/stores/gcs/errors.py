@@ -38,13 +38,15 @@ CERTIFICATE = ErrorRule(
     "The certificate of {endpoint} was not accepted. Check endpoint_url, or name the authority's certificate in "
     "REQUESTS_CA_BUNDLE.",
 )
-CONFIG = ErrorRule(StoreError, "Check the storage options and the Google configuration (GOOGLE_* variables, gcloud).")
+CONFIGURATION = ErrorRule(
+    StoreError, "Check the storage options and the Google configuration (GOOGLE_* variables, gcloud)."
+)
 CREDENTIALS = ErrorRule(
     CredentialsError,
     "The store does not accept the credentials from {credentials}, and no newer ones were found. Renew them (gcloud "
     "auth application-default login), or check credentials_file and GOOGLE_APPLICATION_CREDENTIALS.",
 )
-GONE = ErrorRule(
+PART_GONE = ErrorRule(
     ObjectNotFoundError,
     "A part of the upload is gone: it was completed or aborted. Upload the object anew.",
 )
@@ -83,7 +85,7 @@ WHO_PAYS = ErrorRule(StoreError, "The bucket wants the requester to pay: check t
 
 
 BY_REQUEST: Mapping[tuple[str, int], ErrorRule] = {
-    ("objects.compose", 404): GONE,
+    ("objects.compose", 404): PART_GONE,
     ("objects.insert", 404): MISSING,
     ("objects.list", 404): shared.BUCKET,
     ("objects.list", 416): shared.FOREIGN,
@@ -99,11 +101,11 @@ REASONS: Mapping[str, ErrorRule] = by_name(
         (shared.EXISTS, "conditionNotMet"),
         (shared.FULL, "quotaExceeded dailyLimitExceeded"),
         (HELD, "objectUnderActiveHold retentionPolicyNotMet"),
-        (shared.LARGE, "uploadTooLarge"),
+        (shared.TOO_LARGE, "uploadTooLarge"),
         (shared.TRY_AGAIN, "backendError internalError backendNotConnected uploadBrokenConnection gatewayTimeout"),
         (POLICY, "orgPolicyConstraintFailed"),
-        (shared.SHORT, "requestedRangeNotSatisfiable"),
-        (shared.SLOWER, "rateLimitExceeded userRateLimitExceeded"),
+        (shared.TOO_SHORT, "requestedRangeNotSatisfiable"),
+        (shared.SLOW_DOWN, "rateLimitExceeded userRateLimitExceeded"),
         (WHO_PAYS, "AuthenticationRequiredRequesterPays UserProjectInconsistent UserProjectInvalid UserProjectMissing"),
         (WHO_PAYS, "userProjectInconsistent userProjectInvalid userProjectMissing"),
     ]
@@ -121,7 +123,7 @@ EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
         (REDIRECT, "TooManyRedirects"),
         (REFRESH, "GoogleAuthError"),
         (REFRESH_LATER, "ResponseError TimeoutError TransportError"),
-        (shared.REQUEST, "HTTPError"),
+        (shared.BAD_REQUEST, "HTTPError"),
         (shared.TLS, "SSLError"),
         (shared.UNREACHED, "ConnectionError RetryError"),
     ]
@@ -141,7 +143,7 @@ TABLE = ErrorTable(
     parsers=("google.api_core.", "google.cloud."),
     quoted="google.auth",
     certificate=CERTIFICATE,
-    configuration=CONFIG,
+    configuration=CONFIGURATION,
 )
 
 _REDIRECTION, _UNAUTHORIZED = 300, 401
@@ -233,7 +235,7 @@ def _translate_answer(error: Any, status: int, request: FailedRequest, is_zonal:
         return build_error(shared.FOREIGN, request, reason=text)
     reason, detail = _parse_document(error.message)
     rule = BY_REQUEST.get((request.api, status)) or TABLE.rule_for_answer(reason, status)
-    if rule in (shared.REQUEST, shared.CANNOT) and request.api in _WRITES and is_zonal():
+    if rule in (shared.BAD_REQUEST, shared.NOT_SUPPORTED) and request.api in _WRITES and is_zonal():
         # An object that the service cannot copy from there can perhaps be read.
         rule = ZONAL._replace(error=UnsupportedOperationError) if request.api == "objects.rewrite" else ZONAL
     text = f"{reason} ({status})" if reason else f"status {status}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
 
-from cloudckpt._workers import each_done
+from cloudckpt._workers import run_all
 from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError, UnsupportedOperationError
 from cloudckpt.options import GIB
 from cloudckpt.stores.base import (
@@ -15,24 +17,20 @@ from cloudckpt.stores.base import (
     FoundPart,
     Limits,
     ObjectInfo,
+    Part,
+    RequestRunner,
     UploadedPart,
     UploadInfo,
+    Views,
     run_once,
     sort_parts,
 )
 from cloudckpt.stores.gcs import uploads
-from cloudckpt.stores.gcs.client import LISTING, MAX_HELPERS, GCSSession, is_googles, parse_storage_options
+from cloudckpt.stores.gcs.client import LISTING, MAX_HELPERS, GCSClient, GCSSession, is_googles, parse_storage_options
 from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
 from cloudckpt.stores.http_body import decode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from datetime import datetime
-
-    from cloudckpt.stores.base import Part, RequestRunner, Views
-    from cloudckpt.stores.gcs.client import GCSClient
 
 _MAX_BYTES = 5 * 1024 * GIB  # https://cloud.google.com/storage/quotas
 _OBJECTS = "kind,nextPageToken,items(name,size,timeCreated,generation)"
@@ -168,10 +166,9 @@ class GCSStore(HTTPStore):
         A listing with a delimiter does not say what a prefix holds.
         """
         for _, prefixes in self._pages("list_directories", prefix=self._root, fields=_PREFIXES, delimiter="/"):
-            holding: set[str] = set()
-            look = functools.partial(self._look_into, holding)
-            _run_side_by_side(prefixes, look)
-            yield from (prefix[len(self._root) :].rstrip("/") for prefix in prefixes if prefix in holding)
+            non_empty: set[str] = set()
+            _run_side_by_side(prefixes, functools.partial(self._note_if_not_empty, non_empty))
+            yield from (prefix[len(self._root) :].rstrip("/") for prefix in prefixes if prefix in non_empty)
 
     def delete_object(self, name: str) -> None:
         uploads.remove(self.session, "delete", name)
@@ -198,9 +195,9 @@ class GCSStore(HTTPStore):
         upload = self._open_upload(key, upload_id, "list_parts")
         for blobs, _ in self._pages("list_parts", prefix=upload.prefix, fields=_PARTS):
             for blob in blobs:
-                place = upload.parse_part(blob.name)
-                if place is not None:
-                    number, nonce = place
+                number_and_nonce = upload.parse_part(blob.name)
+                if number_and_nonce is not None:
+                    number, nonce = number_and_nonce
                     facts = uploads.facts_of(blob)
                     stored = uploads.describe(self.session, "list_parts", "objects.list", blob.name, facts)
                     token = uploads.make_token(nonce, stored.generation, upload)
@@ -213,7 +210,7 @@ class GCSStore(HTTPStore):
         target = self.name_of(target_key, "copy_from")
         bucket, _, source = source_url.removeprefix("gs://").partition("/")
         # A missing object is the source, so errors are about it.
-        asking = GCSSession(bucket, self.session.client_key)
+        source_session = GCSSession(bucket, self.session.client_key)
         token: str | None = None
 
         def rewrite(client: GCSClient) -> tuple[str | None, Any]:
@@ -221,7 +218,7 @@ class GCSStore(HTTPStore):
             return new.rewrite(old, token=token, **client.each_call)[0], new.crc32c
 
         while True:
-            token, crc32c = run(functools.partial(asking.call, "copy_from", "objects.rewrite", source, rewrite))
+            token, crc32c = run(functools.partial(source_session.call, "copy_from", "objects.rewrite", source, rewrite))
             if token is None:
                 return decode_crc32c(crc32c)
 
@@ -246,10 +243,10 @@ class GCSStore(HTTPStore):
         names = [blob.name for blobs, _ in pages for blob in blobs]
         _run_side_by_side(names, functools.partial(uploads.remove, self.session, operation))
 
-    def _look_into(self, holding: set[str], prefix: str) -> None:
+    def _note_if_not_empty(self, non_empty: set[str], prefix: str) -> None:
         for blobs, _ in self._pages("list_directories", prefix=prefix, fields=_NAMES, page_size=_PAGE_OF_NAMES):
             if any(parse_temporary_name(blob.name) is None for blob in blobs):
-                holding.add(prefix)
+                non_empty.add(prefix)
                 return
 
     def _info_of(self, operation: str, api: str, blob: Any) -> ObjectInfo:
@@ -291,9 +288,4 @@ class GCSStore(HTTPStore):
 
 def _run_side_by_side(names: Sequence[str], work: Callable[[str], None]) -> None:
     """Run `work` on each name, several at once. Raises the first error after all requests have ended."""
-    for _ in each_done(names, work, num_threads=MAX_HELPERS, name="cloudckpt-gcs", on_failure=_do_nothing):
-        pass
-
-
-def _do_nothing() -> None:
-    """Do nothing: requests that are being made have their timeouts."""
+    run_all(names, work, num_threads=MAX_HELPERS, name="cloudckpt-gcs")  # requests have timeouts of their own

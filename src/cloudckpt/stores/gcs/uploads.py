@@ -10,8 +10,9 @@ import contextlib
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from awscrt.checksums import combine_crc32c
@@ -23,20 +24,14 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.base import crc32c_of, num_bytes
-from cloudckpt.stores.gcs.client import CONTENT_TYPE, check_answer
+from cloudckpt.stores.base import UploadedPart, Views, crc32c_of, num_bytes
+from cloudckpt.stores.gcs.client import CONTENT_TYPE, GCSClient, GCSSession, check_answer
 from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cloudckpt.stores.base import UploadedPart, Views
-    from cloudckpt.stores.gcs.client import GCSClient, GCSSession
 
 MAX_SOURCES = 32  # https://cloud.google.com/storage/docs/composite-objects
 TEMPORARY_CLASS = "STANDARD"
 """The class of temporary objects: the others charge for a month at least, and compose needs one class."""
-FACTS = "name,generation,size,crc32c"
+_FACTS = "name,generation,size,crc32c"
 """The fields of an answer that describe an object."""
 _COMPLETE = "complete_multipart"
 
@@ -111,7 +106,7 @@ def make_token(nonce: str, generation: int, upload: Upload | None = None) -> str
 def parse_token(session: GCSSession, upload: Upload, done: UploadedPart) -> ObjectGeneration:
     """Return the temporary object of a part. Raises `ObjectNotFoundError` if its token is not of this store."""
     match = _TOKEN.fullmatch(done.token)
-    if match is None:
+    if match is None or done.crc32c is None:
         problem = f"part {done.part.number} of the multipart upload is of another store. Upload the object anew."
         raise session.error(ObjectNotFoundError, _COMPLETE, upload.name, problem)
     if match[4]:
@@ -154,7 +149,7 @@ def insert(
         key = {"kmsKeyName": client.config.kms_key_name} if client.config.kms_key_name else {}
         response = client.http.post(
             f"{client.endpoint_url}/upload/storage/v1/b/{quote(session.bucket, safe='')}/o",
-            params=client.query(uploadType="multipart", fields=FACTS, **condition, **key),
+            params=client.query(uploadType="multipart", fields=_FACTS, **condition, **key),
             data=ViewsBody([memoryview(head), *views, memoryview(tail)]),  # a new one for each try
             headers={"Content-Type": f"multipart/related; boundary={boundary}"},
             timeout=client.timeout_s,

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import stat
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from cloudckpt.errors import UnsupportedOperationError
-from cloudckpt.stores.base import batches, crc32c_of, skip_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cloudckpt.stores.base import Views
+from cloudckpt.stores.base import Views, batches, crc32c_of, skip_bytes
 
 TEMP_PREFIX = ".cloudckpt-tmp."
 
@@ -35,10 +31,10 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 _NO_FSYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS})
 _MKDIR_TRIES = 100
 
-# The name of an object whose writer died before it had created the file.
-UNNAMED = "unnamed"
+_UNNAMED = "unnamed"
+"""The name of an object whose writer died before it had created the file."""
 _HUB_SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]+)/snapshots/", re.DOTALL)
-_OF_THE_FILE_SYSTEM = "lost+found"
+_LOST_AND_FOUND = "lost+found"
 """A directory at the root of a file system, for the user root alone."""
 
 
@@ -53,16 +49,14 @@ def create_temp(path: str, *, root: str) -> str:
     directory = os.path.dirname(path)
     upload_id = uuid.uuid4().hex
     temp = temp_path(path, upload_id)
-    tries_left = _MKDIR_TRIES
-    while True:
+    for num_tries in itertools.count(1):
         try:
             _make_directories(directory, root=root)
             os.mkdir(os.path.dirname(temp))
             break
         except FileNotFoundError as error:
             # Another process that deletes the last object of the directory prunes it, between the two calls.
-            tries_left -= 1
-            if not tries_left:  # the file system allows none, as /proc does
+            if num_tries == _MKDIR_TRIES:  # the file system allows none, as /proc does
                 raise PermissionError(errno.EPERM, "No directory can be made", error.filename) from error
     try:
         os.close(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
@@ -77,11 +71,11 @@ def write_at(file: int, offset_bytes: int, views: Views) -> int:
     crc32c = 0
     for batch in batches(views, max_bytes=_BATCH_BYTES, max_views=_IOV_MAX):
         crc32c = crc32c_of(batch, crc32c)
-        left = batch
-        while left:
-            num_written = os.pwritev(file, left, offset_bytes)
+        remaining = batch
+        while remaining:
+            num_written = os.pwritev(file, remaining, offset_bytes)
             offset_bytes += num_written
-            left = skip_bytes(left, num_written)
+            remaining = skip_bytes(remaining, num_written)
     return crc32c
 
 
@@ -89,13 +83,13 @@ def read_at(file: int, offset_bytes: int, views: Views) -> int:
     """Fill `views` from `offset_bytes` on. Returns fewer bytes than they hold only if the file ends."""
     num_read = 0
     for batch in batches(views, max_bytes=1 << 30, max_views=_IOV_MAX):
-        left = batch
-        while left:
-            num_new = os.preadv(file, left, offset_bytes + num_read)
+        remaining = batch
+        while remaining:
+            num_new = os.preadv(file, remaining, offset_bytes + num_read)
             if num_new == 0:
                 return num_read
             num_read += num_new
-            left = skip_bytes(left, num_new)
+            remaining = skip_bytes(remaining, num_new)
     return num_read
 
 
@@ -105,7 +99,7 @@ def flush(temp: str) -> None:
         os.fsync(file)
 
 
-def publish(temp: str, path: str, *, if_absent: bool) -> None:
+def make_visible(temp: str, path: str, *, if_absent: bool) -> None:
     """Make the file `temp`, finished and flushed, appear at `path` at once. `make_durable` makes it durable."""
     if if_absent:
         _link(temp, path)
@@ -114,7 +108,7 @@ def publish(temp: str, path: str, *, if_absent: bool) -> None:
 
 
 def make_durable(temp: str, path: str, *, root: str) -> None:
-    """Make the file durable that `publish` made appear at `path`. `temp` is gone afterwards."""
+    """Make the file durable that `make_visible` made appear at `path`. `temp` is gone afterwards."""
     with contextlib.suppress(OSError):  # the object exists; the rest of the temporary one is only garbage
         discard(temp)
     # From the object upwards: a directory's entry is what makes everything below it reachable after a crash.
@@ -236,7 +230,7 @@ def _link(temp: str, path: str) -> None:
 
 
 def _make_directories(directory: str, *, root: str) -> None:
-    """Make directories like ``os.makedirs``. Those outside `root` are durable; `publish` does it for those within."""
+    """Make directories like ``os.makedirs``. Those outside `root` are durable; `make_visible` makes those within."""
     missing: list[str] = []
     above = directory
     while not os.path.lexists(above):
@@ -314,7 +308,7 @@ def list_uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_res
                 size_bytes = sum(os.lstat(f"{hidden.path}/{name}").st_size for name in names)
             except FileNotFoundError:
                 continue
-            key = f"{directory}{names[0] if names else UNNAMED}"
+            key = f"{directory}{names[0] if names else _UNNAMED}"
             if key.startswith(prefix):
                 yield key, hidden.name[len(TEMP_PREFIX) :], status, size_bytes
 
@@ -329,7 +323,7 @@ def _directories(root: str, prefix: str) -> Iterator[tuple[str, list[os.DirEntry
         except FileNotFoundError:
             continue
         except PermissionError:
-            if directory.rstrip("/").rpartition("/")[2] == _OF_THE_FILE_SYSTEM:
+            if directory.rstrip("/").rpartition("/")[2] == _LOST_AND_FOUND:
                 continue
             raise  # a denied look is no absence
         except NotADirectoryError:

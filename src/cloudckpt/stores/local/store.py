@@ -10,8 +10,8 @@ import dataclasses
 import errno
 import functools
 import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
 
 from cloudckpt.errors import (
     TOO_MANY_FILES,
@@ -25,6 +25,7 @@ from cloudckpt.errors import (
     TransientStoreError,
     UnsupportedOperationError,
 )
+from cloudckpt.options import Options
 from cloudckpt.stores.base import (
     Capabilities,
     Limits,
@@ -36,16 +37,12 @@ from cloudckpt.stores.base import (
     Views,
     check_crc32c,
     check_key,
+    check_size,
     num_bytes,
     sort_parts,
 )
 from cloudckpt.stores.local import files
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    from cloudckpt.options import Options
-    from cloudckpt.uri import Location
+from cloudckpt.uri import Location
 
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
@@ -84,7 +81,7 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     ),
 }
 """Any other number is a plain `StoreError`: another try does not help."""
-REFUSALS = frozenset(
+_NO_EFFECT_ERRNOS = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMLINK, errno.ENAMETOOLONG),
         *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS),
@@ -154,8 +151,8 @@ class LocalStore(Store):
                 with translating(path, "put", had_no_effect=True):
                     self._write("put", key, temp, 0, views, crc32c=crc32c)
                     files.flush(temp)
-                with translating(path, "put", refusals=REFUSALS):
-                    files.publish(temp, path, if_absent=if_absent)
+                with translating(path, "put", refusals=_NO_EFFECT_ERRNOS):
+                    files.make_visible(temp, path, if_absent=if_absent)
                 files.make_durable(temp, path, root=self._root)
             except BaseException:
                 self._discard(temp, path)
@@ -184,7 +181,7 @@ class LocalStore(Store):
                 written = f"the upload's parts have {expected_bytes} bytes, but {size_bytes} were written"
                 raise self.error(StoreError, "complete_multipart", key, f"{written}. Nothing was completed.")
             files.flush(temp)
-            files.publish(temp, path, if_absent=False)
+            files.make_visible(temp, path, if_absent=False)
             files.make_durable(temp, path, root=self._root)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
@@ -206,9 +203,7 @@ class LocalStore(Store):
         path = self._readable_path("read", key)
         with translating(path, "read"), files.open_object(path) as file:
             size_bytes = os.fstat(file).st_size
-            if size_bytes > max_bytes:
-                problem = f"the file has {size_bytes} bytes, more than the {max_bytes} allowed."
-                raise self.error(StoreError, "read", key, problem)
+            check_size(self, key, size_bytes, max_bytes=max_bytes)
             body = bytearray(size_bytes)
             num_read = files.read_at(file, 0, [memoryview(body)])
         return bytes(memoryview(body)[:num_read])
@@ -263,7 +258,7 @@ class LocalStore(Store):
     def _readable_path(self, operation: str, key: str) -> str:
         check_key(self, key, operation)
         path = self.url(key)
-        self._refuse_way_out(operation, key, path)
+        self._refuse_escape(operation, key, path)
         return path
 
     def _writable_path(self, operation: str, key: str) -> str:
@@ -273,7 +268,7 @@ class LocalStore(Store):
             problem = f"names that begin with {files.TEMP_PREFIX!r} are kept for unfinished uploads."
             raise self.error(StoreError, operation, key, problem)
         # Link, rename and unlink act on a link itself, so only the folders above it can lead elsewhere.
-        self._refuse_way_out(operation, key, os.path.dirname(path))
+        self._refuse_escape(operation, key, os.path.dirname(path))
         return path
 
     def _upload_paths(self, operation: str, key: str, upload_id: str) -> tuple[str, str]:
@@ -282,8 +277,8 @@ class LocalStore(Store):
             raise self.error(ObjectNotFoundError, operation, key, f"there is no upload {upload_id!r} here.")
         return path, files.temp_path(path, upload_id)
 
-    def _refuse_way_out(self, operation: str, key: str, followed: str) -> None:
-        target = os.path.realpath(followed)
+    def _refuse_escape(self, operation: str, key: str, path: str) -> None:
+        target = os.path.realpath(path)
         if not files.may_be_followed(target, os.path.realpath(self._root)):
             problem = (
                 f"it leads out of {self._root} by a symbolic link, to {target}. Pass the real path as the checkpoint's "

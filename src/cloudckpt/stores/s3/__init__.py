@@ -1,7 +1,5 @@
 """S3 and whatever speaks its protocol, on boto3."""
 
-from __future__ import annotations
-
 from cloudckpt.stores.s3.store import S3Store
 
 __all__ = ["S3Store"]

@@ -9,6 +9,7 @@ import base64
 import binascii
 import contextlib
 import functools
+import gzip
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlencode, urlsplit
 from xml.etree.ElementTree import ParseError
+
+import msgspec
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, StoreError
@@ -36,12 +39,14 @@ from cloudckpt.stores.s3.errors import (
     translate,
 )
 from cloudckpt.stores.storage_options import (
+    Parser,
     list_parsers,
     option,
     parse,
     parse_choice,
     parse_endpoint,
     parse_flag,
+    parse_path,
     parse_seconds,
     parse_text,
 )
@@ -88,12 +93,6 @@ def _parse_path_style(value: Any) -> str:
 def _parse_verify(value: Any) -> bool | str:
     if not isinstance(value, bool | str):
         raise TypeError(f"must be True, False or the path of a certificate bundle, not {value!r}")
-    return value
-
-
-def _parse_ca_bundle(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError("must be the path of a certificate bundle")
     return value
 
 
@@ -183,7 +182,11 @@ ALIASES: Mapping[str, str] = {
 """boto3's own names for some of the options."""
 _OTHER_FORMS: Mapping[str, str] = {"ca_bundle": "verify", "path_style": "addressing_style"}
 """Options that are another form of a field."""
-PARSERS = {**list_parsers(S3Config), "ca_bundle": _parse_ca_bundle, "path_style": _parse_path_style}
+PARSERS: Mapping[str, Parser] = {
+    **list_parsers(S3Config),
+    "ca_bundle": functools.partial(parse_path, "a certificate bundle"),
+    "path_style": _parse_path_style,
+}
 """Every option by its name."""
 
 
@@ -291,8 +294,8 @@ class S3Client(SDKClient):
         self._requests: dict[str, Callable[..., dict[str, Any]]] = {}
         for api, (method, _) in APIS.items():
             # boto3's model decides which requests take an option, so that none is forgotten.
-            known = client.meta.service_model.operation_model(api).input_shape.members
-            members = {name: value for name, value in key.config.request_members().items() if name in known}
+            accepted = client.meta.service_model.operation_model(api).input_shape.members
+            members = {name: value for name, value in key.config.request_members().items() if name in accepted}
             if api == "ListParts":
                 _encode_customer_key(members)
             self._requests[api] = functools.partial(getattr(client, method), **members)
@@ -303,8 +306,8 @@ class S3Client(SDKClient):
         return SOURCES.get(method, f"boto3's provider {method!r}")
 
     def identity(self) -> tuple[object, ...] | None:
-        held = getattr(self._credentials, "__dict__", None)
-        return None if held is None else tuple(held.get(name) for name in _IDENTIFYING_FIELDS)
+        fields = getattr(self._credentials, "__dict__", None)
+        return None if fields is None else tuple(fields.get(name) for name in _IDENTIFYING_FIELDS)
 
     def fetch_credentials(self) -> None:
         if self._credentials is not None:
@@ -313,8 +316,8 @@ class S3Client(SDKClient):
     @property
     def secrets(self) -> tuple[str, ...]:
         """Texts that must never be printed: of the options, and of the credentials in use. Renews none for it."""
-        held = getattr(self._credentials, "__dict__", {})
-        values = (held.get(name) for name in _SECRET_FIELDS)
+        fields = getattr(self._credentials, "__dict__", {})
+        values = (fields.get(name) for name in _SECRET_FIELDS)
         return (*self._configured_secrets, *(secret for secret in values if isinstance(secret, str)))
 
     def region_of(self, bucket: str) -> str:
@@ -359,11 +362,11 @@ class S3Session(HTTPSession):
     scheme = "s3"
     service = "S3"
     get_api = "GetObject"
-    cache: ClassVar = ClientCache(_make_client)
+    cache: ClassVar = ClientCache(_make_client, environment_prefixes=("AWS_", "BOTO_"))
 
-    def boto3_client(self, operation: str) -> Any:
-        """Return boto3's own client, for requests that the store has no method for."""
-        with self.translation(operation, "PutObject", ""):
+    def boto3_client(self) -> Any:
+        """Return boto3's own client, for the doctor's requests that the store has no method for."""
+        with self.translation("examine", "PutObject", ""):
             return self.client().boto3_client
 
     def call(self, operation: str, api: str, key: str | None, **members: Any) -> dict[str, Any]:
@@ -374,7 +377,8 @@ class S3Session(HTTPSession):
     def send(self, api: str, key: str | None, **members: Any) -> dict[str, Any]:
         """Make a request as `call` does, but let the caller translate its errors: data then passes a frame less.
 
-        It is made once more after an error that a new signature or other credentials may prevent.
+        It is made again, at most twice, after a redirect, and after an error that a new signature or other credentials
+        may prevent.
         """
         members |= {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
         client, code, num_sent = self.client(), "", 0
@@ -431,8 +435,8 @@ class S3Session(HTTPSession):
     def prepare_get(
         self, operation: str, key: str, byte_range: tuple[int, int] | None
     ) -> Callable[[], Any]:  # GCS's needs the operation
-        about = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1] - 1}"}
-        return functools.partial(self.send, "GetObject", key, **about)
+        members = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1] - 1}"}
+        return functools.partial(self.send, "GetObject", key, **members)
 
     def open_body(self, answer: Any) -> tuple[ResponseBody, str | None, int | None]:
         return ResponseBody(answer["Body"]), answer.get("ContentRange"), answer.get("ContentLength")
@@ -462,7 +466,7 @@ class S3Session(HTTPSession):
 
 
 def _make_boto3_client(key: ClientKey[S3Config]) -> tuple[Any, MetadataServices]:
-    import boto3.session
+    # Not boto3's session, which imports transfer managers: 2 MiB. Its client is this one.
     import botocore
     import botocore.session
     from botocore.config import Config
@@ -470,25 +474,22 @@ def _make_boto3_client(key: ClientKey[S3Config]) -> tuple[Any, MetadataServices]
 
     config = key.config
     connect_timeout_s, read_timeout_s = key.timeouts_s(config.connect_timeout_s, config.read_timeout_s)
-    core = botocore.session.get_session()
-    session = boto3.session.Session(
-        botocore_session=core,
-        aws_access_key_id=config.access_key_id,
-        aws_secret_access_key=config.secret_access_key,
-        aws_session_token=config.session_token,
-        region_name=config.region,
-        profile_name=config.profile,
-    )
+    session = botocore.session.Session(profile=config.profile)
+    _decode_fast(session)
     # The CRC32C beside every body protects it. Hashing it for the signature costs ten times as much.
     s3_settings: Any = {"payload_signing_enabled": False}
     if config.addressing_style is not None:
         s3_settings["addressing_style"] = config.addressing_style
     metadata = MetadataServices()
     if not config.anonymous and config.access_key_id is None:
-        metadata.watch(core)
-    make = functools.partial(
-        session.client,
+        metadata.watch(session)
+    make: Callable[[], Any] = functools.partial(
+        session.create_client,
         "s3",
+        region_name=config.region,
+        aws_access_key_id=config.access_key_id,
+        aws_secret_access_key=config.secret_access_key,
+        aws_session_token=config.session_token,
         endpoint_url=config.endpoint_url,
         verify=config.verify,
         config=Config(
@@ -527,6 +528,20 @@ def _make_boto3_client(key: ClientKey[S3Config]) -> tuple[Any, MetadataServices]
         client.meta.endpoint_url, store="S3", variables="AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or ~/.aws/config"
     )
     return client, metadata
+
+
+def _decode_fast(session: Any) -> None:
+    """Have botocore's data about services decoded into plain dicts: half of the time, and 4 MiB less."""
+    from botocore.loaders import JSONFileLoader
+
+    class FileLoader(JSONFileLoader):
+        def load_file(self, file_path: str) -> Any:
+            for suffix, open_file in ((".json", open), (".json.gz", gzip.open)):
+                with contextlib.suppress(FileNotFoundError), open_file(file_path + suffix, "rb") as file:
+                    return msgspec.json.decode(file.read())
+            return None
+
+    session.get_component("data_loader").file_loader = FileLoader()
 
 
 def _drop_expect_header(params: dict[str, Any], **_: Any) -> None:

@@ -60,7 +60,9 @@ CLOCK_OR_EXPIRED = ErrorRule(
     "The credentials from {credentials} have expired, or this machine's clock is off: new requests are refused, too. "
     "`cloudckpt doctor` compares the clock. Set it (NTP), or renew the credentials.",
 )
-CONFIG = ErrorRule(StoreError, "Check the AWS configuration (~/.aws/config, AWS_* variables) and the storage options.")
+CONFIGURATION = ErrorRule(
+    StoreError, "Check the AWS configuration (~/.aws/config, AWS_* variables) and the storage options."
+)
 CREDENTIALS = ErrorRule(
     CredentialsError,
     "The store does not accept the credentials from {credentials}, and no newer ones were found. Check keys, profile "
@@ -75,9 +77,9 @@ EXPIRED = ErrorRule(
     "The credentials from {credentials} have expired, and no newer ones were found. Renew them (aws sso login, a new "
     "token).",
 )
-GONE = ErrorRule(ObjectNotFoundError, "The multipart upload was completed or aborted. Upload the object anew.")
+UPLOAD_GONE = ErrorRule(ObjectNotFoundError, "The multipart upload was completed or aborted. Upload the object anew.")
 INVALID = ErrorRule(StoreError, "boto3 refuses the request. Check the bucket's name, the key and the storage options.")
-KMS = ErrorRule(
+KMS_KEY = ErrorRule(
     AccessDeniedError,
     "The KMS key cannot be used. Check kms_key_id, and grant kms:GenerateDataKey and kms:Decrypt.",
 )
@@ -90,7 +92,7 @@ NO_PROFILE = ErrorRule(
     CredentialsError,
     "The profile does not exist. Correct the storage option profile, AWS_PROFILE, or ~/.aws/config.",
 )
-PARTS = ErrorRule(StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
+WRONG_PARTS = ErrorRule(StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
 REGION = ErrorRule(
     WrongRegionError,
     "The bucket is in another region, or {endpoint} sends requests elsewhere. Set the storage option region, "
@@ -107,7 +109,7 @@ CODES: Mapping[str, ErrorRule] = by_name(
         (ARCHIVED, "InvalidObjectState"),
         (shared.BUCKET, "NoSuchBucket"),
         (BUCKET_NAME, "InvalidBucketName"),
-        (shared.CANNOT, "MethodNotAllowed NotImplemented"),
+        (shared.NOT_SUPPORTED, "MethodNotAllowed NotImplemented"),
         (CLOCK, "RequestTimeTooSkewed"),
         (CLOCK_OR_EXPIRED, "RequestExpired"),
         (CREDENTIALS, "AuthFailure AuthorizationQueryParametersError InvalidAccessKeyId InvalidClientTokenId"),
@@ -117,21 +119,21 @@ CODES: Mapping[str, ErrorRule] = by_name(
         (shared.EXISTS, "PreconditionFailed"),
         (EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired"),
         (shared.FULL, "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"),
-        (GONE, "NoSuchUpload"),
-        (KMS, "KMS.DisabledException KMS.InvalidKeyUsageException KMS.InvalidStateException"),
-        (KMS, "KMS.KMSInvalidStateException KMS.NotFoundException"),
-        (shared.LARGE, "EntityTooLarge MaxMessageLengthExceeded"),
+        (UPLOAD_GONE, "NoSuchUpload"),
+        (KMS_KEY, "KMS.DisabledException KMS.InvalidKeyUsageException KMS.InvalidStateException"),
+        (KMS_KEY, "KMS.KMSInvalidStateException KMS.NotFoundException"),
+        (shared.TOO_LARGE, "EntityTooLarge MaxMessageLengthExceeded"),
         (shared.TRY_AGAIN, "ConditionalRequestConflict IncompleteBody InternalError InternalServerError"),
         (shared.TRY_AGAIN, "OperationAborted RequestTimeout RequestTimeoutException TemporaryRedirect"),
         (shared.NO_OBJECT, "NoSuchKey NoSuchVersion"),
-        (PARTS, "EntityTooSmall InvalidPart InvalidPartOrder"),
+        (WRONG_PARTS, "EntityTooSmall InvalidPart InvalidPartOrder"),
         (REGION, "AuthorizationHeaderMalformed IllegalLocationConstraintException IncorrectEndpoint"),
         (REGION, "InvalidLocationConstraint InvalidRegion InvalidRegionName PermanentRedirect Redirect"),
-        (shared.REQUEST, "InvalidArgument InvalidEncryptionAlgorithmError InvalidRequest InvalidStorageClass"),
-        (shared.REQUEST, "InvalidTag KeyTooLongError MalformedXML"),
-        (shared.SHORT, "InvalidRange"),
-        (shared.SLOWER, "BandwidthLimitExceeded RequestLimitExceeded ServiceUnavailable SlowDown SlowDownRead"),
-        (shared.SLOWER, "SlowDownWrite Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
+        (shared.BAD_REQUEST, "InvalidArgument InvalidEncryptionAlgorithmError InvalidRequest InvalidStorageClass"),
+        (shared.BAD_REQUEST, "InvalidTag KeyTooLongError MalformedXML"),
+        (shared.TOO_SHORT, "InvalidRange"),
+        (shared.SLOW_DOWN, "BandwidthLimitExceeded RequestLimitExceeded ServiceUnavailable SlowDown SlowDownRead"),
+        (shared.SLOW_DOWN, "SlowDownWrite Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
     ]
 )
 
@@ -155,7 +157,7 @@ EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
         (shared.READ_LATE, "ReadTimeoutError"),
         (REGION, "InvalidRegionError NoRegionError ServiceNotInRegionError UnknownEndpointError"),
         (REGION, "UnknownFIPSEndpointError UnknownRegionError"),
-        (shared.SLOWER, "CapacityNotAvailableError"),
+        (shared.SLOW_DOWN, "CapacityNotAvailableError"),
         (shared.TLS, "SSLError"),
         (shared.UNREACHED, "ConnectionError EndpointConnectionError"),
     ]
@@ -163,13 +165,13 @@ EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
 
 TABLE = ErrorTable(
     codes=CODES,
-    statuses={**shared.STATUSES, 301: REGION, 307: shared.TRY_AGAIN, 401: CREDENTIALS, 503: shared.SLOWER},
+    statuses={**shared.STATUSES, 301: REGION, 307: shared.TRY_AGAIN, 401: CREDENTIALS, 503: shared.SLOW_DOWN},
     exceptions=EXCEPTIONS,
     packages=frozenset({"boto3", "botocore"}),
     parsers=("botocore.handlers", "botocore.parsers"),
     quoted="botocore",
     certificate=CERTIFICATE,
-    configuration=CONFIG,
+    configuration=CONFIGURATION,
 )
 
 _OK, _NO_CONTENT, _PARTIAL = 200, 204, 206
@@ -178,7 +180,7 @@ _WRITES = frozenset({"abort_multipart", "complete_multipart", "create_multipart"
 _LISTINGS = frozenset({"ListMultipartUploads", "ListObjectsV2"})
 _REDIRECTIONS = (301, 307)
 """To the bucket's region. S3 redirects for nothing else, as a proxy does to a page for signing in."""
-_REFUSALS = (400, 403)
+_OTHER_REGION_STATUSES = (400, 403)
 """Statuses for a signature of another region, whose codes differ between stores."""
 _ROOTS: Mapping[str, tuple[str, ...]] = {
     "CompleteMultipartUpload": ("CompleteMultipartUpload",),
@@ -212,7 +214,7 @@ def translate(error: Exception, request: FailedRequest) -> StoreError | None:
     # botocore wraps broken answers, in whose chains a ValueError is common. A bare one is a header that cannot be sent,
     # so credentials with a line break.
     if rule is shared.CLOSED and type(getattr(error, "kwargs", {}).get("error")) is ValueError:
-        return build_error(CONFIG, request, reason=type(error).__name__)
+        return build_error(CONFIGURATION, request, reason=type(error).__name__)
     return translate_exception(error, request, TABLE, library_rule=rule)
 
 
@@ -221,7 +223,7 @@ def is_redirection(error: Exception, *, sent_to: str) -> bool:
     status = status_of(error)
     if status in _REDIRECTIONS or CODES.get(code_of(error)) is REGION:
         return True
-    return status in _REFUSALS and region_in(error) not in (None, sent_to)
+    return status in _OTHER_REGION_STATUSES and region_in(error) not in (None, sent_to)
 
 
 def status_of(error: Exception) -> int:
@@ -261,7 +263,7 @@ def _translate_answer(response: dict[str, Any], request: FailedRequest) -> Store
     if detail in ("Not Found", "Forbidden", "Bad Request", "Moved Permanently", "Unknown"):
         detail = ""  # botocore's words for an answer without a body; the code says more
     rule = TABLE.rule_for_answer(code, status)
-    if rule in (shared.NO_OBJECT, shared.SHORT) and request.api in _LISTINGS:
+    if rule in (shared.NO_OBJECT, shared.TOO_SHORT) and request.api in _LISTINGS:
         rule = shared.FOREIGN  # it is about one object, and the request names none
     reason = f"{code} ({status})" if code != str(status) else f"status {status}"
     failure = _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)

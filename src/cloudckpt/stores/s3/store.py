@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
 from urllib.parse import unquote
 
 from awscrt.checksums import combine_crc32c
@@ -25,8 +27,11 @@ from cloudckpt.stores.base import (
     FoundPart,
     Limits,
     ObjectInfo,
+    Part,
+    RequestRunner,
     UploadedPart,
     UploadInfo,
+    Views,
     run_once,
     sort_parts,
 )
@@ -41,12 +46,6 @@ from cloudckpt.stores.s3.client import (
     parse_storage_options,
 )
 from cloudckpt.stores.s3.errors import translate_code
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
-
-    from cloudckpt.stores.base import Part, RequestRunner, Views
 
 _log = logging.getLogger("cloudckpt")
 
@@ -71,7 +70,12 @@ class S3Store(HTTPStore):
     """
 
     capabilities = Capabilities(
-        conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload", copies_within="s3"
+        conditional_create=True,
+        multipart=True,
+        verifies_crc32c=True,
+        listed_parts="same_upload",
+        copies_within="s3",
+        copies_ranges=True,
     )
     # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
     limits = Limits(
@@ -130,9 +134,10 @@ class S3Store(HTTPStore):
         return UploadedPart(part=part, token=token, crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
-        """Complete the upload, with each part's checksum."""
+        """Complete the upload, with the checksum of each part that has one."""
         listed = [
-            {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": encode_crc32c(done.crc32c)}
+            {"PartNumber": done.part.number, "ETag": done.token}
+            | ({} if done.crc32c is None else {"ChecksumCRC32C": encode_crc32c(done.crc32c)})
             for done in sort_parts(self, key, list(parts))
         ]
         self.session.call(
@@ -164,8 +169,8 @@ class S3Store(HTTPStore):
                 )
 
     def list_directories(self) -> Iterator[str]:
-        about = {"Prefix": self._root, "Delimiter": "/"}
-        for page in _pages(self.session, "list_directories", "ListObjectsV2", None, about):
+        members = {"Prefix": self._root, "Delimiter": "/"}
+        for page in _pages(self.session, "list_directories", "ListObjectsV2", None, members):
             for item in page.get("CommonPrefixes", []):
                 yield item["Prefix"][len(self._root) :].rstrip("/")
 
@@ -193,8 +198,8 @@ class S3Store(HTTPStore):
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         wanted = self._root + prefix
-        asked = wanted[: wanted.rfind("/") + 1] if is_directory_bucket(self.session.bucket) else wanted
-        for page in _pages(self.session, "list_uploads", "ListMultipartUploads", None, {"Prefix": asked}):
+        listed = wanted[: wanted.rfind("/") + 1] if is_directory_bucket(self.session.bucket) else wanted
+        for page in _pages(self.session, "list_uploads", "ListMultipartUploads", None, {"Prefix": listed}):
             for item in page.get("Uploads", []):
                 if item["Key"].startswith(wanted):
                     key = item["Key"][len(self._root) :]
@@ -205,69 +210,82 @@ class S3Store(HTTPStore):
         name = self.name_of(key, "list_parts")
         for page in _pages(self.session, "list_parts", "ListParts", name, {"UploadId": upload_id}):
             for item in page.get("Parts", []):
-                tag = item["ETag"].strip('"')
-                yield FoundPart(
-                    number=item["PartNumber"],
-                    size_bytes=item["Size"],
-                    token=item["ETag"],
-                    crc32c=decode_crc32c(item.get("ChecksumCRC32C")),
-                    md5=tag if _MD5.fullmatch(tag) else None,
-                )
+                yield _describe_part(item["PartNumber"], item["Size"], item)
 
     def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         """Make a CopyObject; above 256 MiB, an UploadPartCopy for each part."""
         session, target = self.session, self.name_of(target_key, "copy_from")
-        bucket, _, key = source_url.removeprefix("s3://").partition("/")
-        if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(session.bucket):
+        place = self._find_place(source_url)
+        if place is None:
             return super().copy_from(source_url, target_key)
-        source = S3Session(bucket, session.client_key)
-        size_bytes, _, _ = run(lambda: _measure(source, "copy_from", key))
-        place = {"Bucket": bucket, "Key": key}
+        source = S3Session(place["Bucket"], session.client_key)
+        size_bytes, _, _ = run(lambda: _measure(source, "copy_from", place["Key"]))
         if size_bytes > CHECKED_PART_BYTES:
-            return self._copy_in_parts(place, target, size_bytes=size_bytes, run=run)
+            return self._copy_in_parts(source_url, target_key, size_bytes=size_bytes, run=run)
         answer = run(
             lambda: session.call("copy_from", "CopyObject", target, CopySource=place, ChecksumAlgorithm="CRC32C")
         )
         result = session.require(answer, "CopyObjectResult", "copy_from", "CopyObject", target)
         return decode_crc32c(result.get("ChecksumCRC32C"))
 
-    def _copy_in_parts(self, place: dict[str, str], target: str, *, size_bytes: int, run: RequestRunner) -> int | None:
-        """Copy the object at `place` part by part; return the CRC32C of the copy if the service reports it.
+    def copy_part(self, key: str, upload_id: str, part: Part, *, source_url: str, source_begin: int) -> FoundPart:
+        """Make an UploadPartCopy. The MD5 is the ETag, as in `list_parts`."""
+        session, target, place = self.session, self.name_of(key, "copy_part"), self._find_place(source_url)
+        if place is None:
+            return super().copy_part(key, upload_id, part, source_url=source_url, source_begin=source_begin)
+        members = {"UploadId": upload_id, "PartNumber": part.number}
+        members["CopySourceRange"] = f"bytes={source_begin}-{source_begin + part.size_bytes - 1}"
+        answer = session.call("copy_part", "UploadPartCopy", target, CopySource=place, **members)
+        result = session.require(answer, "CopyPartResult", "copy_part", "UploadPartCopy", target)
+        session.require(result, "ETag", "copy_part", "UploadPartCopy", target)
+        return _describe_part(part.number, part.size_bytes, result)
+
+    def _find_place(self, source_url: str) -> dict[str, str] | None:
+        """Return the bucket and key of a source of copies; None if this store's bucket cannot copy from there."""
+        bucket, _, key = source_url.removeprefix("s3://").partition("/")
+        if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(self.session.bucket):
+            return None
+        return {"Bucket": bucket, "Key": key}
+
+    def _copy_in_parts(self, source_url: str, key: str, *, size_bytes: int, run: RequestRunner) -> int | None:
+        """Copy an object part by part; return the CRC32C of the copy if the service reports it.
 
         Returns None too if the upload is gone at its end, because an answer to its completion may have been lost.
         """
-
-        def ask(api: str, **members: Any) -> dict[str, Any]:
-            return run(lambda: self.session.call("copy_from", api, target, **members))
-
-        created = ask("CreateMultipartUpload", ChecksumAlgorithm="CRC32C")
-        upload_id = self.session.require(created, "UploadId", "copy_from", "CreateMultipartUpload", target)
-        parts: list[dict[str, Any]] = []
+        upload_id = run(lambda: self.create_multipart(key))
+        done: list[UploadedPart] = []
         crc32c, is_known = 0, True
         try:
             for number, begin in enumerate(range(0, size_bytes, CHECKED_PART_BYTES), start=1):
-                end = min(begin + CHECKED_PART_BYTES, size_bytes)
-                about = {"UploadId": upload_id, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{end - 1}"}
-                answer = ask("UploadPartCopy", CopySource=place, **about)
-                result = self.session.require(answer, "CopyPartResult", "copy_from", "UploadPartCopy", target)
-                reported = {name: result[name] for name in ("ETag", "ChecksumCRC32C") if result.get(name)}
-                parts.append({"PartNumber": number, **reported})
-                part_crc32c = decode_crc32c(reported.get("ChecksumCRC32C"))
-                is_known = is_known and part_crc32c is not None
-                crc32c = combine_crc32c(crc32c, part_crc32c or 0, end - begin)
+                size = min(CHECKED_PART_BYTES, size_bytes - begin)
+                part = Part(number=number, offset_bytes=begin, size_bytes=size)
+                copy = functools.partial(self.copy_part, source_url=source_url, source_begin=begin)
+                found = run(functools.partial(copy, key, upload_id, part))
+                done.append(UploadedPart(part=part, token=found.token, crc32c=found.crc32c))
+                is_known = is_known and found.crc32c is not None
+                crc32c = combine_crc32c(crc32c, found.crc32c or 0, size)
             try:
-                ask("CompleteMultipartUpload", UploadId=upload_id, MultipartUpload={"Parts": parts})
+                run(lambda: self.complete_multipart(key, upload_id, done))
             except ObjectNotFoundError:
                 return None
         except BaseException:
             try:
-                self.session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
+                self.abort_multipart(key, upload_id)
             except StoreError as error:  # the first error is raised
-                _log.warning(
-                    "could not abort a failed copy to %s: %s. %s", self.url(target), error, gc_advice(self.uri)
-                )
+                _log.warning("could not abort a failed copy to %s: %s. %s", self.url(key), error, gc_advice(self.uri))
             raise
         return crc32c if is_known else None
+
+
+def _describe_part(number: int, size_bytes: int, item: Mapping[str, Any]) -> FoundPart:
+    tag = item["ETag"].strip('"')
+    return FoundPart(
+        number=number,
+        size_bytes=size_bytes,
+        token=item["ETag"],
+        crc32c=decode_crc32c(item.get("ChecksumCRC32C")),
+        md5=tag if _MD5.fullmatch(tag) else None,
+    )
 
 
 def _measure(session: S3Session, operation: str, key: str) -> tuple[int, datetime, str]:
@@ -311,10 +329,10 @@ def _list_objects(session: S3Session, operation: str, *, prefix: str) -> Iterato
 
 
 def _pages(
-    session: S3Session, operation: str, api: str, key: str | None, about: Mapping[str, str]
+    session: S3Session, operation: str, api: str, key: str | None, members: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the pages of a listing. Raises `StoreError` for a page of another listing."""
-    where = about["Prefix"] if key is None else key
+    where = members["Prefix"] if key is None else key
     markers = {
         "ListObjectsV2": {"ContinuationToken": "NextContinuationToken"},
         "ListMultipartUploads": {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
@@ -324,9 +342,9 @@ def _pages(
         del markers["UploadIdMarker"]  # a directory bucket's KeyMarker is no key, and is enough
     last: dict[str, Any] = {}
     while True:
-        page = session.call(operation, api, key, **about, **last)
+        page = session.call(operation, api, key, **members, **last)
         is_truncated = session.require(page, "IsTruncated", operation, api, where)
-        _check_page(session, operation, where, page, about)
+        _check_page(session, operation, where, page, members)
         if api == "ListObjectsV2":
             names = [item.get("Key") for item in page.get("Contents", [])]
             names += [item.get("Prefix") for item in page.get("CommonPrefixes", [])]
@@ -339,10 +357,10 @@ def _pages(
         last = following
 
 
-def _check_page(session: S3Session, operation: str, key: str, page: dict[str, Any], about: Mapping[str, str]) -> None:
+def _check_page(session: S3Session, operation: str, key: str, page: dict[str, Any], members: Mapping[str, str]) -> None:
     """Raise `TransientStoreError` for a page that answers another request, or from which something was lost."""
-    echoed = {name: page.get(name) for name in about}
-    others = [name for name, echo in echoed.items() if echo is not None and _normalize(echo) != _normalize(about[name])]
+    echoed = {name: page[name] for name in members if page.get(name) is not None}
+    others = [name for name, echo in echoed.items() if _normalize(echo) != _normalize(members[name])]
     entries = [(entry, names) for kind, names in _ENTRIES.items() for entry in page.get(kind, [])]
     if others:
         problem = f"it is about another {others[0]} ({echoed[others[0]]!a:.200})"
@@ -352,7 +370,9 @@ def _check_page(session: S3Session, operation: str, key: str, page: dict[str, An
         problem = f"it says that it has {page['KeyCount']:,} entries, and has {len(entries):,}"
     else:
         return
-    problem = f"the answer is a listing that was not asked for: {problem}. Is a proxy or a cache between? Try again."
+    problem = (
+        f"the answer is a listing that was not asked for: {problem}. Is there a proxy or a cache in between? Try again."
+    )
     raise session.error(TransientStoreError, operation, key, problem)
 
 

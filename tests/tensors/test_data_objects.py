@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tensors.samples import views
 
-from cloudckpt.tensors.body import PieceBody, new_piece
+from cloudckpt.tensors.data_objects import PieceBody, new_piece
 from cloudckpt.tensors.host_memory import Arena
 
 TILE_BYTES = 64
@@ -112,7 +112,7 @@ def test_only_the_open_part_of_a_strided_tensor_is_copied() -> None:
     body = PieceBody([new_piece(tensor, begin=0)], arena)
     joined = b"".join(opened(body, begin, begin + 4096) for begin in range(0, 798_720, 4096))
     assert joined == tensor.contiguous().numpy().tobytes()[:798_720]
-    assert arena._held_bytes <= 4096
+    assert arena._buffer_bytes <= 4096
 
 
 def test_a_part_is_opened_once_its_memory_is_there() -> None:

@@ -6,48 +6,25 @@ the bytes of a leftover that cannot be used.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
-from cloudckpt._workers import each_done
+from cloudckpt._workers import run_all
 from cloudckpt.errors import StoreError
 from cloudckpt.format.model import ObjectRef
+from cloudckpt.io.body import Body, KnownBody, compute_md5
 from cloudckpt.io.client import StoreClient
 from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB
-from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views, combine_tile_crc32cs, compute_tile_crc32cs
+from cloudckpt.stores.base import FoundPart, Part, UploadedPart, combine_tile_crc32cs, compute_tile_crc32cs
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
 
 _READ_BACK_BYTES = 4 * MIB  # read at once on each connection
-
-
-class Body(Protocol):
-    """The bytes of one object, in memory or on a store."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def open(self, begin: int, end: int) -> AbstractContextManager[Views]:
-        """Yield views of bytes ``[begin, end)``, valid while the context is open."""
-
-
-@runtime_checkable
-class KnownBody(Body, Protocol):
-    """A body whose checksums an earlier save recorded, so that leftovers are compared without opening the body.
-
-    An equal CRC32C proves equal bytes only if both were written from the same source.
-    """
-
-    @property
-    def known_crc32cs(self) -> Sequence[int]:
-        """The CRC32C of each tile."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,8 +39,8 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParts:
-    """The parts of an object that an unfinished upload holds, by their numbers."""
+class ReusableParts:
+    """The parts of an object that an unfinished upload has, by their numbers."""
 
     key: str
     upload_id: str
@@ -77,25 +54,21 @@ class HeldParts:
 
 
 class _DifferentBytesError(Exception):
-    """The store holds other bytes."""
+    """The store has other bytes."""
 
 
-def find_leftovers(client: StoreClient, prefixes: Iterable[str]) -> dict[str, list[Leftover]]:
-    """Return the leftovers under `prefixes`, by the rest of their keys. Those under an earlier prefix come first."""
-    by_key: defaultdict[str, list[Leftover]] = defaultdict(list)
+def find_leftovers(client: StoreClient, prefix: str) -> list[Leftover]:
+    """Return the leftovers whose keys start with `prefix`."""
+    by_key: dict[str, Leftover] = {}
     try:
-        for prefix in prefixes:
-            by_key_in_prefix: dict[str, Leftover] = {}
-            for info in client.list(prefix):
-                by_key_in_prefix.setdefault(info.key, Leftover(key=info.key)).size_bytes = info.size_bytes
-            for upload in client.list_uploads(prefix):
-                by_key_in_prefix.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
-            for key, leftover in by_key_in_prefix.items():
-                by_key[key[len(prefix) :]].append(leftover)
+        for info in client.list(prefix):
+            by_key.setdefault(info.key, Leftover(key=info.key)).size_bytes = info.size_bytes
+        for upload in client.list_uploads(prefix):
+            by_key.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
     except StoreError as error:
         _log.warning("could not look for what an earlier copy left at %s, so all is sent: %s", client.uri, error)
-        return {}
-    return dict(by_key)
+        return []
+    return list(by_key.values())
 
 
 class Resumption:
@@ -118,7 +91,7 @@ class Resumption:
                 raise _DifferentBytesError
 
         try:
-            # Read the first piece alone: if the state has changed, nearly every object differs there.
+            # Read the first bytes alone: if the state has changed, nearly every object differs there.
             for group in (begins[:1], begins[1:]):
                 self._run_all(group, check)
         except _DifferentBytesError:
@@ -138,7 +111,7 @@ class Resumption:
                 )
         return None
 
-    def find_part_bytes(self, leftovers: Sequence[Leftover]) -> int | None:
+    def find_earlier_part_bytes(self, leftovers: Sequence[Leftover]) -> int | None:
         """Return the part size of an earlier attempt's upload: parts of another size could not be used."""
         if self._client.store.capabilities.listed_parts == "none":
             return None
@@ -154,7 +127,7 @@ class Resumption:
             None,
         )
 
-    def find_unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
+    def find_unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> ReusableParts | None:
         """Return the parts of the first useful upload, or of all uploads if a part can complete any."""
         kind, best = self._client.store.capabilities.listed_parts, None
         if kind == "none":
@@ -164,18 +137,18 @@ class Resumption:
             # without a part, and may have made another one to the same key.
             if leftover.size_bytes is None and len(leftover.upload_ids) == 1:
                 missing = [part for part in parts if best is None or part.number not in best.uploaded]
-                held = self._held(leftover.key, leftover.upload_ids[0], body, missing)
-                if held.uploaded and kind == "same_upload":
-                    return held
+                reusable = self._find_reusable_parts(leftover.key, leftover.upload_ids[0], body, missing)
+                if reusable.uploaded and kind == "same_upload":
+                    return reusable
                 if best is not None:
-                    best.uploaded.update(held.uploaded)
-                    best.crc32cs.update(held.crc32cs)
-                elif held.uploaded:
-                    best = held
+                    best.uploaded.update(reusable.uploaded)
+                    best.crc32cs.update(reusable.crc32cs)
+                elif reusable.uploaded:
+                    best = reusable
         return best
 
-    def _held(self, key: str, upload_id: str, body: Body, parts: Sequence[Part]) -> HeldParts:
-        held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
+    def _find_reusable_parts(self, key: str, upload_id: str, body: Body, parts: Sequence[Part]) -> ReusableParts:
+        reusable = ReusableParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
         listed: defaultdict[int, list[FoundPart]] = defaultdict(list)
         for candidate in self._list_parts(key, upload_id):
             listed[candidate.number].append(candidate)
@@ -187,17 +160,16 @@ class Resumption:
             whole = combine_tile_crc32cs(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
             same = next((candidate for candidate in candidates if candidate.crc32c == whole), None)
             if same is None and any(candidate.crc32c is None for candidate in candidates):
-                with body.open(begin, end) as views:
-                    md5 = _md5_of(views)
+                md5 = compute_md5(body, part, read_bytes=part.size_bytes)
                 same = next(
                     (candidate for candidate in candidates if candidate.crc32c is None and candidate.md5 == md5), None
                 )
             if same is not None:
-                held.crc32cs[part.number] = values
-                held.uploaded[part.number] = UploadedPart(part=part, token=same.token, crc32c=whole)
+                reusable.crc32cs[part.number] = values
+                reusable.uploaded[part.number] = UploadedPart(part=part, token=same.token, crc32c=whole)
 
         self._run_all([part for part in parts if part.number in listed], check)
-        return held
+        return reusable
 
     def _list_parts(self, key: str, upload_id: str) -> Sequence[FoundPart]:
         """Return the parts of an upload, and none if they cannot be listed."""
@@ -214,12 +186,4 @@ class Resumption:
 
     def _run_all(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
         connections = self._client.hedger.connections
-        for _ in each_done(items, work, num_threads=connections, name="cloudckpt-resume", on_failure=lambda: None):
-            pass
-
-
-def _md5_of(views: Views) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    for view in views:
-        digest.update(view)
-    return digest.hexdigest()
+        run_all(items, work, num_threads=connections, name="cloudckpt-resume")

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from cloudckpt._display import count, shown, size
+from cloudckpt import _clock
+from cloudckpt._display import count, size, with_short_repr
+from cloudckpt.commit.commit import check_conditional_create
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.garbage_plan import Inventory, RemovalPlan
 from cloudckpt.commit.garbage_removal import (
@@ -19,7 +21,7 @@ from cloudckpt.commit.garbage_removal import (
     remove_garbage,
     walk,
 )
-from cloudckpt.commit.publish import check_conditional_create
+from cloudckpt.commit.log import describe_folders, list_kept_folders
 from cloudckpt.commit.references import Siblings
 from cloudckpt.errors import (
     CheckpointError,
@@ -29,14 +31,13 @@ from cloudckpt.errors import (
     InvalidOptionError,
     InvalidURIError,
     StoreError,
-    escape_control_characters,
     gc_advice,
+    plain_line,
 )
 from cloudckpt.events import Event, EventName
 from cloudckpt.io.client import StoreClient, open_client
-from cloudckpt.options import Options
+from cloudckpt.options import Options, suggest_keywords
 from cloudckpt.pipeline.context import log_and_deliver
-from cloudckpt.stores import clock
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
 
@@ -47,6 +48,7 @@ _PARTS = ("manifest", "data/")
 """The beginnings of the keys of a checkpoint."""
 
 
+@suggest_keywords
 def gc(
     root: str | os.PathLike[str],
     *,
@@ -107,6 +109,7 @@ def gc(
     return report
 
 
+@suggest_keywords
 def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> None:
     """Delete the checkpoint at `uri`, with the remains of other saves there.
 
@@ -159,14 +162,19 @@ def remove_spent_claims(location: Location, options: Options, *, older_than: tim
     """Remove the claims of removed checkpoints at `location`, and the data that only these kept, as `gc` does."""
     walked = walk_checkpoint(location, options)
     if any(item.kind == "claim" for item in walked.items):
-        beside = replace(walked, siblings=_siblings_of(location, walked.client, options))
-        remove_garbage(beside, before=clock.now() - older_than, conditional=options.commit == "conditional")
+        with_siblings = replace(walked, siblings=_siblings_of(location, walked.client, options))
+        remove_garbage(with_siblings, before=_clock.now() - older_than, conditional=options.commit == "conditional")
 
 
 def _delete(location: Location, options: Options) -> None:
     walked = walk_checkpoint(location, options)
     if not delete_checkpoint(walked, conditional=options.commit == "conditional"):
-        advice = f"Saves left data there. {gc_advice(location.uri)}" if walked.items else "Check the URI"
+        if walked.items:
+            advice = f"Saves left data there. {gc_advice(location.uri)}"
+        elif folders := list_kept_folders(walked.client):
+            advice = f"It has the {describe_folders(folders)}: name the one to delete"
+        else:
+            advice = "Check the URI"
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {location.uri}, so there is nothing to delete. {advice}", uri=location.uri
         )
@@ -193,9 +201,9 @@ class _Collection:
         inventory = walk(self._client)
         if inventory.unlisted is not None:
             self._fail(self._location.uri, inventory.unlisted, "unfinished uploads: ")
-        self._before = _parse_older_than(self._older_than)  # by now the store has shown its clock
+        before = _parse_older_than(self._older_than)  # after the walk, which has found the store's clock
         for prefix in inventory.locations:
-            self._collect(prefix, inventory)
+            self._collect(prefix, inventory, before)
         return GarbageReport(
             root=self._location.uri,
             dry_run=self._dry_run,
@@ -205,28 +213,29 @@ class _Collection:
             is_nothing_there=not inventory.locations,
         )
 
-    def _collect(self, prefix: str, inventory: Inventory) -> None:
-        uri = _uri_of(self._location, prefix)
-        left: dict[str, StoreError] = {}
+    def _collect(self, prefix: str, inventory: Inventory, before: datetime) -> None:
+        root_uri = self._location.uri
+        uri = f"{root_uri.rstrip('/')}/{prefix.rstrip('/')}" if prefix else root_uri
+        failures: dict[str, StoreError] = {}
         num_untried = 0
         try:
             walked = _walked_location(self._location, self._client, inventory, prefix, self._options)
             if self._dry_run:
-                spent = find_spent_claims(walked, before=self._before, conditional=self._is_conditional, is_dry=True)
-                _, plan = plan_garbage(walked, before=self._before, spent=spent)
+                spent = find_spent_claims(walked, before=before, conditional=self._is_conditional, is_dry=True)
+                _, plan = plan_garbage(walked, before=before, spent=spent)
                 young = plan.young
             else:
-                done = remove_garbage(walked, before=self._before, conditional=self._is_conditional)
-                plan, left, young, num_untried = done.removed, done.left, done.young, done.num_untried
+                removal = remove_garbage(walked, before=before, conditional=self._is_conditional)
+                plan, failures, young, num_untried = removal.removed, removal.errors, removal.young, removal.num_untried
         except (StoreError, CommitUnknownError) as error:
             self._fail(uri, error)
             return
         except (CheckpointError, InvalidURIError) as error:
             # The manifest.json of another program is skipped silently if no data of cloudckpt is beside it.
-            if inventory.at(prefix):
+            if inventory.items_at(prefix):
                 self._skipped.append(KeptObject(uri=uri, reason=str(error)))
             return
-        for key, failure in left.items():
+        for key, failure in failures.items():
             self._fail(self._client.url(key), failure)
         if num_untried:
             reason = f"{count(num_untried, 'more object')} not tried after these failures"
@@ -234,7 +243,8 @@ class _Collection:
         if young:
             uploads = sum(item.kind == "upload" for item in young)
             data = f"{size(sum(item.size_bytes for item in young))} and {count(uploads, 'unfinished upload')}"
-            reason = f"{data} of a save that is not committed, and was alive after {self._before:%Y-%m-%d %H:%M:%S} UTC"
+            moment = f"{before:%Y-%m-%d %H:%M:%S} UTC"
+            reason = f"{data} that no checkpoint needs, of saves that were alive after {moment}"
             self._skipped.append(KeptObject(uri=uri, reason=reason))
         if plan.is_empty:
             return
@@ -249,7 +259,7 @@ class _Collection:
 
 
 def _parse_older_than(older_than: timedelta | float) -> datetime:
-    """Return the time before which every sign of life must be."""
+    """Return the time before which garbage must have been written."""
     seconds = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not 0 <= seconds < math.inf:
@@ -257,7 +267,7 @@ def _parse_older_than(older_than: timedelta | float) -> datetime:
             f"older_than must be a timedelta or a number of seconds, finite and not negative, not {older_than!r}"
         )
     try:
-        return clock.now() - timedelta(seconds=seconds)
+        return _clock.now() - timedelta(seconds=seconds)
     except OverflowError:
         raise InvalidOptionError(f"older_than must not reach back beyond the year 1, as {older_than!r} does") from None
 
@@ -286,22 +296,18 @@ def _emit(
     log_and_deliver(event, options, words=f"{name} {uri}" + (f": {text}" if text else ""))
 
 
-def _uri_of(location: Location, prefix: str) -> str:
-    return f"{location.uri.rstrip('/')}/{prefix.rstrip('/')}" if prefix else location.uri
-
-
 def _walked_location(
     location: Location, client: StoreClient, inventory: Inventory, prefix: str, options: Options
 ) -> WalkedLocation:
     if not prefix:
-        return WalkedLocation(client=client, root=client, prefix=prefix, items=inventory.at(prefix))
+        return WalkedLocation(client=client, root=client, prefix=prefix, items=inventory.items_at(prefix))
     # Raises `InvalidURIError` for a folder that no checkpoint can have.
     own = parse_location(location.child(prefix.rstrip("/")).uri)
     return WalkedLocation(
         client=client.at(open_store(own, options)),
         root=client,
         prefix=prefix,
-        items=inventory.at(prefix),
+        items=inventory.items_at(prefix),
         siblings=_siblings_of(own, client, options),
     )
 
@@ -310,7 +316,7 @@ def _siblings_of(location: Location, client: StoreClient, options: Options) -> S
     return lambda folder: client.at(open_store(location.parent.child(folder), options))
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
     """Garbage of one location."""
@@ -327,18 +333,18 @@ class Garbage:
     """Counts by kind, in words."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptObject:
-    """A location or key that was kept."""
+    """A location, step or object that stays as it is: not removed or, in a `DrainReport`, not copied."""
 
     uri: str
-    """URI of the location, or of the object."""
+    """Its URI."""
     reason: str
-    """Reason why it was kept."""
+    """Reason why it stays."""
 
 
-@shown
+@with_short_repr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GarbageReport:
     """Result of `gc`. ``str()`` of it is the text that a dry run prints."""
@@ -384,14 +390,14 @@ class GarbageReport:
     def __str__(self) -> str:
         how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
         failed = (f"{item.uri}: failed: {item.reason}" for item in self.failed)
-        return "\n".join(map(_as_one_line, (*failed, *lines_of(self, how=how))))
+        return "\n".join(map(plain_line, (*failed, *lines_of(self, how=how))))
 
 
 def lines_of(report: GarbageReport, *, how: str = "") -> Iterator[str]:
     """Yield the text of a report, without its failures. `how` follows the sums."""
     for garbage in report.locations:
-        of_size = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
-        yield f"{garbage.uri}: {', '.join(garbage.reasons)}{of_size}"
+        size_text = f" ({size(garbage.num_bytes)})" if garbage.keys or garbage.num_bytes else ""
+        yield f"{garbage.uri}: {', '.join(garbage.reasons)}{size_text}"
     for item in report.skipped:
         yield f"{item.uri}: left alone: {item.reason}"
     yield (
@@ -413,7 +419,8 @@ def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
         (len(data), f"{count(len(data), 'data object')} of {count(len(attempts), 'save')} that nothing refers to"),
         (len(plan.uploads), count(len(plan.uploads), "unfinished upload")),
         (len(entries) - len(fences), f"{count(len(entries) - len(fences), 'manifest')} that no longer counts"),
-        (len(fences), count(len(fences), "spent fence")),
+        (num_spent := len(fences) - (plan.lone_fence in fences), count(num_spent, "spent fence")),
+        (plan.lone_fence in fences, "the fence of a removed checkpoint"),
         (len(claims), f"{count(len(claims), 'claim')} of saves that are gone"),
         (num_probes := len(plan.objects) - len(data) - len(claims), count(num_probes, "left-over probe")),
     )
@@ -425,7 +432,3 @@ def describe_garbage(uri: str, prefix: str, plan: RemovalPlan) -> Garbage:
         + sum(entry.size_bytes for entry in entries),
         reasons=tuple(text for number, text in counts if number),
     )
-
-
-def _as_one_line(text: str) -> str:
-    return escape_control_characters(text).replace("\n", "\\n")

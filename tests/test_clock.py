@@ -8,7 +8,7 @@ from email.utils import format_datetime
 import pytest
 from tests.kit.clock import set_time
 
-from cloudckpt.stores import clock
+from cloudckpt import _clock
 
 OWN_S = 1_795_403_713
 HOUR_S = 3600
@@ -17,7 +17,7 @@ HOUR_S = 3600
 def answer(host: str, *, seconds_behind: int, age: str | None = None) -> None:
     """Take an answer whose header ``Date`` is so many seconds before this machine's time."""
     moment = datetime.fromtimestamp(OWN_S - seconds_behind, timezone.utc)
-    clock.compare_with_store(format_datetime(moment, usegmt=True), age, host)
+    _clock.compare_with_store(format_datetime(moment, usegmt=True), age, host)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hours_corrected() -> float:
-    return (OWN_S - clock.now().timestamp()) / HOUR_S
+    return (OWN_S - _clock.now().timestamp()) / HOUR_S
 
 
 def test_age_of_a_cached_answer_is_added_to_its_date(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,8 @@ from cloudckpt.commit.entries import (
     max_manifest_bytes,
     put_entry,
     read_entry,
+    read_manifest,
+    unknown_error,
 )
 from cloudckpt.commit.log import Log, list_entries, read_log
 from cloudckpt.commit.references import Siblings, find_claimed
@@ -32,9 +34,9 @@ from cloudckpt.format.model import Manifest
 from cloudckpt.io.client import StoreClient
 
 _log = logging.getLogger("cloudckpt")
-_OWN_ROOT = "Nothing of this one is visible. If another job saves here too, give each job a root of its own"
+_ONE_ROOT_PER_JOB = "Nothing of this one is visible. If another job saves here too, give each job a root of its own"
 _MAX_SHOWN_PROBLEMS = 3
-_BATCH = 1000  # keys that one request of S3 can delete
+_KEYS_PER_REQUEST = 1000  # keys that one request of S3 can delete
 
 
 class OvertakenError(CheckpointExistsError, CommitUnknownError):
@@ -45,7 +47,7 @@ class OvertakenError(CheckpointExistsError, CommitUnknownError):
     """
 
 
-def publish(
+def put_manifest(
     client: StoreClient,
     manifest: Manifest,
     *,
@@ -85,14 +87,14 @@ def publish(
     if outcome.error is not None:
         _check_arrived(client, manifest, outcome.error, outcome, number=number)
     try:
-        _check_current(client, manifest, number=number)
+        _check_is_current(client, manifest, number=number)
     except CommitUnknownError:
         raise
     except Exception as error:
-        raise _unknown_error(client, manifest_key(number), error) from error
+        raise _unknown_error(client, number, error) from error
 
 
-def _check_current(client: StoreClient, manifest: Manifest, *, number: int) -> None:
+def _check_is_current(client: StoreClient, manifest: Manifest, *, number: int) -> None:
     """Check that the store has kept the manifest that it acknowledged, and that no higher entry hides it.
 
     An overwrite may have freed the number by removing the entry that had it. Then the log already has the overwrite's
@@ -107,9 +109,7 @@ def _check_current(client: StoreClient, manifest: Manifest, *, number: int) -> N
     entry = read_entry(client, number)  # a listing may lag
     if isinstance(entry, Manifest) and entry.attempt == manifest.attempt:
         return
-    raise _unknown_error(
-        client, manifest_key(number), "the store has acknowledged it, and neither lists it nor returns it"
-    )
+    raise _unknown_error(client, number, "the store has acknowledged it, and neither lists it nor returns it")
 
 
 def _check_arrived(
@@ -130,7 +130,7 @@ def _check_arrived(
     if outcome.is_taken and (_is_overtaken(client, number) if is_absent else not outcome.may_have_arrived):
         raise _lost_error(client, key) from error
     # An entry that cannot be read may be this very manifest, whose data must stay then.
-    raise _unknown_error(client, key, error) from error
+    raise _unknown_error(client, number, error) from error
 
 
 def remove_superseded(
@@ -148,7 +148,7 @@ def remove_superseded(
         if log.current_number != number:
             return 0  # overwritten or deleted since: another save's data is there now
         stale = [entry for entry in log.entries if entry.number < number]
-        manifests = (_read_manifest(client, entry.number) for entry in stale if not entry.has_fence_size)
+        manifests = (_try_to_read(client, entry.number) for entry in stale if not entry.has_fence_size)
         replaced = [superseded for superseded in manifests if superseded is not None]
         keys = sorted(frozenset[str]().union(*(superseded.own_keys for superseded in replaced)) - manifest.own_keys)
         # After the commit: a save whose claim comes later finds that its source was replaced.
@@ -166,19 +166,14 @@ def remove_superseded(
     return num_removed
 
 
-def _read_manifest(client: StoreClient, number: int) -> Manifest | None:
+def _try_to_read(client: StoreClient, number: int) -> Manifest | None:
     """Return the manifest with that number; None for a fence, or for an entry that cannot be read, which is logged."""
     try:
-        entry = read_entry(client, number)
+        return read_manifest(client, number)
     except CheckpointError as error:
-        _log.warning(
-            "cannot tell which data belongs to %s: %s. %s",
-            client.url(manifest_key(number)),
-            error,
-            gc_advice(client.uri),
-        )
+        uri = client.url(manifest_key(number))
+        _log.warning("cannot tell which data belongs to %s: %s. %s", uri, error, gc_advice(client.uri))
         return None
-    return entry if isinstance(entry, Manifest) else None
 
 
 def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None, bool]:
@@ -186,7 +181,7 @@ def _entry_at(client: StoreClient, number: int) -> tuple[Manifest | Fence | None
     try:
         entry = read_entry(client, number)
     except StoreError as error:
-        raise _unknown_error(client, manifest_key(number), error) from error
+        raise _unknown_error(client, number, error) from error
     except CheckpointError:
         return None, False  # another program's, or damaged since, or on its way
     return entry, entry is None
@@ -197,12 +192,12 @@ def _is_overtaken(client: StoreClient, number: int) -> bool:
     try:
         return read_log(client).highest_number > number
     except (StoreError, CheckpointError) as error:
-        raise _unknown_error(client, manifest_key(number), error) from error
+        raise _unknown_error(client, number, error) from error
 
 
 def _lost_error(client: StoreClient, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"Checkpoint already exists: while this save ran, another one committed {client.url(key)}. {_OWN_ROOT}",
+        f"Checkpoint already exists: while this save ran, another one committed {client.url(key)}. {_ONE_ROOT_PER_JOB}",
         uri=client.uri,
     )
 
@@ -226,17 +221,14 @@ def _overtaken_error(client: StoreClient, log: Log, number: int) -> OvertakenErr
         )
     return OvertakenError(
         f"Checkpoint already exists: while this save put {key}, which is left to gc, another one committed {above}. "
-        f"{_OWN_ROOT}",
+        f"{_ONE_ROOT_PER_JOB}",
         uri=client.uri,
     )
 
 
-def _unknown_error(client: StoreClient, key: str, why: object) -> CommitUnknownError:
-    return CommitUnknownError(
-        f"the commit of {client.url(key)} was sent, and it could not be found out if it arrived: "
-        f"{why}. Its data was kept. When the store answers, look (cloudckpt ls) before you save there again",
-        uri=client.uri,
-    )
+def _unknown_error(client: StoreClient, number: int, why: object) -> CommitUnknownError:
+    advice = "Its data was kept. When the store answers, look (cloudckpt ls) before you save there again"
+    return unknown_error(client, number, why, advice=advice)
 
 
 def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | None:
@@ -281,6 +273,18 @@ def find_missing(client: StoreClient, sizes_bytes: Mapping[str, int]) -> tuple[d
     return problems, max((info.modified_at for info in listed.values()), default=None)
 
 
+def find_listed(siblings: Siblings, manifest: Manifest, *, no_later_than: datetime | None = None) -> list[int]:
+    """Return the indices of the objects of `manifest` that their folders list, with the size that was saved."""
+    sizes_bytes = {
+        (folder, info.key): info.size_bytes
+        for folder in {stored.folder for stored in manifest.objects}
+        for info in siblings(folder).list("data/")
+        if no_later_than is None or info.modified_at <= no_later_than
+    }
+    objects = enumerate(manifest.objects)
+    return [index for index, stored in objects if sizes_bytes.get((stored.folder, stored.key)) == stored.size]
+
+
 def check_still_next(client: StoreClient, number: int) -> None:
     """Raise `CheckpointExistsError` if the entry before `number` is gone: a commit under `number` would not be current.
 
@@ -323,5 +327,5 @@ def check_conditional_create(client: StoreClient) -> None:
 
 def split_into_batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield `keys` in their order, in batches that one request can delete."""
-    for begin in range(0, len(keys), _BATCH):
-        yield keys[begin : begin + _BATCH]
+    for begin in range(0, len(keys), _KEYS_PER_REQUEST):
+        yield keys[begin : begin + _KEYS_PER_REQUEST]

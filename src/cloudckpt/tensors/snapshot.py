@@ -85,7 +85,7 @@ class Snapshot:
         state_dict: The state dict of the copies.
         num_threads: Number of threads for CPU memory.
         urgent: The copies of tensors that the caller may change once `wait_for_urgent` has returned.
-        new_stream: Makes the side stream of a GPU. Tests replace it.
+        new_stream: Makes the side stream of a GPU.
 
     """
 
@@ -96,7 +96,7 @@ class Snapshot:
         state_dict: dict[str, Any],
         *,
         num_threads: int,
-        urgent: Sequence[torch.Tensor] = (),
+        urgent: Sequence[torch.Tensor],
         new_stream: Callable[[torch.device], CudaStream] = CudaStream,
     ) -> None:
         self.state_dict = state_dict

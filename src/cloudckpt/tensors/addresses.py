@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 Addresses: TypeAlias = Sequence[int] | npt.NDArray[np.uint64]
-_MAX_HOLLOWNESS = 2  # most bytes of a hull for each byte of its tensor
+_MAX_BYTES_PER_TENSOR_BYTE = 2  # a view with more bytes from its first element to its last is copied alone
 LINE_BYTES = 64
 """The size of a cache line, to which torch aligns its memory."""
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 64 * 1024  # a segment of this size or more begins on a page
 _BLOCK_BYTES = 2 * 1024 * 1024  # blocks are whole numbers of huge pages
-_GROWTH = 8  # a new block has at least an eighth of the bytes of all earlier blocks
+_GROWTH_DIVISOR = 8  # a new block has at least an eighth of the bytes of all earlier blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses
     """
     lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
     own = np.array(own_bytes, dtype=np.uint64)
-    is_hollow = highs - lows > own * np.uint64(_MAX_HOLLOWNESS)
+    is_hollow = highs - lows > own * np.uint64(_MAX_BYTES_PER_TENSOR_BYTE)
     dense = np.flatnonzero(~is_hollow)
     order = dense[np.argsort(lows[dense], kind="stable")]
     reached = np.maximum.accumulate(highs[order])
@@ -102,17 +102,17 @@ def place_segments(segments: Iterable[tuple[int, int]], capacities: Sequence[int
     offsets: list[int] = []
     filled = [0] * (len(capacities) + 1)
     current, new = 0, len(capacities)
-    rooms = [*capacities, math.inf]
+    limits = [*capacities, math.inf]
     for address, num_bytes in segments:
-        beyond = address % LINE_BYTES
-        step = _PAGE_BYTES if num_bytes >= _LARGE_BYTES else LINE_BYTES
-        for block in (current, *range(len(rooms))):
-            offset = -(-filled[block] // step) * step + beyond
-            if offset + num_bytes <= rooms[block]:
+        line_offset = address % LINE_BYTES
+        alignment = _PAGE_BYTES if num_bytes >= _LARGE_BYTES else LINE_BYTES
+        for block in (current, *range(len(limits))):
+            offset = -(-filled[block] // alignment) * alignment + line_offset
+            if offset + num_bytes <= limits[block]:
                 blocks.append(block)
                 offsets.append(offset)
                 filled[block] = offset + num_bytes
                 current = block if block < new else 0
                 break
-    missing_bytes = max(filled[new], sum(capacities) // _GROWTH) if filled[new] else 0
+    missing_bytes = max(filled[new], sum(capacities) // _GROWTH_DIVISOR) if filled[new] else 0
     return Placement(blocks=blocks, offsets=offsets, new_block_bytes=-(-missing_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)

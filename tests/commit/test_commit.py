@@ -11,10 +11,10 @@ from tests.commit.actors import data_key_of, manifest_for
 from tests.kit.clock import skip_waits
 from tests.kit.wrapped import FaultyStore, permanent
 
-from cloudckpt.commit.attempts import ATTEMPT, copy_mark, data_key, data_prefix, new_attempt_id, parse_number
+from cloudckpt.commit.attempts import ATTEMPT, copy_suffix, data_key, data_prefix, new_attempt_id, parse_number
+from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.log import list_entries, resolve
-from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -49,7 +49,7 @@ def put_commit(store: FaultyStore, number: int, attempt: str) -> None:
 
 
 def commit(store: FaultyStore, attempt: str = "ours", *, number: int = 0, conditional: bool = True) -> None:
-    publish(client_of(store), manifest_for(attempt), number=number, conditional=conditional)
+    put_manifest(client_of(store), manifest_for(attempt), number=number, conditional=conditional)
 
 
 def client_of(store: Store) -> StoreClient:
@@ -83,7 +83,7 @@ def test_a_manifest_that_is_damaged_on_its_way_is_read_again() -> None:
     """If this fails, one flipped bit makes a good checkpoint look damaged, and a job go back to an older one."""
     faults = Faults(Rule(fault=FlippedBits(), operations={"read"}))
     inner = MemoryStore("damaged-on-its-way")
-    publish(client_of(inner), manifest_for("ours"), number=0, conditional=True)
+    put_manifest(client_of(inner), manifest_for("ours"), number=0, conditional=True)
     assert resolve(client_of(faults(inner))).manifest.attempt == "ours"
     assert faults.num_injected["FlippedBits"] == 1
 
@@ -97,7 +97,7 @@ def test_a_refusal_after_a_lost_answer_does_not_disprove_the_commit(store: Fault
         commit(store)
         assert what_counts(store) == (0, "ours")
     else:
-        with pytest.raises(CommitUnknownError, match="could not be found out"):
+        with pytest.raises(CommitUnknownError, match="did not confirm"):
             commit(store)
 
 
@@ -270,8 +270,8 @@ def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
 @pytest.mark.parametrize("number", [None, 0, 7, 10**18 - 1])
 def test_drawn_attempt_ids_are_recognized(number):
     """Garbage collection would take a running save's data for somebody else's, or leave its own for ever."""
-    mark = "" if number is None else copy_mark(number, 32 * "f")
-    drawn = [new_attempt_id(mark) for _ in range(200)]
+    suffix = "" if number is None else copy_suffix(number, 32 * "f")
+    drawn = [new_attempt_id(suffix) for _ in range(200)]
     assert len(set(drawn)) == len(drawn)
     assert all(ATTEMPT.fullmatch(attempt) for attempt in drawn)
     assert {parse_number(attempt) for attempt in drawn} == {number}

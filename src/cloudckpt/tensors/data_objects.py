@@ -19,17 +19,17 @@ from cloudckpt.format.model import ItemReceipts
 from cloudckpt.format.safetensors import HeaderEntry, lay_out
 from cloudckpt.io.boxes import split_into_boxes
 from cloudckpt.options import MIB
-from cloudckpt.tensors.copying import CudaStream, Snapshot, copies_queued_on
 from cloudckpt.tensors.host_memory import Arena
+from cloudckpt.tensors.snapshot import CudaStream, Snapshot, copies_queued_on
 from cloudckpt.tensors.tensor_bytes import ALIGNMENT_BYTES, address_range, as_carrier, bytes_view, is_viewable
 
-# An object's layout needs all of its tensors; meanwhile the object before it is sent.
-_MAX_TENSORS_PER_OBJECT = 4096
+# The layout of an object needs all of its tensors. It is made while the object before is sent, so objects have few.
+_TENSORS_PER_OBJECT = 4096
 # Transformed tensors are held until the layout of their object is known.
 _MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 # A safetensors header may have at most 100 MB (https://github.com/huggingface/safetensors#format); an entry of it
 # rarely passes 500 bytes.
-MAX_TENSORS_PER_OBJECT = 100_000
+_MAX_HEADER_ENTRIES = 100_000
 
 
 def wait_for_content(snapshot: Snapshot, content: torch.Tensor | memoryview) -> None:
@@ -56,7 +56,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_piece(content: torch.Tensor | memoryview, *, begin: int, address: int = 0) -> Piece:
-    """Return a piece that refers to `content`, without a copy. `address` is the address of its first element, or 0."""
+    """Return a piece that refers to `content`, without a copy. `address` is as in `Piece`."""
     num_bytes = content.nbytes
     if isinstance(content, torch.Tensor) and is_viewable(content):
         content = bytes_view(content)
@@ -70,7 +70,7 @@ def new_side_streams(contents: Iterable[object]) -> dict[torch.device, CudaStrea
 
 
 class PieceBody:
-    """Pieces back to back (see `cloudckpt.io.upload.Body`).
+    """Pieces back to back (see `cloudckpt.io.body.Body`).
 
     When a part is opened, a tensor that cannot be sent in place (on a GPU, or strided) is copied into a buffer of
     `arena`, as far as it is in the part. Copies from a device are queued on its stream in `streams`, if there is one.
@@ -100,10 +100,10 @@ class PieceBody:
         """Yield views of bytes ``[begin, end)``. Both bounds are bounds of tiles, so no element is cut."""
         if self._snapshot is not None:
             self._wait(self._snapshot, begin, end)
-        inside = list(self._pieces_between(begin, end))
+        ranges = list(self._pieces_between(begin, end))
         positions: list[int] = []
         used_bytes = 0
-        for piece, low, high in inside:
+        for piece, low, high in ranges:
             positions.append(used_bytes + (piece.begin + low - begin - used_bytes) % ALIGNMENT_BYTES)
             if isinstance(piece.content, torch.Tensor):
                 used_bytes = positions[-1] + high - low
@@ -111,7 +111,7 @@ class PieceBody:
         with self._arena.lend(used_bytes) if used_bytes else empty as buffer:
             views: list[memoryview] = []
             copies: list[_PieceCopy] = []
-            for (piece, low, high), position in zip(inside, positions, strict=True):
+            for (piece, low, high), position in zip(ranges, positions, strict=True):
                 if isinstance(piece.content, memoryview):
                     views.append(piece.content[low:high])
                     continue
@@ -153,10 +153,10 @@ class _PieceCopy(NamedTuple):
 def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, CudaStream]) -> None:
     """Make all copies, and wait for them, also after an error."""
     for device in dict.fromkeys(copy.source.device for copy in copies):
-        of_device = [copy for copy in copies if copy.source.device == device]
+        copies_from_device = [copy for copy in copies if copy.source.device == device]
         stream = streams.get(device)
         with contextlib.nullcontext() if stream is None else copies_queued_on(stream):
-            for copy in of_device:
+            for copy in copies_from_device:
                 _copy_range(copy, non_blocking=stream is not None)
             if stream is not None:
                 stream.record_event().synchronize()
@@ -170,9 +170,9 @@ def _copy_range(copy: _PieceCopy, *, non_blocking: bool) -> None:
     itemsize_bytes = source.element_size()
     position = 0
     for box in split_into_boxes(copy.begin // itemsize_bytes, copy.end // itemsize_bytes, source.shape):
-        block = source[box.slices]
-        flat[position : position + block.numel()].view(box.lengths).copy_(block, non_blocking=non_blocking)
-        position += block.numel()
+        elements = source[box.slices]
+        flat[position : position + elements.numel()].view(box.lengths).copy_(elements, non_blocking=non_blocking)
+        position += elements.numel()
 
 
 class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +189,7 @@ class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
     """The address of a tensor's first element; 0 if the content is no tensor's memory."""
 
 
-def is_same_content(item: StagedItem, first: StagedItem) -> bool:
+def _is_same_content(item: StagedItem, first: StagedItem) -> bool:
     """Return True if two items that were planned as aliases have the same bytes."""
     return (
         0 < item.address == first.address
@@ -208,10 +208,10 @@ class SaveItems:
     """The position of an earlier item that has the same bytes, by the position of each alias."""
     are_transformed: bool
     """True if extensions compute the stored bytes, so that no item is sent in place."""
-    are_fixed: Sequence[bool]
+    are_repeatable: Sequence[bool]
     """True for each tensor that `stage` returns with the same bytes however often it is called."""
     hashes: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """The hashes of blocks (`cloudckpt.tensors.hashing`), by position, for the receipts."""
+    """The hashes of chunks (`cloudckpt.tensors.hashing`), by position, for the receipts."""
     stage: Callable[[Sequence[int]], Iterable[StagedItem]]
     """Returns the items at these positions, with their data. Called object by object, so that computed tensors are not
     all held at once."""
@@ -221,41 +221,41 @@ class SaveItems:
 
         `positions` has an alias and its first item, or neither.
         """
-        place_of = {position: place for place, position in enumerate(positions)}
+        index_of = {position: index for index, position in enumerate(positions)}
         return SaveItems(
             sizes_bytes=[self.sizes_bytes[position] for position in positions],
             aliases={
-                place_of[follower]: place_of[first] for follower, first in self.aliases.items() if follower in place_of
+                index_of[follower]: index_of[first] for follower, first in self.aliases.items() if follower in index_of
             },
             are_transformed=self.are_transformed,
-            are_fixed=[self.are_fixed[position] for position in positions],
-            hashes={place_of[position]: digest for position, digest in hashes.items() if position in place_of},
-            stage=lambda places: self.stage([positions[place] for place in places]),
+            are_repeatable=[self.are_repeatable[position] for position in positions],
+            hashes={index_of[position]: digest for position, digest in hashes.items() if position in index_of},
+            stage=lambda indices: self.stage([positions[index] for index in indices]),
         )
 
 
 def lay_out_objects(
-    planned: SaveItems, arena: Arena, snapshot: Snapshot | None, *, object_bytes: int
+    save_items: SaveItems, arena: Arena, snapshot: Snapshot | None, *, object_bytes: int
 ) -> Iterator[tuple[PieceBody, Callable[..., ItemReceipts]]]:
     """Yield the body of each data object, and a function that makes its receipts from its `ObjectRef` (`stored_in`).
 
     An object has up to `object_bytes`. Aliases of one tensor are in one object, the first one first.
     """
-    if planned.are_transformed:
+    if save_items.are_transformed:
         object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
-    aliases = planned.aliases
-    firsts = [position for position in range(len(planned.sizes_bytes)) if position not in aliases]
+    aliases = save_items.aliases
+    firsts = [position for position in range(len(save_items.sizes_bytes)) if position not in aliases]
     followers: defaultdict[int, list[int]] = defaultdict(list)
     for follower, first in aliases.items():
         followers[first].append(follower)
-    sizes_of_firsts = [planned.sizes_bytes[position] for position in firsts]
-    for group in pack(sizes_of_firsts, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
+    sizes_of_firsts = [save_items.sizes_bytes[position] for position in firsts]
+    for group in pack(sizes_of_firsts, object_bytes=object_bytes, max_tensors=_TENSORS_PER_OBJECT):
         positions = [position for i in group for position in (firsts[i], *followers.get(firsts[i], ()))]
-        items = list(planned.stage(positions))
-        places = {position: i for i, position in enumerate(positions)}
-        same_as = {places[position]: places[aliases[position]] for position in positions if position in aliases}
-        same_as = {i: first for i, first in same_as.items() if is_same_content(items[i], items[first])}
-        hashes = [planned.hashes.get(position, b"") for position in positions] if planned.hashes else []
+        items = list(save_items.stage(positions))
+        index_of = {position: index for index, position in enumerate(positions)}
+        same_as = {index_of[position]: index_of[aliases[position]] for position in positions if position in aliases}
+        same_as = {i: first for i, first in same_as.items() if _is_same_content(items[i], items[first])}
+        hashes = [save_items.hashes.get(position, b"") for position in positions] if save_items.hashes else []
         yield _lay_out_object(items, same_as, hashes, arena, snapshot)
 
 
@@ -283,7 +283,7 @@ def _lay_out_object(
     return PieceBody(pieces, arena, snapshot, new_side_streams(item.content for item in items)), make_receipts
 
 
-def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:
+def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = _MAX_HEADER_ENTRIES) -> list[range]:
     """Cut positions into groups of at most `max_tensors` and `object_bytes`. A larger tensor has its own group."""
     groups: list[range] = []
     begin, filled_bytes = 0, 0

@@ -13,7 +13,7 @@ from tests.kit.wrapped import FaultyStore, permanent, transient
 from cloudckpt.errors import ObjectNotFoundError, StoreError
 from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.client import StoreClient
-from cloudckpt.io.resume import find_leftovers
+from cloudckpt.io.leftovers import find_leftovers
 from cloudckpt.stores.base import Part, UploadedPart, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
@@ -46,9 +46,12 @@ def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple
     Whatever became of it, what the receipt names is there, and is `data`.
     """
     store.calls.clear()
-    leftovers = find_leftovers(StoreClient(store, retries=3, timeout_s=100), [OLD])
+    leftovers = {
+        leftover.key.removeprefix(OLD): leftover
+        for leftover in find_leftovers(StoreClient(store, retries=3, timeout_s=100), OLD)
+    }
     with session_of(store, connections=2, resumable=True) as session:
-        session.submit(NEW + name, KnownBytes(data), leftovers.get(name, []))
+        session.submit(NEW + name, KnownBytes(data), [leftovers[name]] if name in leftovers else [])
         session.tasks.join()
         (receipt,) = session.receipts()
         num_reused_bytes = session.num_reused_bytes
@@ -65,7 +68,7 @@ def put(store: FaultyStore, key: str, data: bytes) -> None:
 
 
 def send(store: FaultyStore, upload_id: str, numbers: list[int], data: bytes = DATA) -> list[UploadedPart]:
-    """What the earlier attempt, dead or not, sends."""
+    """Return what the earlier attempt, dead or not, sends."""
     sent = []
     for part in (PARTS[number - 1] for number in numbers):
         view = memoryview(data)[part.offset_bytes : part.offset_bytes + part.size_bytes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.io.addresses import find_overlapping, place_segments, plan_address_ranges
+from cloudckpt.tensors.addresses import find_overlapping, place_segments, plan_address_ranges
 
 HIGH = 2**47
 

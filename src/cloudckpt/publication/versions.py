@@ -1,0 +1,196 @@
+"""The versions under a root: what their manifests say of them, and which of them a reader needs."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cloudckpt.commit.log import read_current
+from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, UnsupportedFormatError
+from cloudckpt.format.model import PUBLICATION_KEY, Manifest
+from cloudckpt.io.client import StoreClient, open_client
+from cloudckpt.options import Options
+from cloudckpt.stores.open import open_store
+from cloudckpt.uri import Location
+
+FORMAT = 1
+_FOLDER = re.compile(r"version-(0|[1-9][0-9]{0,17})")
+_MAX_VERSION = 10**18 - 1
+
+
+class PublishedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a version: its dtype, its shape, and the CRC32C of all of its bytes in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    crc32c: int
+
+
+class Base(msgspec.Struct, frozen=True):
+    """A version whose difference to another one is stored: its number, its attempt, and `hash_state` of its tensors."""
+
+    version: int
+    attempt: str
+    state: str
+
+
+class Publication(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A version, as its manifest describes it (``docs/format.md``)."""
+
+    format: int
+    version: int
+    publisher: str
+    """An id that each `Publisher` draws."""
+    follows: int = -1
+    """The newest version that it saw under the root, before it saved this one; -1 for none."""
+    anchor: int
+    """The newest version up to this one that has the whole tensors."""
+    base: Base | None = None
+    """The version whose difference to this one is stored; None if only the whole tensors are."""
+    tensors: dict[str, PublishedTensor]
+
+    @property
+    def is_anchor(self) -> bool:
+        """True if the version has the whole tensors."""
+        return self.anchor == self.version
+
+    @property
+    def state_hash(self) -> str:
+        """`hash_state` of the tensors."""
+        return hash_state(self.tensors)
+
+    def is_based_on(self, state_hash: str) -> bool:
+        """Return True if the version has the difference to a model whose tensors have that hash."""
+        return self.base is not None and self.base.state == state_hash
+
+
+class Version(NamedTuple):
+    """A committed version, its manifest and its place."""
+
+    publication: Publication
+    manifest: Manifest
+    location: Location
+
+
+def hash_state(tensors: Mapping[str, PublishedTensor]) -> str:
+    """Return the SHA-256 of the names, forms and checksums of all tensors, by which two states are compared."""
+    lines = sorted([name, *msgspec.structs.astuple(tensor)] for name, tensor in tensors.items())
+    return hashlib.sha256(msgspec.json.encode(lines)).hexdigest()
+
+
+def check_version(version: Any, *, name: str = "version") -> int:
+    """Return `version`, an argument of that `name`, if it is a version's number. Raises `InvalidOptionError`."""
+    try:
+        number = -1 if isinstance(version, bool) else operator.index(version)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MAX_VERSION:
+        raise InvalidOptionError(f"{name} must be an integer from 0 to {_MAX_VERSION}, not {version!r}")
+    return number
+
+
+def parse_version(manifest: Manifest, location: Location) -> Version:
+    """Return the version of a manifest. Raises `UnsupportedFormatError` if it is none that is known here."""
+    try:
+        publication = msgspec.convert(manifest.metadata[PUBLICATION_KEY], Publication)
+        base, number = publication.base, publication.version
+        is_known = publication.format == FORMAT and location.name == folder_of(number)
+        if is_known and (publication.is_anchor if base is None else base.version < number):
+            return Version(publication, manifest, location)
+    except (msgspec.ValidationError, KeyError):
+        pass
+    raise UnsupportedFormatError(
+        f"{location.uri} is no published version, or one of a newer cloudckpt. Publish under a root of its own, and "
+        "upgrade cloudckpt where you pull",
+        uri=location.uri,
+    )
+
+
+def folder_of(number: int) -> str:
+    """Return the name of the folder of a version."""
+    return f"version-{number}"
+
+
+class Versions:
+    """The versions in the folder at `location`."""
+
+    def __init__(self, location: Location, options: Options) -> None:
+        self.location, self.options = location, options
+
+    def place_of(self, number: int) -> Location:
+        """Return the place of a version."""
+        return self.location.child(folder_of(number))
+
+    def list_numbers(self) -> list[int]:
+        """Return the numbers of all folders of versions, also of deleted and unfinished ones, the highest first."""
+        names = self._open_client().list_directories()
+        return sorted((int(match[1]) for name in names if (match := _FOLDER.fullmatch(name))), reverse=True)
+
+    def read(self, number: int) -> Version | None:
+        """Return a version; None if nothing is committed there. Raises the errors of `read_current`."""
+        location = self.place_of(number)
+        _, manifest = read_current(self._open_client().at(open_store(location, self.options)))
+        return None if manifest is None else parse_version(manifest, location)
+
+    def find_newest(self, *, above: int) -> Version | None:
+        """Return the committed version with the highest number above `above`; None if there is none."""
+        numbers = self.list_numbers()
+        while True:
+            found = (self.read(number) for number in numbers if number > above)
+            newest = next((version for version in found if version is not None), None)
+            if not numbers or (newest is not None and newest.publication.version == numbers[0]):
+                return newest
+            # The highest folder may have been removed after the listing, and then a newer version has been published.
+            highest, numbers = numbers[0], self.list_numbers()
+            if numbers[:1] == [highest]:
+                return newest
+
+    def find_chain(self, target: Version, *, held: str) -> list[Version]:
+        """Return the versions to read for `target`, oldest first, if the model holds the state `held`.
+
+        The first is an anchor, or has the difference to that state. Nothing, if the model holds the target.
+
+        Raises `CheckpointChangedError` if retention has removed one of them.
+        """
+        chain = [] if target.publication.state_hash == held else [target]
+        while chain and not (first := chain[0].publication).is_based_on(held) and not first.is_anchor:
+            assert first.base is not None  # noqa: S101  # `parse_version` has checked it
+            version = self.read(first.base.version)
+            if version is None or version.manifest.attempt != first.base.attempt:
+                raise overtaken_error(target, why=f"version {first.base.version}, which it needs, is gone")
+            chain.insert(0, version)
+        return chain
+
+    def _open_client(self) -> StoreClient:
+        return open_client(self.location, self.options)
+
+
+def overtaken_error(target: Version, *, why: object) -> CheckpointChangedError:
+    """Return the error for a reader whose versions were removed while it read them."""
+    return CheckpointChangedError(
+        f"retention has overtaken the pull of {target.location.uri}: {why}. Pull again, and start at the anchor of the "
+        "newest version. If that fails, too, something else has removed versions: publish with a new Publisher",
+        uri=target.location.uri,
+    )
+
+
+def find_superseded_versions(anchors: Mapping[int, int], *, keep_chains: int, pinned: Iterable[int]) -> list[int]:
+    """Return the versions to remove, in the order of their removal.
+
+    A chain is an anchor with all versions up to the next one. It stays as a whole, or is removed from its end, so that
+    at each moment each version has what it needs.
+
+    Args:
+        anchors: The anchor of each committed version.
+        keep_chains: The number of the newest chains that stay.
+        pinned: Versions whose chains stay.
+
+    """
+    kept = {*sorted(set(anchors.values()))[-keep_chains:], *(anchors[number] for number in pinned)}
+    superseded = [number for number, anchor in anchors.items() if anchor not in kept]
+    return sorted(superseded, key=lambda number: (anchors[number], -number))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from torch import nn
 import cloudckpt
 from benchmarks import servers
 from benchmarks.figures import Figure, text
+from benchmarks.provenance import provenance
 
+ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 _LATENCY_S = 0.03
 _STD = 0.02
@@ -109,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=1e-6, help="of AdamW (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=19, help="after the first (default: %(default)s)")
     parser.add_argument("--mb-per-s", type=float, default=80, help="of a connection (default: %(default)s)")
+    parser.add_argument("--results", type=Path, help="write everything there as JSON")
     arguments = parser.parse_args(argv)
     bytes_per_s = arguments.mb_per_s * 1e6
     training = Training(num_bytes=arguments.mib * MIB, num_tensors=arguments.tensors, lr=arguments.lr)
@@ -118,6 +123,9 @@ def main(argv: list[str] | None = None) -> int:
         options = cloudckpt.Options(storage_options=storage_options)
         figures = list(figures_of(training, server.uri, options, repetitions=arguments.repetitions))
     print(text(figures, {}))
+    if arguments.results is not None:
+        document = {"provenance": provenance(ROOT), "figures": [asdict(figure) for figure in figures]}
+        arguments.results.write_text(json.dumps(document, indent=1) + "\n")
     return int(any(not figure.verdict.startswith("met") for figure in figures if figure.bar is not None))
 
 

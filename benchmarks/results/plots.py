@@ -31,6 +31,8 @@ _OTHER_COLOUR = "#56B4E9"
 _WIDTH_INCHES = 10.0
 _VERB_COLOURS = {"save": "#0072B2", "load": "#56B4E9"}
 _DARK_VERB_COLOURS = {"save": "#3B9BDC", "load": "#A5D8F7"}
+_OTHER_COLOURS = ("#9aa3ad", "#6b7480")
+"""Of the systems beside ours, on a light and on a dark page."""
 _LIGHT = {"text.color": "#222222", "grid.color": "#dddddd"}
 _DARK = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#d6dae0"),
@@ -109,6 +111,41 @@ def _headline_plot(results: Results, name: str, colour_of: Mapping[str, str]) ->
     return None
 
 
+def groups_plot(
+    name: str, groups: Mapping[str, Mapping[str, Sequence[float]]], label: str, *, is_dark: bool = False
+) -> Plot:
+    """Draw the values of each system as a bar, under the title of its group; those of the first system stand out.
+
+    Args:
+        name: The name of the file.
+        groups: The values of each system, by the title of the group.
+        label: The quantity and its unit.
+        is_dark: For a dark page.
+
+    """
+    with rc_context(_DARK if is_dark else _LIGHT):
+        colours = _DARK_VERB_COLOURS if is_dark else _VERB_COLOURS
+        sizes = [len(systems) for systems in groups.values()]
+        size = (_HEADLINE_WIDTH_INCHES, sum(sizes) * _ROW_INCHES + len(sizes) * 2 * _ROW_INCHES)
+        figure = Figure(figsize=size, dpi=200, layout="constrained")
+        all_axes = figure.subplots(len(sizes), squeeze=False, height_ratios=[number + 1 for number in sizes])[:, 0]
+        for axes, (title, systems) in zip(all_axes, groups.items(), strict=True):
+            spreads = [Spread.of(list(values)) for values in systems.values()]
+            kinds = [colours["save"], *[_OTHER_COLOURS[is_dark]] * (len(spreads) - 1)]
+            _draw_bars(axes, spreads, label if axes is all_axes[-1] else "", tops=range(len(spreads)), colours=kinds)
+            axes.set_yticks(range(len(spreads)), [*systems])
+            axes.get_yticklabels()[0].set_fontweight("bold")
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.invert_yaxis()
+        medians = (
+            f"{system} {Spread.of(list(values)).median:.2f}"
+            for systems in groups.values()
+            for system, values in systems.items()
+        )
+        about = f"{', '.join(groups)}; {label}: {', '.join(medians)}"
+        return Plot(name=name + "-dark" * is_dark, title=", ".join(groups), about=about, png=_png(figure))
+
+
 def _pairs_at(results: Results, place: Place) -> list[tuple[Row, Row]]:
     """Return the saves and loads of the headline's systems that have both."""
     pairs = [(results.row(name, "save", place), results.row(name, "load", place)) for name in _HEADLINE_SYSTEMS]
@@ -134,7 +171,18 @@ def _title(row: Row) -> str:
 def _draw_rows(
     axes: Axes, rows: Sequence[Row], quantity: Quantity, label: str, *, tops: Sequence[float], colours: Sequence[str]
 ) -> None:
-    spreads = [Spread.of(list(row.by_repetition(quantity).values())) for row in rows]
+    _draw_bars(
+        axes,
+        [Spread.of(list(row.by_repetition(quantity).values())) for row in rows],
+        label,
+        tops=tops,
+        colours=colours,
+    )
+
+
+def _draw_bars(
+    axes: Axes, spreads: Sequence[Spread], label: str, *, tops: Sequence[float], colours: Sequence[str]
+) -> None:
     medians = [spread.median for spread in spreads]
     axes.barh(
         tops,

@@ -195,9 +195,8 @@ def _draw_bars(
         error_kw={"elinewidth": 1, "capsize": 2, "ecolor": rcParams["text.color"]},
     )
     for top, spread in zip(tops, spreads, strict=True):
-        axes.annotate(
-            f"{spread.median:.2f}", (spread.high, top), (4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        shown = f"{spread.median:.{2 if spread.median >= 0.1 else 3}f}"
+        axes.annotate(shown, (spread.high, top), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.margins(x=0.15)
     _tidy(axes, label)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from benchmarks.sweeps import SWEEPS
 from tests.docs.tables import ROOT
 
 from benchmarks import compare as compare_command
+from benchmarks import pictures, publish, scale
 from benchmarks import plot as plot_command
-from benchmarks import publish, scale
 
 GB = 10**9
 
@@ -215,6 +216,16 @@ def test_a_run_is_published_whole(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps({**RUN, "sweep": "headline"}))
     with pytest.raises(MalformedResultsError, match="only runs of bars and background"):
         publish.publish(tmp_path / "r.json", docs)
+
+
+def test_the_pictures_of_places_and_weights_show_what_is_published() -> None:
+    """If this fails, `python -m benchmarks.pictures` does not read the files that the benchmarks write."""
+    drawn = {plot.name: plot for plot in pictures.draw()}
+    assert set(drawn) == {"places", "places-dark", "weights", "weights-dark"}
+    published = json.loads((pictures.FOLDER / "publication.json").read_text())["figures"]
+    (pulled,) = [figure["values"] for figure in published if figure["formula"] == "seconds to pull"]
+    assert f"cloudckpt.pull {statistics.median(pulled):.2f}" in drawn["weights"].about
+    assert all(plot.png.startswith(b"\x89PNG") for plot in drawn.values())
 
 
 @pytest.mark.parametrize("sweep", SWEEPS.values(), ids=lambda sweep: sweep.name)

@@ -1,5 +1,5 @@
-# Two commands: `make demo` and `make test`. Both make the virtual environment by themselves.
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu in the environment spares each of them torch's CUDA libraries.
+# `make help` lists the targets. Each makes the virtual environment that it needs.
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu in the environment spares them torch's CUDA libraries.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist worksteal

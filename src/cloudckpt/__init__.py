@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.comparison import compare
     from cloudckpt.inspect.description import describe
     from cloudckpt.inspect.verification import verify
+    from cloudckpt.manager.candidates import load_latest
     from cloudckpt.manager.checkpoint_manager import CheckpointManager
-    from cloudckpt.manager.newest import load_latest
     from cloudckpt.manager.preemption import Preemption, on_sigterm
     from cloudckpt.publication.publisher import Publisher
     from cloudckpt.publication.pull import pull
@@ -111,7 +111,7 @@ _LAZY = {
     "cloudckpt.removal": "delete gc",
     "cloudckpt.inspect.verification": "verify",
     "cloudckpt.manager.checkpoint_manager": "CheckpointManager",
-    "cloudckpt.manager.newest": "load_latest",
+    "cloudckpt.manager.candidates": "load_latest",
     "cloudckpt.manager.preemption": "Preemption on_sigterm",
     "cloudckpt.background.stager": "PinnedStager",
     "cloudckpt.publication.publisher": "Publisher",

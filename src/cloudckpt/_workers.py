@@ -1,7 +1,7 @@
-"""Worker threads that go on while the interpreter exits, and the number of cores that a rank has for them.
+"""Worker threads, and the number of cores that a rank has for them.
 
-A ``ThreadPoolExecutor`` refuses work as soon as the interpreter begins to exit. A background save that still runs when
-a script ends must be completed.
+Threads that are no daemons go on while the interpreter exits: a background save that still runs when a script ends must
+be completed. A ``ThreadPoolExecutor`` refuses work then.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def run_all(
 
 
 def start_beside(call: Callable[[], _T], *, name: str) -> concurrent.futures.Future[_T]:
-    """Return the result of `call`, which runs in a thread. The end of the interpreter does not wait for it.
+    """Return a future of `call`, which runs in a thread. The end of the interpreter does not wait for it.
 
     So Ctrl-C ends the wait for the result at once, even if a store does not answer.
     """

@@ -44,7 +44,7 @@ class SaveReport:
     num_objects: int
     """Data objects that this rank wrote."""
     num_requests: int
-    """Requests to the store, retries included."""
+    """Requests to the store, with retries and hedges."""
     num_retries: int
     """Requests that were made again after a failure."""
     num_hedges: int = 0
@@ -120,7 +120,7 @@ class LoadReport:
     num_bytes_received: int = 0
     """Bytes that other ranks have read for this one, and sent (`Options.share_reads`)."""
     num_requests: int
-    """Requests to the store, retries included."""
+    """Requests to the store, with retries and hedges."""
     num_retries: int
     """Requests that were made again after a failure."""
     num_hedges: int = 0
@@ -166,7 +166,7 @@ class VerifyReport:
     num_bytes: int
     """Size of all data objects. Every byte was read."""
     num_requests: int
-    """Requests to the store, retries included."""
+    """Requests to the store, with retries and hedges."""
     num_retries: int
     """Requests that were made again after a failure."""
     verify_s: float

@@ -9,8 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "cloudckpt"
-WAITS = re.compile(r"\.(?:wait|wait_for|acquire|synchronize)\(|\btime\.sleep\(|(?<!['\"])\.join\((?:timeout\S*)?\)")
-"""A wait for an event, a lock, a stream or a thread. ``"".join`` and ``path.join`` wait for nothing."""
+WAITS = re.compile(
+    r"\.(?:wait|wait_for|acquire|synchronize|result)\(|\btime\.sleep\(|(?<!['\"])\.join\((?:timeout\S*)?\)"
+)
+"""A wait for an event, a lock, a stream, a thread or a future. ``"".join`` and ``path.join`` wait for nothing."""
 NOT_OF_A_CALL = ("cli", "integrations", "telemetry", "testing")
 
 

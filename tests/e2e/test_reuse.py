@@ -18,7 +18,7 @@ import cloudckpt
 from cloudckpt.dcp.collectives import begin_call
 from cloudckpt.dcp.failures import failure_of
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from cloudckpt.manager.newest import Candidate, load_newest
+from cloudckpt.manager.candidates import Candidate, load_newest
 from cloudckpt.report import LoadReport
 
 
@@ -76,7 +76,7 @@ def load_by_fates(
         return cloudckpt.load(state_dict, "memory://reused/whole", no_dist=True)
 
     cloudckpt.save({"w": torch.ones(1)}, "memory://reused/whole", no_dist=True, overwrite=True)
-    monkeypatch.setattr("cloudckpt.manager.newest.load", load)
+    monkeypatch.setattr("cloudckpt.manager.candidates.load", load)
     found = load_newest(
         {"w": torch.zeros(1)},
         "memory://reused",

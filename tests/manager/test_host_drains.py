@@ -117,7 +117,7 @@ def test_objects_that_a_host_has_sent_are_not_sent_again(tmp_path: Path, root: P
     assert_copied(root)
 
 
-def test_object_without_a_report_is_compared_before_it_counts(tmp_path: Path, root: Path) -> None:
+def test_object_without_a_receipt_is_compared_before_it_counts(tmp_path: Path, root: Path) -> None:
     """If this fails, an object that a drain has sent wrongly, or not to its end, is in the committed step."""
     hosts = hosts_of(tmp_path, root)
     dying = Faults(Rule(fault=Fails(StoreError), operations={"put"}, key="receipt$", times=None))
@@ -131,14 +131,14 @@ def test_object_without_a_report_is_compared_before_it_counts(tmp_path: Path, ro
     assert_copied(root)
 
 
-def test_report_that_cannot_be_read_counts_for_nothing(tmp_path: Path, root: Path) -> None:
-    """If this fails, a damaged report blocks a step for ever, or lets it be committed without its data."""
+def test_receipt_that_cannot_be_read_counts_for_nothing(tmp_path: Path, root: Path) -> None:
+    """If this fails, a damaged receipt blocks a step for ever, or lets it be committed without its data."""
     hosts = hosts_of(tmp_path, root)
     drain_of(hosts[0], root)
-    (report,) = (root / "step-5/data").rglob("*.receipt")
+    (receipt,) = (root / "step-5/data").rglob("*.receipt")
     number = next(path.stem.partition("-")[2] for path in (hosts[1] / "step-5/data").rglob("*.safetensors"))
     for content in (b"{", b'{"99": "data/x"}', f'{{"{number}": "manifest.json"}}'.encode()):
-        report.write_bytes(content)
+        receipt.write_bytes(content)
         assert names(root) == []
         drain_of(hosts[1], root)
     drain_of(hosts[0], root)
@@ -264,7 +264,7 @@ def test_each_host_sends_what_it_has_and_no_more(tmp_path: Path) -> None:
     with manager_of(tmp_path, options=make_options(wrap_store=seen)) as manager:
         assert restore(manager) == (10, "fast")
         assert sum(path.stat().st_size for path in data_in(host_of(tmp_path) / "step-10")) > own
-    assert 0 < seen.num_bytes(tmp_path / "bucket", "put", "upload_part") - own < 1000  # and a report
+    assert 0 < seen.num_bytes(tmp_path / "bucket", "put", "upload_part") - own < 1000  # and a receipt
     dist.barrier()
     assert restore(manager_of(tmp_path, fast=tmp_path / f"new-{dist.get_rank()}")) == (10, "bucket")
 
@@ -409,7 +409,7 @@ def test_ranks_of_a_host_share_the_sending(tmp_path: Path) -> None:
     dist.all_gather_object(sent, seen.num_bytes(tmp_path / "bucket", "put", "upload_part"))
     assert cloudckpt.verify(bucket).num_objects == len(data_in(bucket))
     own = [sum(path.stat().st_size for path in data_in(host_of(tmp_path, number) / "step-10")) for number in (0, 1)]
-    assert 0 < sum(sent[1:]) - own[1] < 2000  # and a report of each
+    assert 0 < sum(sent[1:]) - own[1] < 2000  # and a receipt of each
     assert min(sent[1:]) > 0
     assert 0 < sent[0] - own[0] < 1000
 

@@ -1,5 +1,5 @@
-"""Copy checkpoints between stores, export them to other formats, and import those.
+"""Copy checkpoints between stores, merge them, export them to other formats, and import those.
 
-Takes URIs and `Options`; returns reports. The public package and the command line call it. See
-``docs/design/023-copies-and-exports.md``.
+Takes URIs and `Options`; returns reports. The public package, the command line, drains of a manager and
+publications call it. See ``docs/design/023-copies-and-exports.md``.
 """

@@ -37,7 +37,7 @@ Assemble: TypeAlias = Callable[[UploadSession, str, Body, int], bool]
 
 WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
 """Floats whose values count by themselves. Those of 8 bits mean nothing without their scales."""
-_RANK = 0  # all of this runs in one process
+_RANK = 0  # each process works alone, without a group
 
 
 @with_short_repr

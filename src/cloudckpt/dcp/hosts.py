@@ -130,7 +130,7 @@ def plan_transfers(held: Sequence[HeldObjects], leaders: Sequence[int]) -> list[
 def run_transfers(
     ranks: CollectiveCall, context: Context, manifest: Manifest, transfers: Sequence[HostTransfer]
 ) -> None:
-    """Send each object from its host to those that want it. All ranks call this together.
+    """Write each object on the hosts that want it. All ranks call this together, and receive each piece of it.
 
     A failure of a host is logged. The load then reports the object as missing.
     """

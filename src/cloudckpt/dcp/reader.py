@@ -168,7 +168,7 @@ class ObjectStoreReader(StorageReader):
         _copy: tuple[str, Options] | None = None,  # of the same save, for objects that cannot be read at `uri`
         _may_be_renamed: bool = False,  # a run that starts again, whose own steps have the new names already
         _hosts: HostGroups | None = None,  # `uri` is a directory of each host
-        _holder: int = 0,  # the rank whose directory has the manifest
+        _manifest_rank: int = 0,  # the rank whose directory has the manifest
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
@@ -180,7 +180,7 @@ class ObjectStoreReader(StorageReader):
         self._rename = rename
         self._is_part = _is_part
         self._may_be_renamed = _may_be_renamed
-        self.hosts, self._holder = _hosts, _holder
+        self.hosts, self._manifest_rank = _hosts, _manifest_rank
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _LoadCall | None = None
         self.lifecycle = Lifecycle("load", self._options, via=_via)
@@ -258,8 +258,8 @@ class ObjectStoreReader(StorageReader):
         self._recorder.open(ranks.rank)
         self._has_common_place = isinstance(ranks, CollectiveCall) and self.hosts is None
         if self.hosts is not None and isinstance(ranks, CollectiveCall):
-            own_lookup = self._look_up(is_sent=True) if ranks.rank == self._holder else None
-            lookup = ranks.broadcast_object(own_lookup, self._holder)
+            own_lookup = self._look_up(is_sent=True) if ranks.rank == self._manifest_rank else None
+            lookup = ranks.broadcast_object(own_lookup, self._manifest_rank)
         else:
             is_sent = ranks.get_world_size() > 1
             lookup = ranks.broadcast_object(self._look_up(is_sent=is_sent) if ranks.is_coordinator else None)

@@ -403,7 +403,7 @@ class Rendezvous:
         since_s = time.monotonic() - self.timeout_s
         silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
         if silent:
-            hint = "if ranks come that late, raise Options(timeout_s=…)"
+            hint = "if ranks come that late, pass a larger Options(timeout_s=…)"
             if not all(rank in self._others and self._others[rank].call == own.call for rank in silent):
                 hint = f"all ranks must make this call, and none under 'if rank == 0' alone; {hint}"
             why = f"gave no sign of life for {self.timeout_s:.3g} s ({hint})"

@@ -111,9 +111,9 @@ def run_save(
             save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
             metadata = ranks.all_reduce("write", save.write, save.finish)
             if writer.hosts is not None:
-                writer.keep()
-                document = ranks.broadcast("commit", lambda: writer.document)
-                ranks.all_gather("commit", lambda: writer.commit_copy(document))
+                writer.keep_objects()
+                manifest_bytes = ranks.broadcast("commit", lambda: writer.manifest_bytes)
+                ranks.all_gather("commit", lambda: writer.commit_on_host(manifest_bytes))
     except CheckpointException as error:
         failure = end_failed_save(error, writer)
         try:

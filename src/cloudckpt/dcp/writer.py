@@ -402,32 +402,32 @@ class ObjectStoreWriter(StorageWriter):
             self.lifecycle.end(draft.report)
 
     @property
-    def document(self) -> bytes:
+    def manifest_bytes(self) -> bytes:
         """The manifest that was committed, on the coordinator, for the directories of other hosts."""
         committed = self._require_draft().committed
         assert committed is not None  # noqa: S101  # `finish` has returned
         return encode(committed)
 
-    def keep(self) -> None:
+    def keep_objects(self) -> None:
         """Let what this rank wrote belong to the checkpoint, once the coordinator has committed it."""
         self._require_draft().keep_written()
 
-    def commit_copy(self, document: bytes) -> None:
+    def commit_on_host(self, manifest_bytes: bytes) -> None:
         """Commit the coordinator's manifest in the directory of this rank's host, if this rank leads that.
 
         A failure is logged: the checkpoint exists, and other hosts have its manifest.
 
         Args:
-            document: The coordinator's `document`.
+            manifest_bytes: Those of the coordinator.
 
         """
         if self.hosts is None or self._commits or not self.hosts.leads:
             return
         try:
-            self._require_draft().commit_manifest(decode(document, uri=self.checkpoint_id), ())
+            self._require_draft().commit_manifest(decode(manifest_bytes, uri=self.checkpoint_id), ())
         except CheckpointExistsError:  # retention here has removed an older save of the name since this one began
             context = self._require_draft().context
-            mend_manifest(Context(context.location, context.options, rank=context.rank), document, self.hosts)
+            mend_manifest(Context(context.location, context.options, rank=context.rank), manifest_bytes, self.hosts)
         except Exception as error:  # the commit must not become a failure
             if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
                 raise error.__cause__ from None

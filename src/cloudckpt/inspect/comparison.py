@@ -159,7 +159,7 @@ def compare_readers(
         del memory, first, second  # free this memory before the next batch takes as much
         if on_progress is not None:
             on_progress(comparer.num_compared, comparer.num_bytes)
-    return comparer.result()
+    return comparer.make_comparison()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +250,7 @@ class _Comparer:
                 self._differ(tensor_range.name, "values", *texts, where=where)
         self.num_compared += tensor_range.end - tensor_range.begin
 
-    def result(self) -> Comparison:
+    def make_comparison(self) -> Comparison:
         """Return the comparison, after the last range."""
         for name, tally in self._tallies.items():
             if tally.num_different:

@@ -22,7 +22,7 @@ class Body(Protocol):
 
 @runtime_checkable
 class KnownBody(Body, Protocol):
-    """A body whose checksums an earlier save recorded, so that leftovers are compared without opening the body.
+    """A body whose checksums an earlier save recorded, so that parts whose CRC32C a store lists are compared unopened.
 
     An equal CRC32C proves equal bytes only if both were written from the same source.
     """

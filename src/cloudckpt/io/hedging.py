@@ -140,8 +140,8 @@ class Hedger:
     - The loser is the request whose answer is not used. The hedger closes its connection. The caller continues only
       once the loser has ended, since the loser must not use memory that the caller has released. This wait takes at
       most as long as a new connection.
-    - At most four second requests run at a time. One in twenty requests is repeated, or two of fewer than forty
-      (`max_hedges`).
+    - At most four second requests run at a time. At most one in twenty requests is repeated, or two of fewer than
+      forty (`max_hedges`).
     - After the store has asked to slow down, nothing is repeated for `_CALM_S`.
 
     Args:

@@ -431,7 +431,8 @@ class CheckpointManager(OfThisProcess):
             once. The failure, if the save has failed already and ``on_failure="warn"`` lets training go on.
 
         Raises:
-            CheckpointExistsError: The step exists and `overwrite` is False.
+            CheckpointExistsError: The step exists, and `overwrite` is False. Not raised for a damaged step with
+                ``on_damaged="replace"``, nor with ``on_failure="warn"`` for one whose last commit got no answer.
             CheckpointException: See `cloudckpt.save`.
 
         """

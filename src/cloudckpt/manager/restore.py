@@ -30,8 +30,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
 from cloudckpt.io.client import open_client
+from cloudckpt.manager.candidates import Candidate, is_checkpoint, load_newest
 from cloudckpt.manager.fast_place import find_newest
-from cloudckpt.manager.newest import Candidate, is_checkpoint, load_newest
 from cloudckpt.manager.places import Places
 from cloudckpt.manager.steps import Steps, name_of
 from cloudckpt.options import Options
@@ -140,7 +140,7 @@ class Restorer:
         """Return the committed steps of all places, newest first, by their URIs on this rank. All ranks call it."""
         fast = self.places.fast
         gathered = None if fast is None else fast.gather(ranks)
-        holders = {name: rank for name, (_, rank) in find_newest(gathered or ()).items()}
+        manifest_ranks = {name: rank for name, (_, rank) in find_newest(gathered or ()).items()}
 
         def find() -> list[Candidate]:
             placed = self.places.find_placed(step, with_metadata=False, gathered=gathered)
@@ -153,7 +153,9 @@ class Restorer:
                     uri=info.uri,
                     copy_uri=info.copy_uri,
                     reaches_root=reaches_root,
-                    holder=None if fast is None or not fast.has_step(info.uri) else holders.get(name_of(info), 0),
+                    manifest_rank=(
+                        None if fast is None or not fast.has_step(info.uri) else manifest_ranks.get(name_of(info), 0)
+                    ),
                 )
                 for info, reaches_root in placed
             ]
@@ -164,13 +166,13 @@ class Restorer:
         here = fast.steps.location  # hosts may have their directories under different paths
         return [
             candidate
-            if candidate.holder is None
+            if candidate.manifest_rank is None
             else dataclasses.replace(candidate, uri=here.child(candidate.uri.rpartition("/")[2]).uri)
             for candidate in candidates
         ]
 
     def _open_reader(self, candidate: Candidate, *, strict: bool | None, rename: Rename | None) -> ObjectStoreReader:
-        root, fast = self.places.root, self.places.fast if candidate.holder is not None else None
+        root, fast = self.places.root, self.places.fast if candidate.manifest_rank is not None else None
         return ObjectStoreReader(
             candidate.uri,
             options=root.options if fast is None else fast.steps.options,
@@ -181,7 +183,7 @@ class Restorer:
             _copy=None if candidate.copy_uri is None else (candidate.copy_uri, root.options),
             _may_be_renamed=True,
             _hosts=None if fast is None else fast.hosts,
-            _holder=candidate.holder or 0,
+            _manifest_rank=candidate.manifest_rank or 0,
         )
 
     def _handle_skipped(self, skipped: SkippedCheckpoint) -> None:

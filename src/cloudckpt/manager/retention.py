@@ -68,8 +68,8 @@ class Retention:
         steps: Steps of the manager.
         policy: Checkpoints to keep.
         get_damaged_uris: Returns the URIs that `restore` found damaged.
-        is_own: Returns True for a folder of this manager's run, given with its metadata. Other folders are neither
-            counted nor removed. None: all folders are of this run.
+        is_own: Returns True for a folder of this manager's run, given with its metadata. A step for which it returns
+            False, or that is not in `Steps.run_uris`, is neither counted nor removed. None: `run_uris` decides.
         is_spared: Returns True for a folder, given with its metadata, that must stay. The policy counts it as any
             other. None: no folder must.
 

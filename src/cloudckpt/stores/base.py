@@ -6,8 +6,9 @@ For every store and every method:
   ``..``. Any other key could lead out of the root, so the store refuses it with `StoreError` (`check_key`).
 - All methods are safe to call from many threads. They raise `StoreError` or a subclass, and nothing else
   (`cloudckpt.errors`).
-- A call tries once. `cloudckpt.io.client` retries it. Only `Store.copy_from`, which can make many requests, gets a
-  function that retries each of them.
+- A call repeats a request only at another address or with other credentials, if the service asks for that. Its callers
+  decide about retries (`cloudckpt.io.client`). Only `Store.copy_from`, which can make many requests, gets a function
+  that retries each of them.
 - Byte ranges are half-open.
 - Bodies are sequences of C-contiguous memory views of the format ``B``, so that nothing has to be joined or copied
   before it is sent.
@@ -162,7 +163,7 @@ class FoundPart:
 
 
 class Store(abc.ABC):
-    """A place for objects. The module's docstring has the rules for every method."""
+    """A folder of objects. The module's docstring has the rules for every method."""
 
     capabilities: Capabilities
     """The declared abilities, known without a request. `probe` finds the abilities of the server that answers."""

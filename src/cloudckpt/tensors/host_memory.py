@@ -1,7 +1,7 @@
 """Host memory that is mapped once and used again: `SnapshotPool` for snapshots, `Arena` for the buffers of parts.
 
-Both pin their memory if this process uses CUDA. torch's own pinned memory is not used: it rounds sizes up to powers of
-two, and is never freed.
+Snapshots with tensors of a GPU are pinned, and so are the buffers of a process that uses CUDA. torch's own pinned
+memory is not used: it rounds sizes up to powers of two, and is never freed.
 """
 
 from __future__ import annotations

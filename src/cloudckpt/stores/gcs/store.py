@@ -49,9 +49,9 @@ keeping_buckets: set[str] = set()
 class GCSStore(HTTPStore):
     """Objects under ``gs://bucket/prefix``.
 
-    Every request is made once, with no retries of the library's own. Credentials come from `storage_options` or from
-    the application-default credentials; they are in no message and no ``repr``. `timeout_s` bounds each wait without
-    progress. A store may be pickled.
+    Google's library repeats no request. One whose token or credentials were refused is sent again with others
+    (`GCSSession.call`). Credentials come from `storage_options` or from the application-default credentials; they are
+    in no message and no ``repr``. `timeout_s` bounds each wait without progress. A store may be pickled.
 
     The parts of an upload are temporary objects beside its key. Listings leave them out, and no key may have such a
     name.

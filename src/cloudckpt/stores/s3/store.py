@@ -64,9 +64,9 @@ _ENTRIES: Mapping[str, tuple[str, ...]] = {
 class S3Store(HTTPStore):
     """Objects under ``s3://bucket/prefix``.
 
-    Every request is made once, with no retries of boto3's own. Credentials come from `storage_options` or from the
-    ordinary AWS configuration; they are in no message and no ``repr``. `timeout_s` bounds each wait without progress. A
-    store may be pickled.
+    boto3 repeats no request. One that was redirected, or refused for its signature or credentials, is sent again, twice
+    at most (`S3Session.send`). Credentials come from `storage_options` or from the ordinary AWS configuration; they are
+    in no message and no ``repr``. `timeout_s` bounds each wait without progress. A store may be pickled.
     """
 
     capabilities = Capabilities(

@@ -1,4 +1,4 @@
-"""Load one step, or the newest checkpoint that can be loaded, on all ranks."""
+"""Try checkpoints in a given order until one can be loaded, on all ranks; `load_latest`."""
 
 from __future__ import annotations
 
@@ -136,8 +136,7 @@ def load_latest(
         verify_first=verify_first,
         options=options,
     )
-    if loaded is None:
-        raise RuntimeError("_find_candidates returned no candidate; it raises instead")
+    assert loaded is not None  # noqa: S101  # `_find_candidates` raises if there is none
     return loaded[1]
 
 
@@ -151,7 +150,7 @@ class Candidate:
     """URI of a copy of the same save, for the objects that cannot be read at `uri`."""
     reaches_root: bool = True
     """The manager's root has it, or is owed a copy."""
-    holder: int | None = None
+    manifest_rank: int | None = None
     """The rank that has the manifest, for a step in a fast place."""
 
 
@@ -330,12 +329,12 @@ def _find_damage_on_hosts(
         )
 
     hosts_problems = ranks.all_gather("verify", verify_here)
-    holder = hosts_problems[candidate.holder or 0]
-    if holder is None:
+    chosen = hosts_problems[candidate.manifest_rank or 0]
+    if chosen is None:
         return _make_skipped(candidate.uri, [CheckpointNotFoundError(f"{candidate.uri} is gone", uri=candidate.uri)])
-    same_save = [host for host in hosts_problems if host is not None and host.attempt == holder.attempt]
+    same_save = [host for host in hosts_problems if host is not None and host.attempt == chosen.attempt]
     problems = [text for host in same_save for texts in host.held.values() for text in texts]
-    for key, texts in holder.missing.items():
+    for key, texts in chosen.missing.items():
         if not any(key in host.held for host in same_save):
             problems += texts
     if not problems:

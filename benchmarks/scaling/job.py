@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ItemReceipts, ObjectRef
 from cloudckpt.format.safetensors import HeaderEntry, lay_out
+from cloudckpt.tensors.tensor_bytes import dtype_name
 
 TILE_BYTES = 2**20
 ATTEMPT = "20260131T235959123Z-1f2e3d4c5b6a"

@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.format.samples import as_json
 
-from cloudckpt.format.chunks import find_overlapping_chunks
-from cloudckpt.format.model import Chunk, Manifest, StoredTensor
+from cloudckpt.format.model import Chunk, Manifest, StoredTensor, find_overlapping_chunks
 from cloudckpt.format.validation import arrays_fill_once, fills_once, find_problems, is_sound
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]

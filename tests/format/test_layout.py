@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.format.chunks import dtype_name, dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.format.safetensors import HeaderEntry, lay_out
+from cloudckpt.tensors.tensor_bytes import dtype_name, dtype_of
 
 NAMES = ["w", "w#2", "__metadata__", "a.b.weight", "w[0:2]", "ünïcode ✓", 'quo"te\\', "new\nline", ""]
 

@@ -18,7 +18,7 @@ from tests.kit.options import make_options
 
 import cloudckpt
 from cloudckpt.commit.log import resolve
-from cloudckpt.format.chunks import locate_chunk
+from cloudckpt.format.model import locate_chunk
 from cloudckpt.io.boxes import Box
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader

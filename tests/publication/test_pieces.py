@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.errors import CorruptCheckpointError, UnsupportedValueError
-from cloudckpt.format.chunks import dtype_name
 from cloudckpt.io.boxes import Box
 from cloudckpt.publication.deltas import TILE_BYTES, apply_delta, delta_name, encode, parse_delta_name
 from cloudckpt.publication.pieces import HeldPiece, combine_sums, sum_pieces
 from cloudckpt.publication.versions import find_superseded_versions
-from cloudckpt.tensors.tensor_bytes import bytes_view
+from cloudckpt.tensors.tensor_bytes import bytes_view, dtype_name
 
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex64, torch.complex128]
 

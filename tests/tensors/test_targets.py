@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.tensors.samples import DTYPES, array_of, bytes_for
 from tests.tensors.test_data_objects import NoArena
 
-from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import plan_reads
@@ -28,7 +27,7 @@ from cloudckpt.tensors.load_targets import (
     new_box_target,
     open_request,
 )
-from cloudckpt.tensors.tensor_bytes import bytes_view
+from cloudckpt.tensors.tensor_bytes import bytes_view, dtype_name
 
 TILE_BYTES = 64
 

@@ -27,7 +27,6 @@ from cloudckpt.convert.conversion import WIDE_FLOATS, Conversion, ConversionRepo
 from cloudckpt.convert.export_files import ExportFolder, NewFile, find_companions
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError, did_you_mean, quote_names
-from cloudckpt.format.chunks import dtype_name, dtype_of
 from cloudckpt.format.model import (
     ITEMSIZE_BYTES,
     PUBLICATION_KEY,
@@ -44,6 +43,7 @@ from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.safetensors_files import find_source
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.tensors.data_objects import PieceBody, new_piece
+from cloudckpt.tensors.tensor_bytes import dtype_name, dtype_of
 from cloudckpt.uri import folder_and_name
 
 _log = logging.getLogger("cloudckpt")

@@ -19,7 +19,6 @@ from cloudckpt.dcp.renaming import common_prefixes, is_below
 from cloudckpt.dcp.torch_metadata import nesting_of
 from cloudckpt.errors import Hint, InvalidOptionError, InvalidURIError, UnsupportedValueError, join_first
 from cloudckpt.format.build import Content
-from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, StoredValue
 from cloudckpt.format.nesting import Nesting
 from cloudckpt.inspect.comparison import compare_readers, open_reader
@@ -28,7 +27,7 @@ from cloudckpt.options import Options, suggest_keywords
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.tensors.host_memory import Arena
-from cloudckpt.tensors.tensor_bytes import bytes_view
+from cloudckpt.tensors.tensor_bytes import bytes_view, dtype_of
 from cloudckpt.uri import STEP_FOLDER, Location
 
 _log = logging.getLogger("cloudckpt")

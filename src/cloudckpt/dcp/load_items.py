@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from cloudckpt.dcp.torch_metadata import LazyList
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError, quote_names
-from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.io.boxes import Box
@@ -20,7 +19,7 @@ from cloudckpt.pipeline.wanted_items import WantedItem, WantedItems, new_wanted_
 from cloudckpt.tensors.addresses import find_overlapping
 from cloudckpt.tensors.casts import log_casts, new_cast_check
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address
-from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short, refuse_target
+from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, dtype_of, is_short, refuse_target
 
 _log = logging.getLogger("cloudckpt")
 

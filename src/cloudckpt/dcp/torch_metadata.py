@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cloudckpt.format.chunks import dtype_of, find_chunk, find_overlapping_chunks, locate_chunk, locate_value
 from cloudckpt.format.model import (
     Chunk,
     ItemLocation,
@@ -26,8 +25,13 @@ from cloudckpt.format.model import (
     StoredRange,
     StoredTensor,
     StoredWrapper,
+    find_chunk,
+    find_overlapping_chunks,
+    locate_chunk,
+    locate_value,
 )
 from cloudckpt.format.nesting import Nesting, path_from_json
+from cloudckpt.tensors.tensor_bytes import dtype_of
 
 _T = TypeVar("_T")
 DCP_VERSION = "1.0.0"

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError, join_first
-from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.io.boxes import Box, intersect
@@ -32,6 +31,7 @@ from cloudckpt.tensors.tensor_bytes import (
     Source,
     bytes_view,
     classify,
+    dtype_name,
     holds_its_values,
     is_viewable,
     layout_of,

@@ -33,7 +33,6 @@ from cloudckpt.errors import (
     make_picklable,
 )
 from cloudckpt.format.build import Content
-from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Chunk, ItemReceipts, ObjectRef, StoredTensor, StoredValue
 from cloudckpt.format.nesting import check_names
@@ -48,6 +47,7 @@ from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import Arena, new_arena
 from cloudckpt.tensors.snapshot import Snapshot
+from cloudckpt.tensors.tensor_bytes import dtype_name
 from cloudckpt.uri import is_valid_location, parse_location
 
 _log = logging.getLogger("cloudckpt")

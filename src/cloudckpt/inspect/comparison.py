@@ -15,13 +15,13 @@ import torch
 
 from cloudckpt._display import Rows, find_shown_begin, with_short_repr
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
 from cloudckpt.pipeline.safetensors_files import find_source
 from cloudckpt.pipeline.wanted_items import TensorBytes
+from cloudckpt.tensors.tensor_bytes import dtype_of
 from cloudckpt.tensors.values import load_stored
 from cloudckpt.uri import parse_location
 

@@ -32,9 +32,18 @@ from cloudckpt.errors import (
     changed_error,
 )
 from cloudckpt.events import EventName
-from cloudckpt.format.chunks import dtype_of, find_overlapping_chunks, locate_chunk, locate_value
 from cloudckpt.format.codec import unpack_tiles
-from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, FilesManifest, ItemLocation, Manifest, StoredTensor
+from cloudckpt.format.model import (
+    ITEMSIZE_BYTES,
+    Chunk,
+    FilesManifest,
+    ItemLocation,
+    Manifest,
+    StoredTensor,
+    find_overlapping_chunks,
+    locate_chunk,
+    locate_value,
+)
 from cloudckpt.io.boxes import Box, intersect, split_into_boxes
 from cloudckpt.io.client import StoreClient, choose_hedge_bytes
 from cloudckpt.io.download import download_range, find_size, find_wrong_tiles
@@ -49,7 +58,7 @@ from cloudckpt.tensors.casts import CastCheck, new_cast_check
 from cloudckpt.tensors.extensions import ReadTransforms, decode_chunk
 from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.tensors.load_targets import BytesTarget, open_request
-from cloudckpt.tensors.tensor_bytes import synchronize_streams, writable
+from cloudckpt.tensors.tensor_bytes import dtype_of, synchronize_streams, writable
 
 if TYPE_CHECKING:
     from cloudckpt.pipeline.shared_reads import SharedReads

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from cloudckpt.errors import CorruptCheckpointError
-from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.safetensors import name_entry
 from cloudckpt.io.boxes import Box, intersect
 from cloudckpt.options import MIB
 from cloudckpt.tensors.extensions import import_zstandard
-from cloudckpt.tensors.tensor_bytes import as_carrier
+from cloudckpt.tensors.tensor_bytes import as_carrier, dtype_of
 
 TILE_BYTES = 4 * MIB
 """The bytes of a piece in one compressed tile; the last tile of a piece may be shorter."""

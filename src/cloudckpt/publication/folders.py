@@ -19,7 +19,6 @@ from cloudckpt.convert.conversion import Conversion, Progress, upload_bodies
 from cloudckpt.convert.export_files import TILE_BYTES, ExportFolder, find_companions
 from cloudckpt.convert.exports import build_index, check_tensors, name_shards
 from cloudckpt.errors import CheckpointError, CheckpointExistsError, quote_names
-from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import StoredTensor
 from cloudckpt.format.safetensors import INDEX_NAME, INDEX_SUFFIX, SINGLE_NAME, SUFFIX
 from cloudckpt.io.boxes import Box
@@ -30,6 +29,7 @@ from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.publication.pieces import HeldPiece, combine_sums, sum_pieces
 from cloudckpt.publication.versions import Version, hash_state
 from cloudckpt.stores.base import crc32c_of
+from cloudckpt.tensors.tensor_bytes import dtype_of
 
 _log = logging.getLogger("cloudckpt")
 _OWN = re.compile(r"model-(?:0|[1-9][0-9]*)-[0-9a-f]{8}(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors")

@@ -19,11 +19,17 @@ from cloudckpt.dcp.live_objects import LiveObjects, Model
 from cloudckpt.dcp.save_and_load import states_of
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, quote_names
-from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.io.boxes import Box, find_runs
 from cloudckpt.publication.versions import PublishedTensor
-from cloudckpt.tensors.tensor_bytes import bytes_view, extent_bytes, holds_its_values, plain_tensor, synchronize_streams
+from cloudckpt.tensors.tensor_bytes import (
+    bytes_view,
+    dtype_name,
+    extent_bytes,
+    holds_its_values,
+    plain_tensor,
+    synchronize_streams,
+)
 
 _MAX_THREADS = 4
 _ALL_ONES = 0xFFFFFFFF

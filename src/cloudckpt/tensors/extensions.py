@@ -23,8 +23,8 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
     install_advice,
 )
-from cloudckpt.format.chunks import dtype_of
 from cloudckpt.options import MIB
+from cloudckpt.tensors.tensor_bytes import dtype_of
 
 _PIECE_BYTES = 16 * MIB
 _MIN_LEVEL, _MAX_LEVEL = -100, 22

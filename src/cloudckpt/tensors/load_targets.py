@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import torch
 
-from cloudckpt.format.chunks import dtype_of
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.io.boxes import Box, compute_strides, find_runs, intersect, split_into_boxes
 from cloudckpt.io.reads import RangeRead, WantedRange
@@ -27,6 +26,7 @@ from cloudckpt.tensors.tensor_bytes import (
     address_range,
     as_carrier,
     bytes_view,
+    dtype_of,
     holds_its_values,
     is_viewable,
     view_memory,

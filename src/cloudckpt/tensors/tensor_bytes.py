@@ -1,4 +1,4 @@
-"""Find the bytes of tensors: their address, if they can be read in place, and which tensors have none."""
+"""Find the dtypes and bytes of tensors: their address, if they can be read in place, and which tensors have none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from cloudckpt._torch_compat import AsyncCollectiveTensor, is_wrapper_subclass, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.format.chunks import dtype_name
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS, has_planner_hooks
 
@@ -22,6 +21,22 @@ from cloudckpt.format.nesting import PLAIN_TENSORS, has_planner_hooks
 ALIGNMENT_BYTES = 16
 """The size of the largest element."""
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's own name of a dtype, without the ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that a manifest calls `name`. Raise `UnsupportedValueError` if this torch lacks it."""
+    dtype = getattr(torch, name, None) if name in ITEMSIZE_BYTES else None
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedValueError(
+            f"this torch ({torch.__version__}) has no dtype {name!r}: upgrade torch to load it", uri=""
+        )
+    return dtype
 
 
 def plain_tensor(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:

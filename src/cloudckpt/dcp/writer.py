@@ -39,12 +39,11 @@ from cloudckpt.format.nesting import check_names
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.draft import Draft, bodies_of, require_no_resume
-from cloudckpt.pipeline.unchanged import ChunkKey, KnownChunks, find_unchanged, receipts_of
+from cloudckpt.pipeline.unchanged import ChunkKey, KnownChunks, find_unchanged, hash_chunks, receipts_of
 from cloudckpt.report import SaveReport, place_of
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.data_objects import SaveItems
 from cloudckpt.tensors.extensions import WriteTransforms
-from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import Arena, new_arena
 from cloudckpt.tensors.snapshot import Snapshot
 from cloudckpt.tensors.tensor_bytes import dtype_name

@@ -211,7 +211,7 @@ class SaveItems:
     are_repeatable: Sequence[bool]
     """True for each tensor that `stage` returns with the same bytes however often it is called."""
     hashes: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """The hashes of chunks (`cloudckpt.tensors.hashing`), by position, for the receipts."""
+    """The hashes of chunks (`HashedChunk`), by position, for the receipts."""
     stage: Callable[[Sequence[int]], Iterable[StagedItem]]
     """Returns the items at these positions, with their data. Called object by object, so that computed tensors are not
     all held at once."""

@@ -12,8 +12,8 @@ import xxhash
 
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.options import MIB
+from cloudckpt.pipeline.unchanged import hash_chunks
 from cloudckpt.tensors.data_objects import SaveItems, StagedItem
-from cloudckpt.tensors.hashing import hash_chunks
 from cloudckpt.tensors.host_memory import new_arena
 
 TENSORS = [torch.arange(3 * MIB, dtype=torch.float32), torch.ones(5).expand(4, 5).t(), torch.empty(0)]

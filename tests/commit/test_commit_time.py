@@ -20,7 +20,7 @@ from tests.kit.wrapped import FaultyStore, permanent, transient
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
-from cloudckpt.commit.times import datetime_of
+from cloudckpt._clock import datetime_of
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.memory import MemoryStore

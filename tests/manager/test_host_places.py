@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import CheckpointManager
-from cloudckpt.commit.times import note_commit_time_ns
+from cloudckpt._clock import note_commit_time_ns
 from cloudckpt.dcp.hosts import HeldObjects, HostTransfer, choose_groups, plan_transfers
 from cloudckpt.errors import CorruptCheckpointError, StoreError
 from cloudckpt.testing.faults import Call

@@ -27,8 +27,8 @@ from tests.manager.conftest import WAIT_S, save_all
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options, _clock
+from cloudckpt._clock import datetime_of
 from cloudckpt.commit.entries import encode_fence, new_fence
-from cloudckpt.commit.times import datetime_of
 from cloudckpt.errors import AccessDeniedError, StateDictMismatchError
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore

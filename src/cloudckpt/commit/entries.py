@@ -14,8 +14,8 @@ from datetime import datetime
 import msgspec
 from awscrt.checksums import crc32c
 
+from cloudckpt._clock import LATEST_COMMIT_TIME_NS, datetime_of, note_commit_time_ns, ns_of
 from cloudckpt._version import __version__
-from cloudckpt.commit.times import datetime_of, note_commit_time_ns, ns_of, parse_commit_time_ns
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -49,6 +49,11 @@ _HEAD_BYTES = 256
 _BEGINNING = b'{"format":"cloudckpt'
 """The first bytes of every entry that cloudckpt writes, manifest or fence."""
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
+# The order of these members is that of `Manifest`.
+_HEAD = re.compile(
+    rb'\{"format":"cloudckpt","version":\[[12],[0-9]+\],"attempt":"[^"\\]*","created_at":"[^"\\]*",'
+    rb'"committed_at_ns":([0-9]{1,19}),'
+)
 _MAX_VANISHED = 2
 # Errors that say that the object was not written. After any other error, the object may exist, unless the error denies
 # it.
@@ -332,12 +337,18 @@ class CommitTimes:
             if self._num_vanished[url] < _MAX_VANISHED:
                 return None
             head = None
-        committed_at_ns = None if head is None else parse_commit_time_ns(head)
+        committed_at_ns = None if head is None else _parse_commit_time_ns(head)
         committed_at = entry.modified_at if committed_at_ns is None else datetime_of(committed_at_ns)
         note_commit_time_ns(ns_of(committed_at), url=url)
         if head is not None:
             self._time_by_version[version] = committed_at
         return committed_at
+
+
+def _parse_commit_time_ns(head: bytes) -> int | None:
+    """Return the time in the first bytes of a manifest; None if there is none, or it exceeds the latest time."""
+    match = _HEAD.match(head)
+    return int(match[1]) if match is not None and int(match[1]) <= LATEST_COMMIT_TIME_NS else None
 
 
 class _NoHeadError(Exception):

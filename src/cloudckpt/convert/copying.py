@@ -15,13 +15,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from cloudckpt._clock import ns_of
 from cloudckpt._display import transferred
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import ATTEMPT, RECEIPT_SUFFIX, copy_suffix, data_prefix, new_attempt_id, receipt_key
 from cloudckpt.commit.commit import find_listed
 from cloudckpt.commit.entries import manifest_key, read_manifest
 from cloudckpt.commit.log import read_log, resolve
-from cloudckpt.commit.times import ns_of
 from cloudckpt.convert.bodies import CopiedBody
 from cloudckpt.convert.conversion import (
     Conversion,

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from cloudckpt._clock import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.attempts import new_save_id
-from cloudckpt.commit.times import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt.dcp.hosts import HostGroups, mend_manifest
 from cloudckpt.dcp.replicas import ItemKey, key_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges

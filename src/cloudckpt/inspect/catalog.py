@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from cloudckpt._clock import datetime_of
 from cloudckpt._display import Listing, with_short_repr
 from cloudckpt._workers import run_all
 from cloudckpt.commit.attempts import save_id_time
@@ -28,7 +29,6 @@ from cloudckpt.commit.log import (
     read_log_once,
 )
 from cloudckpt.commit.references import find_claimed
-from cloudckpt.commit.times import commit_order, datetime_of
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -51,6 +51,7 @@ CheckpointState = Literal["committed", "damaged", "newer", "denied", "in progres
 
 METRICS_KEY = "metrics"
 """The key of the metrics in the ``metadata`` of a manifest."""
+_DIGITS = re.compile(r"([0-9]+)")
 _ONE_HOUR = timedelta(hours=1)
 _UNCOMMITTED_STATES = ("in progress", "garbage", "referenced")
 _DAMAGED: CheckpointState = "damaged"
@@ -233,6 +234,12 @@ def list_with_fences(
         raise looks.denials[0]
     infos.sort(key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt))
     return Listing(infos), sum(name in looks.fenced for name, infos_of_folder in results.items() if not infos_of_folder)
+
+
+def commit_order(committed_at: datetime, name: str) -> tuple[datetime, list[tuple[int, str]]]:
+    """Return the sort key of a checkpoint, oldest first. At equal times names decide, and numbers in them by value."""
+    texts = _DIGITS.split(name)
+    return committed_at, [(int(text), "") if _DIGITS.fullmatch(text) else (-1, text) for text in texts]
 
 
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from cloudckpt._clock import datetime_of
 from cloudckpt._display import count, with_short_repr
 from cloudckpt.commit.attempts import rank_of_key
 from cloudckpt.commit.log import resolve
-from cloudckpt.commit.times import datetime_of
 from cloudckpt.convert.conversion import Conversion, check_apart
 from cloudckpt.convert.copying import has_all_objects, run_copy, run_partial_copy
 from cloudckpt.dcp.hosts import HostGroups

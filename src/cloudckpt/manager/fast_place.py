@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
+from cloudckpt._clock import newest_commit_time_ns, note_commit_time_ns, ns_of
 from cloudckpt._display import size
 from cloudckpt._workers import RepeatedTask
 from cloudckpt.commit.log import resolve
-from cloudckpt.commit.times import newest_commit_time_ns, note_commit_time_ns, ns_of
 from cloudckpt.dcp.hosts import HostGroups, choose_groups, mend_manifest
 from cloudckpt.dcp.rank_calls import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError, name_ranks

@@ -14,7 +14,6 @@ from cloudckpt._display import with_short_repr
 from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
-from cloudckpt.commit.times import commit_order
 from cloudckpt.dcp.rank_calls import RankCalls
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -26,7 +25,7 @@ from cloudckpt.errors import (
     name_all,
 )
 from cloudckpt.format.plain_values import is_unicode
-from cloudckpt.inspect.catalog import METRICS_KEY, look_at_folders, parse_metrics
+from cloudckpt.inspect.catalog import METRICS_KEY, commit_order, look_at_folders, parse_metrics
 from cloudckpt.io.client import MAX_LOOKS, StoreClient, open_client
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from cloudckpt._clock import draw_commit_time_ns
 from cloudckpt._workers import call_together
 from cloudckpt.commit.attempts import data_key, new_attempt_id
 from cloudckpt.commit.commit import (
@@ -30,7 +31,6 @@ from cloudckpt.commit.entries import (
     refuse_foreign_entries,
 )
 from cloudckpt.commit.log import find_newest_step, list_entries, lists_torch_checkpoint, read_log, read_log_once
-from cloudckpt.commit.times import draw_commit_time_ns
 from cloudckpt.errors import (
     OVERWRITE_HINT,
     AccessDeniedError,

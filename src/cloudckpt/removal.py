@@ -38,7 +38,7 @@ from cloudckpt.events import Event, EventName
 from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.options import Options, suggest_keywords
 from cloudckpt.pipeline.context import log_and_deliver
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores import open_store
 from cloudckpt.uri import Location, parse_location
 
 __all__ = ["Garbage", "GarbageReport", "KeptObject", "delete", "gc"]

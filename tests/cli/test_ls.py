@@ -19,8 +19,8 @@ from tests.kit.wrapped import permanent, transient
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id
 from cloudckpt.commit.entries import encode_fence, new_fence
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Part, crc32c_of
-from cloudckpt.stores.open import open_store
 from cloudckpt.uri import parse_location
 
 

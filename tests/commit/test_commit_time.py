@@ -22,9 +22,9 @@ import cloudckpt
 from cloudckpt import CheckpointManager, Options
 from cloudckpt._clock import datetime_of
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.stores.open import open_store
 
 BEGIN_NS = 1_795_403_713_000_000_000
 SECOND = datetime(2026, 11, 23, 3, 15, 13, tzinfo=timezone.utc)

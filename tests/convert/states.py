@@ -11,8 +11,8 @@ import torch
 from tests.kit.options import make_options
 
 import cloudckpt
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
-from cloudckpt.stores.open import open_store
 from cloudckpt.testing.faults import Call, WrappedStore
 
 

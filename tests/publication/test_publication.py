@@ -30,7 +30,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores import open_store
 from cloudckpt.testing.damage import flip_bit
 from cloudckpt.testing.faults import Fails, Faults, Rule, Tell
 from cloudckpt.uri import parse_location

@@ -17,8 +17,8 @@ import cloudckpt
 import cloudckpt.doctor
 from cloudckpt import Options
 from cloudckpt.options import MIB
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
-from cloudckpt.stores.open import open_store
 
 _PART_BYTES = 5 * MIB
 _NUM_PARTS = 2

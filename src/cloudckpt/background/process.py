@@ -35,7 +35,7 @@ from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import InvalidOptionError, RankLostError, make_picklable
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Lifecycle
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores import open_store
 
 _KILL_TIMEOUT_S = 10.0
 """The longest wait for the end of a killed process."""

@@ -264,7 +264,7 @@ def add_fast(
     """
     from cloudckpt.inspect.catalog import list_checkpoints
     from cloudckpt.report import record_of
-    from cloudckpt.stores.open import options_at
+    from cloudckpt.stores import options_at
     from cloudckpt.uri import parse_location
 
     options = options_at(parse_location(fast), parse_location(root), common.options())

@@ -29,7 +29,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.client import open_client
 from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING, GIB, MIB, Options
-from cloudckpt.stores.open import open_store, options_at
+from cloudckpt.stores import open_store, options_at
 from cloudckpt.stores.probe import CHECKS, CheckFailed, Scratch
 from cloudckpt.uri import Location, parse_location
 

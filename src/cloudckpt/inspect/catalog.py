@@ -39,8 +39,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import UploadInfo
-from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
 
 _log = logging.getLogger("cloudckpt")

@@ -35,8 +35,8 @@ from cloudckpt.errors import (
 from cloudckpt.events import log_fields
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Call, ForwardingStore, FoundPart, ObjectInfo, Store, UploadInfo
-from cloudckpt.stores.open import open_store
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 from cloudckpt.uri import Location, parse_location
 

@@ -37,7 +37,7 @@ from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, log_and_deliver
 from cloudckpt.removal import KeptObject
 from cloudckpt.report import FAST_KEY, record_of
-from cloudckpt.stores.open import options_at
+from cloudckpt.stores import options_at
 from cloudckpt.uri import Location, parse_location
 
 _log = logging.getLogger("cloudckpt")

@@ -28,7 +28,7 @@ from cloudckpt.manager.retention import Retention
 from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, parse_folder, parse_step_uri, sort_newest_first
 from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING
 from cloudckpt.pipeline.context import Context
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores import open_store
 from cloudckpt.stores.probe import KEY_PREFIX, Scratch
 
 _log = logging.getLogger("cloudckpt")

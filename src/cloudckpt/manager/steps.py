@@ -28,7 +28,7 @@ from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.inspect.catalog import METRICS_KEY, commit_order, look_at_folders, parse_metrics
 from cloudckpt.io.client import MAX_LOOKS, StoreClient, open_client
 from cloudckpt.options import Options
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores import open_store
 from cloudckpt.uri import STEP_FOLDER, Location, parse_location
 
 _log = logging.getLogger("cloudckpt")

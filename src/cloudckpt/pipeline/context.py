@@ -21,8 +21,8 @@ from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SaveReport, place_of
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
-from cloudckpt.stores.open import open_store
 from cloudckpt.telemetry import subscribers
 from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.uri import Location

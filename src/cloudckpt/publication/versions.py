@@ -15,7 +15,7 @@ from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, Unsuppo
 from cloudckpt.format.model import PUBLICATION_KEY, Manifest
 from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.options import Options
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores import open_store
 from cloudckpt.uri import Location
 
 FORMAT = 1

@@ -25,8 +25,8 @@ import pytest
 # This must precede the imports: pytest explains failed assertions only in modules that it has rewritten.
 pytest.register_assert_rewrite(*(f"cloudckpt.testing.contract_{topic}" for topic in ("base", "uploads", "writes")))
 
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
-from cloudckpt.stores.open import open_store
 from cloudckpt.testing.contract_base import ReadClauses
 from cloudckpt.testing.contract_uploads import UploadClauses
 from cloudckpt.testing.contract_writes import WriteClauses

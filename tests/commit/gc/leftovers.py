@@ -9,8 +9,8 @@ from awscrt.checksums import crc32c
 
 import cloudckpt
 from cloudckpt import Options
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Part, Store
-from cloudckpt.stores.open import open_store
 
 LONG_AGO = "20200101T000000000Z-0123456789ab"
 

@@ -23,7 +23,7 @@ from torch_checkpointing.metadata_manager import DefaultMetadataManager
 
 import cloudckpt
 from cloudckpt.integrations.torch_checkpointing import CloudStorageConfig
-from cloudckpt.stores.open import open_store
+from cloudckpt.stores import open_store
 from cloudckpt.testing import damage
 
 RANK = int(os.environ.get("RANK", "0"))

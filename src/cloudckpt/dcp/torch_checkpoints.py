@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from cloudckpt._torch_compat import ExtensionRegistry
+from cloudckpt.commit.log import TORCH_METADATA_KEY
 from cloudckpt.errors import (
     ALLOW_PICKLE_HINT,
     CloudckptError,
@@ -35,7 +36,6 @@ from cloudckpt.tensors.casts import log_casts, new_cast_check
 from cloudckpt.tensors.tensor_bytes import writable
 
 _BUFFER_BYTES = 4 * MIB
-_METADATA_KEY = ".metadata"
 _END = pickle.STOP
 """The last byte of a pickle of any version, so that one without it was cut."""
 
@@ -108,7 +108,7 @@ def read_torch_metadata(
 
 
 def _is_cut(client: StoreClient) -> bool:
-    with _ObjectFile(client, _METADATA_KEY) as file:
+    with _ObjectFile(client, TORCH_METADATA_KEY) as file:
         size_bytes = file.seek(0, io.SEEK_END)
         file.seek(max(size_bytes - len(_END), 0))
         return file.read(len(_END)) != _END

@@ -149,7 +149,7 @@ class StoredTuple(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A whole checkpoint."""
 
-    # `commit/times.py` parses the first five from the first bytes of a manifest, so their order is fixed.
+    # `commit/entries.py` parses the first five from the first bytes of a manifest, so their order is fixed.
     format: str
     version: tuple[int, int]
     attempt: str

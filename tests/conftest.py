@@ -20,6 +20,7 @@ from tests.kit.leftovers import Leftovers
 from tests.kit.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
 
 from cloudckpt._clock import MachineClock
+from cloudckpt.testing.servers import S3Server, moto_server
 
 if TYPE_CHECKING:
     from tests.integration.servers import Servers
@@ -93,6 +94,13 @@ def _signals() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """An S3 server (moto), in a process of its own."""
+    with moto_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

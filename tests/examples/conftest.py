@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.docs.conftest import s3_bucket, s3_server  # noqa: F401  # fixtures
+from tests.docs.conftest import s3_bucket  # noqa: F401  # a fixture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The examples are no part of the installed package; `python -m examples.demo` finds them in the same way.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.integration.servers import Servers
+from tests.kit.rights import use_environment
 
 from cloudckpt.testing.servers import Server, clean_environment
 
@@ -27,11 +28,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], str]:
 
 def make_fresh_bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the bucket's name; from here on the environment is such that clients find this server and nothing else."""
-    wanted = clean_environment() | server.environment
-    for name in os.environ.keys() - wanted.keys():
-        monkeypatch.delenv(name)
-    for name, value in wanted.items():
-        monkeypatch.setenv(name, value)
+    use_environment(clean_environment() | server.environment, monkeypatch)
     bucket = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
     server.create_bucket(bucket)
     return bucket

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
+from tests.kit.rights import use_environment
 
 from cloudckpt.stores import probe
 from cloudckpt.stores.gcs.client import GCSSession
@@ -15,11 +15,7 @@ from cloudckpt.testing.servers import clean_environment
 
 @pytest.fixture(autouse=True)
 def _nothing_ambient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    clean = clean_environment()
-    for name in set(os.environ) - set(clean):
-        monkeypatch.delenv(name)
-    for name, value in clean.items():
-        monkeypatch.setenv(name, value)
+    use_environment(clean_environment(), monkeypatch)
     _forget_clients()  # of tests elsewhere
     yield
     _forget_clients()

@@ -27,7 +27,7 @@ import cloudckpt
 from cloudckpt import Event, Options, telemetry
 from cloudckpt.telemetry.opentelemetry import METRICS
 from cloudckpt.telemetry.subscribers import is_watched
-from cloudckpt.testing.servers import S3Server, moto_server
+from cloudckpt.testing.servers import S3Server
 
 SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096}
 
@@ -57,10 +57,10 @@ class Exported:
 
 
 @pytest.fixture
-def s3_bucket() -> Iterator[S3Server]:
-    with moto_server() as server:
-        server.create_bucket("watched")
-        yield server
+def s3_bucket(s3_server: S3Server) -> S3Server:
+    s3_server.reset()
+    s3_server.create_bucket("watched")
+    return s3_server
 
 
 @pytest.fixture

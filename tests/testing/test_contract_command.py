@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from tests.kit.wire import Wire, WireCallback, WireRule
@@ -17,21 +17,15 @@ from cloudckpt.options import Options
 from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.__main__ import main
-from cloudckpt.testing.servers import S3Server, clean_environment, moto_server
+from cloudckpt.testing.servers import S3Server, clean_environment
 
 _WAIT_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with moto_server() as running:
-        yield running
-
-
 @pytest.fixture
-def bucket(server: S3Server) -> str:
+def bucket(s3_server: S3Server) -> str:
     name = f"command-{uuid.uuid4().hex}"
-    server.create_bucket(name)
+    s3_server.create_bucket(name)
     return name
 
 
@@ -64,31 +58,31 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-def test_clauses_run_on_a_server_and_the_users_own_pytest_has_no_say(server, bucket, tmp_path):
+def test_clauses_run_on_a_server_and_the_users_own_pytest_has_no_say(s3_server, bucket, tmp_path):
     """If this fails, the command does not run, breaks on a conftest of the user's, or leaves objects to be paid for."""
     (tmp_path / "conftest.py").write_text("raise RuntimeError('a conftest of the user')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
-    opened(server, bucket).put("theirs/a", [], crc32c=0)
-    arguments = [f"s3://{bucket}/pre fix", *options_of(server), "--keys", "20", "-k", "page or lost_answer"]
+    opened(s3_server, bucket).put("theirs/a", [], crc32c=0)
+    arguments = [f"s3://{bucket}/pre fix", *options_of(s3_server), "--keys", "20", "-k", "page or lost_answer"]
     status, output = finish(start(arguments, tmp_path))
     assert status == 0, output
     assert "test_a_read_after_a_lost_answer_shows_whose_object_it_is PASSED" in output
-    assert [info.key for info in opened(server, bucket).list()] == ["theirs/a"]
-    assert list(opened(server, bucket).list_uploads()) == []
+    assert [info.key for info in opened(s3_server, bucket).list()] == ["theirs/a"]
+    assert list(opened(s3_server, bucket).list_uploads()) == []
 
 
-def test_an_interrupted_run_removes_what_it_wrote(server, bucket, tmp_path):
+def test_an_interrupted_run_removes_what_it_wrote(s3_server, bucket, tmp_path):
     """If this fails, Ctrl-C leaves objects under names that nobody else knows."""
     started: list[subprocess.Popen[str]] = []
     interrupt = WireCallback(function=lambda _: started[0].send_signal(signal.SIGINT))
     rule = WireRule(action=interrupt, method="PUT", path="step-00", skip=9)
-    with Wire(server.endpoint_url, rule) as wire:
-        arguments = [f"s3://{bucket}/x", *options_of(server, wire.url), "--keys", "60", "-k", "page_of_keys"]
+    with Wire(s3_server.endpoint_url, rule) as wire:
+        arguments = [f"s3://{bucket}/x", *options_of(s3_server, wire.url), "--keys", "60", "-k", "page_of_keys"]
         started.append(start(arguments, tmp_path))
         status, output = finish(started[0])
         assert wire.num_acted == 1
     assert status == 2, output
-    assert list(opened(server, bucket).list()) == []
+    assert list(opened(s3_server, bucket).list()) == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +16,7 @@ from tests.kit.wire import CutSomewhere, Reply, Wire, WireRule
 import cloudckpt
 from cloudckpt.errors import ThrottledError, TransientStoreError
 from cloudckpt.testing.faults import Fails, Faults, FlippedBits, Rule, TruncatedBody
-from cloudckpt.testing.servers import S3Server, moto_server
+from cloudckpt.testing.servers import S3Server
 
 pytestmark = pytest.mark.usefixtures("retries_at_once")
 
@@ -33,17 +32,11 @@ RULES = (
 )
 
 
-@pytest.fixture(scope="module")
-def moto() -> Iterator[S3Server]:
-    with moto_server() as running:
-        yield running
-
-
 @pytest.fixture
-def server(moto: S3Server) -> S3Server:
-    moto.reset()
-    moto.create_bucket("bucket")
-    return moto
+def server(s3_server: S3Server) -> S3Server:
+    s3_server.reset()
+    s3_server.create_bucket("bucket")
+    return s3_server
 
 
 def state_of(value: float, *, num_rows: int) -> dict[str, Any]:

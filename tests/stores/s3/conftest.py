@@ -12,13 +12,7 @@ from botocore.loaders import create_loader
 from tests.kit.scripted import Answer, Recorded, ScriptedServer, Scripting, reply
 
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.servers import S3Server, moto_server
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    with moto_server() as server:
-        yield server
+from cloudckpt.testing.servers import S3Server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from awscrt.checksums import crc32c
-from tests.commit.model import LATER, Actor, Replayed, World
+from tests.commit.model import LATER, Actor, Inside, Replayed, World
 
 from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key, manifest_number
@@ -105,22 +105,28 @@ def zombie(attempt: str, *, number: int) -> Actor:
     return act
 
 
-def reader() -> Actor:
+def siblings_of(client: StoreClient) -> Callable[[str], StoreClient]:
+    """Return the clients of the folders below a client's own place."""
+    return lambda folder: client.at(Inside(client.store, folder))
+
+
+def reader(folder: str = "") -> Actor:
     """A load, as `cloudckpt.load` does it: what vanishes is looked for once more."""
 
     def act(store: Replayed, client: StoreClient) -> str:
+        here = siblings_of(client)(folder) if folder else client
         for _ in range(2):
             try:
-                manifest = resolve(client).manifest
+                manifest = resolve(here).manifest
             except CheckpointNotFoundError:
                 return "found nothing"
             except CheckpointChangedError:
                 continue
             try:
                 for stored in manifest.objects:
-                    store.head(stored.key)
+                    store.head(f"{stored.folder or folder}/{stored.key}".lstrip("/"))
             except ObjectNotFoundError:
-                if not _has_changed(client, manifest.attempt):
+                if not _has_changed(here, manifest.attempt):
                     return f"{manifest.attempt} corrupt"
                 continue
             return f"read {manifest.attempt}"
@@ -150,11 +156,11 @@ class _Refusing(ForwardingStore):
             self.inner.delete([key])
 
 
-def deleter(*, refused: str = "") -> Actor:
+def deleter(folder: str = "", *, refused: str = "") -> Actor:
     """`cloudckpt.delete`, whose credentials may not remove keys that have the text `refused` in them."""
 
     def act(store: Replayed, client: StoreClient) -> str:
-        place = _place(client)
+        place = _place(client, folder)
         if refused:
             place = dataclasses.replace(place, root=client.at(_Refusing(store, refused)))
         try:
@@ -172,22 +178,27 @@ def deleter(*, refused: str = "") -> Actor:
     return act
 
 
-def collector() -> Actor:
-    """`cloudckpt.gc`, to which all that lies there is old enough."""
+def collector(*folders: str) -> Actor:
+    """`cloudckpt.gc` of some folders, or of the client's own place, to which all that lies there is old enough."""
 
     def act(store: Replayed, client: StoreClient) -> str:
+        has_left = False
         try:
-            left = remove_garbage(_place(client), before=LATER, conditional=True).errors
+            for folder in folders or ("",):
+                has_left |= bool(remove_garbage(_place(client, folder), before=LATER, conditional=True).errors)
         except (CheckpointChangedError, CommitUnknownError, StoreError):
             return "gave up"
-        return "left something" if left else "collected"
+        return "left something" if has_left else "collected"
 
     return act
 
 
-def _place(client: StoreClient) -> WalkedLocation:
-    inventory = walk(client)
-    return WalkedLocation(client=client, root=client, prefix="", items=inventory.items_at(""))
+def _place(client: StoreClient, folder: str) -> WalkedLocation:
+    if not folder:
+        return WalkedLocation(client=client, root=client, prefix="", items=walk(client).items_at(""))
+    prefix, siblings = f"{folder}/", siblings_of(client)
+    found = walk(client, prefixes=(prefix,)).items_at(prefix)
+    return WalkedLocation(client=siblings(folder), root=client, prefix=prefix, items=found, siblings=siblings)
 
 
 def fence(*, keeps: int | None) -> bytes:

@@ -8,26 +8,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.commit.actors import counting_in
-from tests.commit.model import IDS, LATER, Actor, Check, Inside, Progress, Replayed, Result, World, run_alone
+from tests.commit.actors import collector, counting_in, deleter, reader, siblings_of
+from tests.commit.model import IDS, Actor, Check, Progress, Replayed, Result, World, run_alone
 from tests.kit.clock import skip_waits
 from tests.kit.options import make_options
 
 from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key
-from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint, remove_garbage, walk
-from cloudckpt.commit.log import read_log, resolve
+from cloudckpt.commit.log import read_log
 from cloudckpt.commit.references import claim_key, put_claims
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitUnknownError,
-    ObjectNotFoundError,
     StoreError,
 )
 from cloudckpt.format.codec import encode
@@ -105,10 +103,6 @@ def inside(folder: str, manifest: Manifest, *, number: int = 0) -> World:
 
 def merged(*worlds: World) -> World:
     return tuple(sorted({key: body for world in worlds for key, body in world}.items()))
-
-
-def siblings_of(client: StoreClient) -> Callable[[str], StoreClient]:
-    return lambda folder: client.at(Inside(client.store, folder))
 
 
 A = inside("a", manifest_for("A", own=(0, 1)))
@@ -193,66 +187,6 @@ def overwriter(folder: str, name: str) -> Actor:
     return act
 
 
-def reader(folder: str) -> Actor:
-    """A load."""
-
-    def act(store: Replayed, client: StoreClient) -> str:
-        for _ in range(2):
-            try:
-                manifest = resolve(siblings_of(client)(folder)).manifest
-            except CheckpointNotFoundError:
-                return "found nothing"
-            except CheckpointChangedError:
-                continue
-            try:
-                for stored in manifest.objects:
-                    store.head(f"{stored.folder or folder}/{stored.key}")
-            except ObjectNotFoundError:
-                try:
-                    if resolve(siblings_of(client)(folder)).manifest.attempt == manifest.attempt:
-                        return f"{manifest.attempt} corrupt"
-                except (CheckpointNotFoundError, CheckpointChangedError):
-                    pass
-                continue
-            return "read it"
-        return "told to read again"
-
-    return act
-
-
-def place(store: Replayed, client: StoreClient, folder: str) -> WalkedLocation:
-    own = client.at(Inside(store, folder))
-    found = walk(client, prefixes=(f"{folder}/",)).items_at(f"{folder}/")
-    return WalkedLocation(client=own, root=client, prefix=f"{folder}/", items=found, siblings=siblings_of(client))
-
-
-def deleter(folder: str) -> Actor:
-    """`cloudckpt.delete`."""
-
-    def act(store: Replayed, client: StoreClient) -> str:
-        try:
-            was_there = delete_checkpoint(place(store, client, folder), conditional=True)
-        except (CheckpointChangedError, CommitUnknownError, StoreError):
-            return "not deleted"
-        return "deleted" if was_there else "nothing there"
-
-    return act
-
-
-def collector(folders: str = "a") -> Actor:
-    """`cloudckpt.gc` of some folders, to which all that lies there is old enough."""
-
-    def act(store: Replayed, client: StoreClient) -> str:
-        for folder in folders:
-            try:
-                remove_garbage(place(store, client, folder), before=LATER, conditional=True)
-            except (CheckpointChangedError, CommitUnknownError, StoreError):  # noqa: PERF203  # three at most
-                return "gave up"
-        return "collected"
-
-    return act
-
-
 @functools.lru_cache(maxsize=1 << 16)
 def counting_at(world: World, folder: str) -> Manifest | None:
     here = tuple((key.removeprefix(f"{folder}/"), body) for key, body in world if key.startswith(f"{folder}/"))
@@ -275,7 +209,7 @@ def check_whole(world: World) -> None:
 def check_collected(world: World) -> None:
     """gc beside nobody leaves what checkpoints need, and nothing else."""
     for _ in range(4):
-        world = run_alone(collector(ROOT), world)
+        world = run_alone(collector(*ROOT), world)
     check_whole(world)
     needed: set[str] = set()
     for folder in ROOT:
@@ -315,7 +249,7 @@ OF_B = borrower("c", "C", source="b")
 BESIDE = {
     "deleter of the holder": (A, OF_A, deleter("a")),
     "gc of the holder": (A, OF_A, collector("a")),
-    "gc of all": (A, OF_A, collector("ac")),
+    "gc of all": (A, OF_A, collector("a", "c")),
     "overwriter of the holder": (A, OF_A, overwriter("a", "D")),
     "reader of the holder": (A, OF_A, reader("a")),
     "deleter of the source": (merged(A, B), OF_B, deleter("b")),
@@ -346,10 +280,10 @@ AMONG = {
     "overwriter and gc of the holder": (A, [OF_A, overwriter("a", "D"), collector("a")]),
     "deleter of the source and gc": (HELD, [OF_B, deleter("b"), collector("a")]),
     "overwriter of the source and gc": (HELD, [OF_B, overwriter("b", "D"), collector("a")]),
-    "overwriter of the source and gc of all": (HELD, [OF_B, overwriter("b", "D"), collector("abc")]),
+    "overwriter of the source and gc of all": (HELD, [OF_B, overwriter("b", "D"), collector("a", "b", "c")]),
     "two gcs": (HELD, [OF_B, collector("a"), collector("a")]),
     "deleter of the source and a reader": (HELD, [OF_B, deleter("b"), reader("c")]),
-    "another at its place and gc": (HELD, [OF_B, borrower("c", "D", source="b"), collector("ac")]),
+    "another at its place and gc": (HELD, [OF_B, borrower("c", "D", source="b"), collector("a", "c")]),
     "new save to the holder and gc": (HELD, [OF_B, overwriter("a", "D"), collector("a")]),
     "deleter, overwriter and gc": (merged(A, B), [OF_B, deleter("b"), overwriter("a", "D"), collector("a")]),
 }

@@ -6,7 +6,6 @@ step that all hosts together have whole, or the bucket has, mixes nothing, and c
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.test_places import Unchanged, check_whole, files_in, whole_steps
+from tests.e2e.test_places import Unchanged, check_whole, left_by_gc, whole_steps
 from tests.kit.options import make_options
 from tests.kit.ranks import RankError, run_ranks
 from tests.kit.wrapped import die
@@ -167,19 +166,6 @@ def whole_steps_of_hosts(directory: Path) -> set[int]:
     return found
 
 
-def check_nothing_left(place: Path) -> None:
-    """After a day, which gc with an age of 0 stands for, a host has only what its manifests name."""
-    for _ in range(2):  # the first may leave fences
-        cloudckpt.gc(place, older_than=0, dry_run=False)
-    named = set()
-    for path in place.glob("step-*/manifest*.json"):
-        name, manifest = path.parent.name, json.loads(path.read_bytes())
-        objects = [(stored.get("folder") or name, stored["key"]) for stored in manifest.get("objects", [])]
-        named |= {f"{name}/{path.name}", *(f"{holder}/{key}" for holder, key in objects)}  # a fence has none
-        named |= {f"{holder}/data/{manifest['attempt']}/{name}.claim" for holder in {holder for holder, _ in objects}}
-    assert files_in(place) <= named
-
-
 def check_kill(
     directory: Path,
     kill: Rule,
@@ -219,7 +205,8 @@ def check_kill(
     else:  # it was saved again
         assert {3, 6} <= set(whole_steps(directory / "bucket"))
     for place in (fast_of(directory, 0), fast_of(directory, 1), directory / "bucket"):
-        check_nothing_left(place)
+        files, named = left_by_gc(place)
+        assert files <= named
 
 
 @pytest.mark.parametrize(("at", "dying", "harm"), KILLS)

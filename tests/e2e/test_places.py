@@ -165,12 +165,8 @@ def damage_newest(fast: Path) -> None:
     path.write_bytes(content)
 
 
-def files_in(place: Path) -> set[str]:
-    return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
-
-
-def check_nothing_left(place: Path) -> None:
-    """After a day, which gc with an age of 0 stands for, there are whole steps, and nothing else."""
+def left_by_gc(place: Path) -> tuple[set[str], set[str]]:
+    """Return the files after a day, which gc with an age of 0 stands for, and the files that the manifests name."""
     for _ in range(2):  # the first may leave fences
         cloudckpt.gc(place, older_than=0, dry_run=False)
     named = set()
@@ -180,7 +176,7 @@ def check_nothing_left(place: Path) -> None:
         named |= {f"{name}/{path.name}", *(f"{holder}/{key}" for holder, key in objects)}  # a fence has none
         holders = {holder for holder, _ in objects} - {name}
         named |= {f"{holder}/data/{manifest['attempt']}/{name}.claim" for holder in holders}
-    assert files_in(place) == named
+    return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}, named
 
 
 def check_kill(
@@ -223,7 +219,8 @@ def check_kill(
     # For a day, what the dead have left in a step's folder could be of a save that lives, and keeps it.
     assert all(num_attempts(Path(kept[step])) > 1 for step in kept.keys() - {LAST - 1})
     for place in (fast, root):
-        check_nothing_left(place)
+        files, named = left_by_gc(place)
+        assert files == named
     assert whole_steps(root) == kept
 
 

@@ -23,13 +23,14 @@ from cloudckpt.commit.log import read_log
 from cloudckpt.errors import CheckpointChangedError, CheckpointExistsError, CloudckptError, ObjectNotFoundError
 from cloudckpt.format.model import PUBLICATION_KEY
 from cloudckpt.io.client import StoreClient
-from cloudckpt.publication.succession import Succession, VersionRetention
 from cloudckpt.publication.versions import (
     FORMAT,
     Base,
     Publication,
     PublishedTensor,
+    Succession,
     Version,
+    VersionRetention,
     Versions,
     folder_of,
     parse_version,

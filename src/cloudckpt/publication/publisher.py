@@ -34,11 +34,12 @@ from cloudckpt.publication.pieces import (
     sum_pieces,
     without_aliases,
 )
-from cloudckpt.publication.succession import Succession, VersionRetention
 from cloudckpt.publication.versions import (
     FORMAT,
     Base,
     Publication,
+    Succession,
+    VersionRetention,
     Versions,
     check_version,
 )

@@ -243,28 +243,12 @@ def test_damaged_upload_alone_is_removed(scripted: Any, damage: dict[str, int], 
 # Completions and aborts that are repeated, or come too late.
 
 
-def test_parts_that_may_not_be_removed_do_not_fail_a_completed_upload(
-    scripted: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Under a retention policy, or without the right to delete, nothing could be saved that is larger than a part."""
-    gcs = scripted.any_gcs()
-
-    def keep_all(connection: Any, request: Any) -> None:
-        denied = scripted.error(403, "retentionPolicyNotMet")
-        (denied if request.method == "DELETE" else gcs)(connection, request)
-
-    store = scripted.serve(keep_all).store()
-    upload_id = store.create_multipart("k")
-    done = store.upload_part("k", upload_id, PART, X, crc32c=CRC)
-    store.complete_multipart("k", upload_id, [done])
-    assert "k" in gcs.objects
-    assert "gs://bucket/k is complete, but its parts stay" in caplog.text
-
-
 def test_a_bucket_that_refuses_to_remove_parts_gets_objects_without_parts(
     scripted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under a retention policy, each save would leave its parts for ever, and warn for each object."""
+    """Under a retention policy, or without the right to delete, no object larger than a part could be saved; or each
+    save would leave its parts for ever, and warn for each object.
+    """
     gcs = scripted.any_gcs()
 
     def keep_all(connection: Any, request: Any) -> None:
@@ -277,6 +261,8 @@ def test_a_bucket_that_refuses_to_remove_parts_gets_objects_without_parts(
         upload_id = store.create_multipart(key)
         done = store.upload_part(key, upload_id, PART, X, crc32c=CRC)
         store.complete_multipart(key, upload_id, [done])
+        assert key in gcs.objects
+    assert "gs://bucket/k1 is complete, but its parts stay" in caplog.text
     assert store.capabilities.multipart, "within a save nothing changes"
     later = server.store()
     assert not later.capabilities.multipart

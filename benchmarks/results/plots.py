@@ -32,7 +32,7 @@ _WIDTH_INCHES = 10.0
 _VERB_COLOURS = {"save": "#0072B2", "load": "#56B4E9"}
 _DARK_VERB_COLOURS = {"save": "#3B9BDC", "load": "#A5D8F7"}
 _OTHER_COLOURS = ("#9aa3ad", "#6b7480")
-"""Of the systems beside ours, on a light and on a dark page."""
+"""The colour of the systems beside ours, on a light and on a dark page."""
 _LIGHT = {"text.color": "#222222", "grid.color": "#dddddd"}
 _DARK = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#d6dae0"),

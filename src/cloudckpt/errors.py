@@ -455,7 +455,7 @@ class CommitUnknownError(CheckpointError):
 
 
 class RankLostError(CheckpointError, TimeoutError):
-    """Other ranks died, hang, left, never came, or made another call.
+    """Other ranks died, were stopped, left, never came, or made another call.
 
     ``ranks`` are their numbers in the group: empty if they are unknown, and this rank alone if the others went on
     without it. A lost rank may have committed the save, so nothing that this rank wrote was removed.

@@ -178,8 +178,8 @@ class Options:
     """Options of the store's client: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``). Needed
     where the environment does not have them."""
     timeout_s: float = 60.0
-    """Maximum time without progress, in a request to the store or a wait for other ranks. Raise it if ranks arrive with
-    a larger delay, or if the store pauses for longer."""
+    """Maximum time without progress of a request to the store, and without a sign of life of a rank that others wait
+    for. Raise it if ranks arrive with a larger delay, or if the store pauses for longer."""
     retries: int = 5
     """Number of retries after a transient failure, within `timeout_s` of the last progress. Raise it on an unreliable
     line."""

@@ -135,18 +135,16 @@ def _check_arrived(
 
 def remove_superseded(
     client: StoreClient, manifest: Manifest, *, number: int, on_removing: Callable[[str], None]
-) -> int:
+) -> None:
     """Remove the entries below `number`, the number of `manifest`, lowest first, and then their data.
 
     The order matters: at any moment, the highest remaining entry is the newest commit. A failure is logged, and the
-    rest left to gc; readers do not notice. `on_removing` gets the first key of each request before the request. Returns
-    the number of removed objects.
+    rest left to gc; readers do not notice. `on_removing` gets the first key of each request before the request.
     """
-    num_removed = 0
     try:
         log = read_log(client)
         if log.current_number != number:
-            return 0  # overwritten or deleted since: another save's data is there now
+            return  # overwritten or deleted since: another save's data is there now
         stale = [entry for entry in log.entries if entry.number < number]
         manifests = (_try_to_read(client, entry.number) for entry in stale if not entry.has_fence_size)
         replaced = [superseded for superseded in manifests if superseded is not None]
@@ -158,12 +156,10 @@ def remove_superseded(
         for batch in (*split_into_batches(entries), *split_into_batches(keys)):
             on_removing(batch[0])
             client.delete(batch)
-            num_removed += len(batch)
     except (StoreError, CheckpointError) as error:
         _log.warning(
             "could not remove what %s replaced: %s. %s", client.url(manifest_key(number)), error, gc_advice(client.uri)
         )
-    return num_removed
 
 
 def _try_to_read(client: StoreClient, number: int) -> Manifest | None:

@@ -166,7 +166,9 @@ class Progress:
 
 
 class Conversion:
-    """The source, the target and the arguments of one copy, export or import. A copy has no selection and no prefixes.
+    """The source, the target and the arguments of one copy, export, import or merge.
+
+    A copy, as a drain makes it too, has no selection and no prefixes.
 
     Raises `InvalidURIError` if source and target are the same folder, or one is inside the other.
     """

@@ -1,4 +1,4 @@
-"""Run functions on some ranks, so that each rank gets the result or the failure."""
+"""Run functions on some ranks, so that each rank gets the result or the failure. The waits are in `collectives`."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Cancellation(OfThisProcess):
             if not self._cancelled_by:
                 self._phase = phase
             if total_bytes is not None:
-                self._total_bytes = total_bytes
+                self._total_bytes, self._uploaded_bytes = total_bytes, 0  # another try of the save sends all again
         self.check()
 
     def seal(self, *, commits: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tests.kit.options import make_options
 from tests.kit.ranks import on_ranks
-from tests.manager.test_places import Places, damage, full, names, unreadable
+from tests.manager.test_places import Places, damage, full, full_for_data, names, unreadable
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -290,6 +290,54 @@ def test_a_full_drive_of_one_host_sends_the_save_to_the_root(tmp_path: Path) -> 
     assert names(tmp_path / "bucket") == ["step-2"]
     assert names(host_of(tmp_path)) == ["step-1", "step-3"]
     assert any("rank 1: " in text and "No space left" in text for text in log.texts) == (dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("async_", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+@on_ranks(2)
+def test_a_drive_that_fills_up_during_a_save_of_one_rank_sends_it_to_the_root(
+    tmp_path: Path,
+    rank: int,
+    is_shared: bool,  # noqa: FBT001
+    async_: bool,  # noqa: FBT001
+) -> None:
+    """If this fails, one full drive costs a checkpoint that the bucket could have taken, or ranks save apart."""
+    log, places = Warnings(), Places()
+    fast = host_of(tmp_path, 0 if is_shared else None)
+    options = make_options(wrap_store=places, retries=0)
+    with manager_of(tmp_path, 0 if is_shared else None, async_=async_, options=options) as manager:
+        save_all(manager, 1)
+        if dist.get_rank() == rank:
+            places.fail(fast, full_for_data)
+        manager.save(2, state_of(2.0))
+        manager.wait(WAIT_S)
+        places.broken.clear()
+        assert manager.failures == ()
+        dist.barrier()
+        assert names(tmp_path / "bucket") == ["step-2"]
+        assert not objects_of(fast / "step-2")
+        assert restore(manager) == (2, "bucket")
+        save_all(manager, 3)
+    dist.barrier()
+    assert (names(fast), names(tmp_path / "bucket")) == (["step-1", "step-3"], ["step-2"])
+    told = [text for text in log.texts if "because the fast place failed" in text]
+    assert len(told) == (dist.get_rank() == 0)
+    assert all(f"rank {rank}" in text and "No space left" in text for text in told)
+
+
+@on_ranks(2)
+def test_a_save_that_no_place_takes_fails_on_all_ranks_with_both_reasons(tmp_path: Path) -> None:
+    """If this fails, ranks wait for one another after both places have failed, or each has another error."""
+    places = Places()
+    places.fail(host_of(tmp_path) if dist.get_rank() else tmp_path / "bucket", full_for_data)
+    manager = manager_of(tmp_path, options=make_options(wrap_store=places, retries=0))
+    with pytest.raises(StoreError) as raised:
+        save_all(manager, 1)
+    text = str(raised.value)
+    assert f"saving {tmp_path}/bucket/step-1 (after saving " in text
+    assert text.count("No space left") == 2
+    assert [failure.uri for failure in manager.failures] == [f"{tmp_path}/bucket/step-1"]
 
 
 @on_ranks(2)

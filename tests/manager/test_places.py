@@ -32,6 +32,7 @@ from cloudckpt.errors import (
     InvalidOptionError,
     InvalidURIError,
     StoreError,
+    UnsupportedValueError,
 )
 from cloudckpt.manager.drain import drain
 from cloudckpt.stores.base import Store
@@ -88,6 +89,11 @@ def full(call: Call) -> Exception | None:
 def full_for_data(call: Call) -> Exception | None:
     """A device that fills up during the save."""
     return full(call) if "data/" in call.key else None
+
+
+def full_for_manifest(call: Call) -> Exception | None:
+    """A device that takes the data of a save, and not the commit."""
+    return full(call) if "manifest" in call.key else None
 
 
 def unreadable(call: Call) -> Exception | None:
@@ -792,37 +798,64 @@ def test_place_that_cannot_be_made_is_not_used(tmp_path: Path, root: Path, caplo
 
 
 @pytest.mark.parametrize("async_", [True, False])
-def test_fast_place_that_fills_up_during_a_save_is_left_out_the_next_time(
-    fast: Path, root: Path, caplog: pytest.LogCaptureFixture, *, async_: bool
+@pytest.mark.parametrize("trouble", [full_for_data, full_for_manifest])
+def test_a_save_during_which_the_fast_place_fills_up_is_made_in_the_bucket(
+    fast: Path, root: Path, trouble: Any, caplog: pytest.LogCaptureFixture, *, async_: bool
 ) -> None:
-    """If this fails, each save is lost while the disk is full, or the loss of one that was due is hidden."""
+    """If this fails, a disk that fills up during a save costs a checkpoint that the bucket could have taken."""
     places = Places()
-    places.fail(fast, full_for_data)
+    places.fail(fast, trouble)
     options = make_options(wrap_store=places, retries=0)
     manager = CheckpointManager(root, save_every=10, fast=fast, fast_every=1, async_=async_, options=options)
-    made = manager.save(1, state_of(1.0))
+    state = state_of(1.0)
+    made = manager.save(1, state)
     if isinstance(made, AsyncSave):
-        made.committed.wait(WAIT_S)
-        assert names(root) == []
-    save_all(manager, 2)
-    manager.close(WAIT_S)
-    assert names(root) == (["step-2"] if async_ else ["step-1", "step-2"])
+        made.staged.result(WAIT_S)
+        for value in state.values():  # training goes on: what is saved in the bucket is the snapshot
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.fill_(5.0)
+        assert made.result(WAIT_S).report is not None
+        assert made.uri == str(root / "step-1")
+    assert (names(fast), names(root)) == ([], ["step-1"])
+    assert not [path for path in (fast / "step-1").rglob("*") if path.is_file()], "what the failed save left"
+    assert "because the fast place failed" in warnings(caplog)
     assert "No space left" in warnings(caplog)
+    assert manager.failures == ()
+    assert restore(manager) == (1, "bucket")
+    places.broken.clear()
+    save_all(manager, 2, 10)
+    manager.close(WAIT_S)
+    assert (names(fast), names(root)) == (["step-2", "step-10"], ["step-1", "step-10"])
 
 
-def test_background_save_for_the_bucket_that_fails_nearby_is_raised(fast: Path, root: Path) -> None:
-    """If this fails, a checkpoint that was promised to the bucket is lost without an error."""
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_save_that_both_places_refuse_names_both(fast: Path, root: Path, *, async_: bool) -> None:
+    """If this fails, a checkpoint is lost without an error, or its error hides one of the two reasons."""
     places = Places()
     places.fail(fast, full_for_data)
-    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places, retries=0))
-    handle = manager.save(1, state_of(1.0))
-    assert isinstance(handle, AsyncSave)
-    handle.committed.wait(WAIT_S)
-    with pytest.raises(BaseException, match="No space left"):
-        manager.save(2, state_of(2.0))
-    save_all(manager, 2)
+    places.fail(root, unwritable)
+    options = make_options(wrap_store=places, retries=0)
+    manager = CheckpointManager(root, fast=fast, fast_every=1, save_every=2, async_=async_, options=options)
+    with pytest.raises(StoreError) as raised:
+        save_all(manager, 1)
+    text = str(raised.value)
+    assert f"saving {root}/step-1 (after saving {fast}/step-1 failed: " in text
+    assert "No space left" in text
+    assert "the bucket takes nothing now" in text
+    assert [(failure.step, failure.uri) for failure in manager.failures] == [(1, str(root / "step-1"))]
+    assert (names(fast), names(root)) == ([], [])
+    places.broken.clear()
+    save_all(manager, 1)
     manager.close(WAIT_S)
-    assert names(root) == ["step-2"]
+    assert names(fast) == ["step-1"]
+
+
+def test_a_save_that_fails_for_another_reason_is_not_tried_again(fast: Path, root: Path) -> None:
+    """If this fails, a state that no place can take is planned for each, and the error speaks of the bucket."""
+    manager = CheckpointManager(root, fast=fast, async_=False)
+    with pytest.raises(UnsupportedValueError, match="surrogate"):
+        manager.save(1, {"bad \ud800 name": torch.ones(1)})
+    assert not root.exists()
 
 
 def test_free_space_is_looked_at_before_a_save(fast: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:

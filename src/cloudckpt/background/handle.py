@@ -241,6 +241,8 @@ class AsyncSave(OfThisProcess):
         self._staged_bytes = 0 if snapshot is None else snapshot.copied_bytes
         self._tell_others = None
         if not isinstance(outcome, BaseException):
+            if outcome.report is not None:
+                self.uri = outcome.report.uri  # that of the root, if the fast place of a manager has failed
             self._cancellation.end("committed")
             self.committed.set_result(outcome)
             return

@@ -183,6 +183,10 @@ class CollectiveCall(DistWrapper):
         """Tell all ranks that this one cancels this call. Later calls are not cancelled."""
         self._rendezvous.cancel(self._number)
 
+    def note_uri(self, uri: str) -> None:
+        """Name another place in the errors of this call, once the save is tried there."""
+        self._rendezvous.uri = uri
+
     def end(self, error: BaseException | None) -> None:
         """End the call. With an `error` that only this rank has, the call fails on the other ranks at once."""
         self._rendezvous.end(self._number, error)

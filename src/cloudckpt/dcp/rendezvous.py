@@ -143,7 +143,7 @@ class Rendezvous:
         self._wants_cancel = False
         self._on_cancel: Callable[[tuple[int, ...]], object] | None = None
         self._thread: threading.Thread | None = None
-        self._doing = self._uri = ""
+        self.uri = self._doing = ""
 
     @property
     def call(self) -> int:
@@ -158,7 +158,7 @@ class Rendezvous:
         self.end(self.call, InterruptedError("the call was interrupted"))  # unless it has ended
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, timeout_s)
-            self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
+            self._doing, self.uri, self.timeout_s = doing, uri, timeout_s
             if self._thread is not None:
                 self._lose_store("has not answered since the call before")
             self._raise_if_failed(call)
@@ -257,11 +257,11 @@ class Rendezvous:
         if not self._state.has_failed(call):
             return
         failure = self._state.failure
-        text = f"{self._doing} {self._uri} failed: {failure.reason}"
+        text = f"{self._doing} {self.uri} failed: {failure.reason}"
         text += _ADVICE.get(self._doing.partition(" ")[0], "")
         if failure.is_final:
             text += ". This process group cannot be used any more: make a new one, or restart the job"
-        raise RankLostError(text, uri=self._uri, ranks=failure.ranks)
+        raise RankLostError(text, uri=self.uri, ranks=failure.ranks)
 
     def _lose_store(self, why: str) -> None:
         """Fail this and all later calls on this rank. Other ranks that cannot reach the store do the same."""

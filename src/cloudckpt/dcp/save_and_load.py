@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt._display import pairs_to_html
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
+from cloudckpt.dcp.collectives import CollectiveCall
 from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
-from cloudckpt.dcp.failures import causes_of, failure_of, raise_own_interrupt, release_frames
+from cloudckpt.dcp.failures import SaveOrLoadError, causes_of, failure_of, raise_own_interrupt, release_frames
 from cloudckpt.dcp.live_entry import LiveEntry, LoadSource, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, find_absent, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
@@ -95,7 +96,7 @@ def run_save(
         state_dict: The entries of this rank.
         writer: Writes the entries; on rank 0 it commits.
         planner: Plans the save; None stands for `BalancedSavePlanner`.
-        ranks_context: Gives the collectives of the save.
+        ranks_context: Gives the collectives of the save, also for another try (`ObjectStoreWriter.find_next`).
         refusal: The reason why this rank cannot save. It takes part all the same, so that all ranks raise the reason.
 
     Raises:
@@ -106,21 +107,44 @@ def run_save(
     """
     try:
         with ranks_context as ranks:
-            writer.is_alone = ranks.get_world_size() == 1
-            save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, refusal)
-            save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
-            metadata = ranks.all_reduce("write", save.write, save.finish)
-            if writer.hosts is not None:
-                writer.keep_objects()
-                manifest_bytes = ranks.broadcast("commit", lambda: writer.manifest_bytes)
-                ranks.all_gather("commit", lambda: writer.commit_on_host(manifest_bytes))
+            while True:
+                try:
+                    metadata = _save_once(state_dict, writer, planner or BalancedSavePlanner(), ranks, refusal)
+                    break
+                except CheckpointException as error:
+                    failure = end_failed_save(error, writer)
+                    next_writer = writer.find_next(failure)  # all ranks have the same failure, so all get one, or none
+                    if next_writer is None:
+                        raise failure from None
+                    writer = next_writer
+                    if isinstance(ranks, CollectiveCall):
+                        ranks.note_uri(writer.checkpoint_id)
     except CheckpointException as error:
-        failure = end_failed_save(error, writer)
+        failure = error if isinstance(error, SaveOrLoadError) else end_failed_save(error, writer)
         try:
             raise failure from None
         finally:
             del failure  # its traceback holds this frame, and so the state dict
     return end_save(metadata, writer)
+
+
+def _save_once(
+    state_dict: Mapping[str, Any],
+    writer: ObjectStoreWriter,
+    planner: SavePlanner,
+    ranks: DistWrapper,
+    refusal: BaseException | None,
+) -> Metadata:
+    """Make one try of `run_save`. Raises torch's own ``CheckpointException``."""
+    writer.is_alone = ranks.get_world_size() == 1
+    save = _Save(state_dict, writer, planner, ranks, refusal)
+    save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
+    metadata = ranks.all_reduce("write", save.write, save.finish)
+    if writer.hosts is not None:
+        writer.keep_objects()
+        manifest_bytes = ranks.broadcast("commit", lambda: writer.manifest_bytes)
+        ranks.all_gather("commit", lambda: writer.commit_on_host(manifest_bytes))
+    return metadata
 
 
 def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:
@@ -143,7 +167,8 @@ def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> Ch
         writer.discard()
     writer.flush_trace()
     writer.lifecycle.end(error)
-    return failure_of(error, subject=f"saving {writer.checkpoint_id}", is_alone=writer.is_alone)
+    subject = f"saving {writer.checkpoint_id}{writer.earlier_failure}"
+    return failure_of(error, subject=subject, is_alone=writer.is_alone)
 
 
 @dataclasses.dataclass(slots=True)

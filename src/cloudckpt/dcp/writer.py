@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -133,6 +134,7 @@ class ObjectStoreWriter(StorageWriter):
         _extensions: Sequence[StreamTransformExtension] | None = None,
         _via: str = "writer",  # `CloudckptError.via`
         _hosts: HostGroups | None = None,  # `uri` is a directory of each host
+        _find_next: Callable[[CheckpointException], ObjectStoreWriter | None] | None = None,
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
@@ -141,6 +143,10 @@ class ObjectStoreWriter(StorageWriter):
         self._base = None if base is None else parse_location(base)
         self._find_base = _find_base
         """Returns the base if `base` is not given. It is called when the save begins: the previous save has ended."""
+        self._find_next = _find_next
+        """Returns the writer that saves in place of this one after a failure, or None. All ranks call it."""
+        self.earlier_failure = ""
+        """The failure after which this writer saves in place of another one, for errors."""
         if base is not None and (self._options.extensions or self._options.commit == "unconditional"):
             raise InvalidOptionError("base cannot be used with extensions, or with commit='unconditional'")
         if base is not None and self._options.unchanged == "send":
@@ -203,6 +209,14 @@ class ObjectStoreWriter(StorageWriter):
         The snapshot may still be in progress.
         """
         self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot
+
+    def find_next(self, failure: CheckpointException) -> ObjectStoreWriter | None:
+        """Return the writer of another try, after a save that failed on all ranks; None if there is none."""
+        other = None if self._find_next is None else self._find_next(failure)
+        if other is not None:
+            other.earlier_failure = f" (after {failure})"
+            other.set_background_state(self._cancellation, self._snapshot)
+        return other
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save.
@@ -455,6 +469,7 @@ class ObjectStoreWriter(StorageWriter):
             "_snapshot": None,
             "_cancellation": None,
             "_find_base": None,
+            "_find_next": None,
             "newest_commit_time_ns": newest_commit_time_ns(),
         }
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
 from cloudckpt._display import Listing, add_note, pairs_to_html
@@ -33,6 +34,7 @@ from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import (
     UNRESTORED,
+    IncompleteSaveError,
     InvalidOptionError,
     SaveInFlightError,
     did_you_mean,
@@ -517,9 +519,22 @@ class CheckpointManager(OfThisProcess):
     def _save_to(
         self, saved: SavedStep, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
-        """Save to the chosen place. If the fast place fails at once, save to the root."""
+        """Save to the chosen place, or to the root if the fast place fails."""
         self._history.warn_of_dropped_metrics(saved)
         note_own_uris(self._places.uris_of(folder))
+        call = async_save if self._is_async else save
+        try:
+            saved.result = call(state_dict, storage_writer=self._make_writer(saved, folder), **settings)
+        except (SaveOrLoadError, SaveInFlightError) as error:
+            failure = self._history.note_refusal(saved, error)
+            if failure is None:
+                raise
+            return failure
+        self._history.note_begin(saved)
+        return saved.result
+
+    def _make_writer(self, saved: SavedStep, folder: str) -> ObjectStoreWriter:
+        """Make the writer of a step in the place that `saved` names."""
         root = self._places.root
         fast = self._places.fast if saved.is_fast else None
         metadata = build_metadata(saved.step, saved.metrics or {})
@@ -535,30 +550,24 @@ class CheckpointManager(OfThisProcess):
         saved.uri = steps.location.child(folder).uri
         if saved.rank == 0 and folder != format_folder(saved.step):
             _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
-        call = async_save if self._is_async else save
-        try:
-            overwrite = saved.may_overwrite or (saved.is_fast and saved.replaces_unowed_step)
-            writer = ObjectStoreWriter(
-                saved.uri,
-                options=options,
-                overwrite=overwrite,
-                _find_base=functools.partial(self._history.find_base, saved.uri),
-                _via="manager" if self._has_restored else UNRESTORED,
-                _hosts=None if fast is None else fast.hosts,
-            )
-            saved.result = call(state_dict, storage_writer=writer, **settings)
-        except (SaveOrLoadError, SaveInFlightError) as error:
-            if fast is not None and is_store_failure(error):
-                if saved.rank == 0:
-                    _log.warning("saving to %s, because the save to %s failed: %s", self.root, saved.uri, error)
-                saved.is_fast = False
-                return self._save_to(saved, folder, state_dict, settings)
-            failure = self._history.note_refusal(saved, error)
-            if failure is None:
-                raise
-            return failure
-        self._history.note_begin(saved)
-        return saved.result
+        return ObjectStoreWriter(
+            saved.uri,
+            options=options,
+            overwrite=saved.may_overwrite or (saved.is_fast and saved.replaces_unowed_step),
+            _find_base=functools.partial(self._history.find_base, saved.uri),
+            _find_next=None if fast is None else functools.partial(self._leave_fast, saved, folder),
+            _via="manager" if self._has_restored else UNRESTORED,
+            _hosts=None if fast is None else fast.hosts,
+        )
+
+    def _leave_fast(self, saved: SavedStep, folder: str, failure: CheckpointException) -> ObjectStoreWriter | None:
+        """Return a writer to the root, for the same save, if the fast place has failed."""
+        if not is_store_failure(failure) and not isinstance(failure, IncompleteSaveError):
+            return None
+        if saved.rank == 0:
+            _log.warning("saving to %s, because the fast place failed: %s", self.root, failure)
+        saved.is_fast = False
+        return self._make_writer(saved, folder)
 
     @suggest_keywords
     def restore(

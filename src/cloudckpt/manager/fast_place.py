@@ -72,8 +72,6 @@ class FastPlace:
         self._task = RepeatedTask(self._run_drain, name="cloudckpt-drain")
         self._blind_ranks: list[int] | None = None
         """The ranks that cannot use the place. None until `open` knows them."""
-        self.has_failed = False
-        """True if the last save here failed because of the place: the next save is made at the root."""
         self._device: int | None = None
         """The device of the directory, once a step was committed here."""
         self._last_uri = ""
@@ -154,8 +152,6 @@ class FastPlace:
             exists = may_overwrite
         if exists and not may_overwrite:
             return False, is_owed  # the save to the root raises that the step exists, unless it was removed since
-        if self.has_failed:
-            problem = "the last save there failed"
         if problem and problem != self._problem:  # once, and not with each save
             words = f"saving {name}, and all others until this changes, to {self._root.uri}"
             _log.warning("%s and not to the fast place %s: %s", words, self.uri, problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import itertools
 import logging
 import sys
@@ -19,7 +18,7 @@ from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.errors import CloudckptError, CommitUnknownError, name_all, quote_names
 from cloudckpt.events import Event
 from cloudckpt.manager.places import Places
-from cloudckpt.manager.policies import Failures, SaveFailure, is_store_failure
+from cloudckpt.manager.policies import Failures, SaveFailure
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import Place
 
@@ -108,8 +107,6 @@ class SaveHistory:
         if saved.rank == 0:
             _with_resume_hint.add(self)
         self._unraised = None
-        if self._places.fast is not None and not saved.is_fast:
-            self._places.fast.has_failed = False
         if isinstance(saved.result, AsyncSave):
             saved.result.committed.add_done_callback(lambda _: self.finish(saved))
         else:
@@ -144,7 +141,7 @@ class SaveHistory:
                 # Before a method that waits checks if a copy or a removal runs.
                 self._places.start_after_commit(saved.uri, saved.rank, is_fast=saved.is_fast, is_owed=saved.is_owed)
             elif isinstance(saved.result, AsyncSave):
-                failure = self._record_failure(saved, error)
+                failure = self.failures.record(saved.step, saved.uri, error)
                 if failure is not None:
                     saved.result.committed.exception(0)  # so that no other save raises it
                     self._unraised = self._unraised or failure
@@ -295,20 +292,11 @@ class SaveHistory:
             self.finish(self.last)
         sys.stderr.write(f"cloudckpt: {self.describe_last_step()}\n")
 
-    def _record_failure(self, saved: SavedStep, error: BaseException) -> SaveFailure | None:
-        """Record a failed background save. Returns None if its error is to be raised."""
-        if self._places.fast is not None and saved.is_fast and is_store_failure(error):
-            self._places.fast.has_failed = True
-            if not saved.is_owed:  # `close` raises it, if no save comes after it
-                return SaveFailure(step=saved.step, uri=saved.uri, error=copy.copy(error))
-        return self.failures.record(saved.step, saved.uri, error)
-
     def _log_tolerated(self, failure: SaveFailure, rank: int) -> None:
         kind, limit = type(failure.error).__name__, self.failures.limit
-        place: Place = "root"
         count = f"{self.failures.in_a_row} in a row; {limit} end it"
-        if self._places.fast is not None and self._places.fast.has_step(failure.uri):
-            count, place = f"the next one is saved to {self._places.root.location.uri}", "fast"
+        is_fast = self._places.fast is not None and self._places.fast.has_step(failure.uri)
+        place: Place = "fast" if is_fast else "root"
         words = f"the save of step {failure.step} failed, and training continues ({count}): {failure.error}"
         event = Event(
             name="save.tolerated", uri=failure.uri, rank=rank, place=place, error=kind, message=str(failure.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -399,6 +400,39 @@ def test_data_that_is_missing_in_the_base_is_sent(tmp_path: Path) -> None:
     report = save(tmp_path, 1, state_of(1, num_frozen=3), base=tmp_path / "step-0")
     assert report.num_bytes_unchanged == 0
     assert_same(load(tmp_path / "step-1", state_of(1, num_frozen=3)), state_of(1, num_frozen=3))
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_what_vanishes_from_the_base_during_the_save_is_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, async_: bool
+) -> None:
+    """If this fails, a save is lost, or names what is gone, because an older step was removed beside it."""
+    save(tmp_path, 0, state_of(0))
+    (data,) = (tmp_path / "step-0" / "data").rglob("*.safetensors")
+
+    def remove(event: cloudckpt.Event) -> None:
+        if event.name == "save.written":
+            data.unlink(missing_ok=True)
+
+    arguments: dict[str, Any] = {
+        "base": tmp_path / "step-0",
+        "options": dataclasses.replace(OPTIONS, on_event=remove),
+    }
+    target = tmp_path / "step-1"
+    if async_:
+        report = cloudckpt.async_save(state_of(1), target, **arguments).result(60).report
+    else:
+        report = cloudckpt.save(state_of(1), target, **arguments).report
+    assert report is not None
+    assert report.num_bytes_unchanged == 0
+    assert report.num_bytes > FROZEN_BYTES
+    assert_same(load(target, state_of(1)), state_of(1))
+    assert manifest_at(target).version < REFERENCES_VERSION
+    assert not [*tmp_path.rglob("*.claim")]
+    assert len([*target.rglob("*.safetensors")]) == len(manifest_at(target).objects), "the first try has left data"
+    told = [record.message for record in caplog.records if "again, whole" in record.message]
+    assert len(told) == 1
+    assert str(data) in told[0]
 
 
 def test_damage_in_the_base_is_found_and_named(tmp_path: Path) -> None:

@@ -182,6 +182,38 @@ def test_another_base_on_one_host_is_not_referred_to(tmp_path: Path, *, is_delet
     assert job.restore(job.start(), 4) == (4, "fast")
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+@on_ranks(2)
+def test_what_vanishes_from_a_drive_during_a_save_is_sent(
+    tmp_path: Path,
+    rank: int,
+    is_shared: bool,  # noqa: FBT001
+) -> None:
+    """If this fails, a step names a file that its host has lost, or the save is lost with the file."""
+    log, job = Warnings(), Job(tmp_path)
+    host = 0 if is_shared else None
+    fast = host_of(tmp_path, host)
+
+    def remove_base(call: Call) -> None:
+        if call.operation in ("put", "create_multipart") and call.key.startswith("data/") and "claim" not in call.key:
+            for path in (fast / "step-2").rglob(f"{rank}-*.safetensors"):
+                path.unlink(missing_ok=True)
+
+    with job.start(host) as manager:
+        job.save(manager, 2)
+        if dist.get_rank() == rank:
+            job.places.fail(fast / "step-3", remove_base)
+        assert job.save(manager, 3)[0] > MODEL_BYTES
+        job.places.broken.clear()
+        assert job.save(manager, 4)[0] <= SMALL_BYTES
+    dist.barrier()
+    assert any("again, whole" in text for text in log.texts) == (dist.get_rank() == 0)
+    manager = job.start(host)
+    assert job.restore(manager, 3) == (3, "fast")
+    assert job.restore(manager) == (4, "fast")
+
+
 @on_ranks(2)
 def test_objects_that_a_restore_has_brought_stay(tmp_path: Path) -> None:
     """If this fails, a deletion takes what a restore has brought to a host, and the host that had it is lost next."""

@@ -233,26 +233,32 @@ def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | 
     Raises `IncompleteSaveError` unless each object exists in its folder with its size. Makes one listing for each
     folder, and a HEAD for each object that the listing lacks, since a listing may lag.
     """
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     is_of_others = False  # True if an object of another rank than 0 is missing
     newest: datetime | None = None
     for folder in sorted({stored.folder for stored in manifest.objects}):
         wanted = {stored.key: stored.size for stored in manifest.objects if stored.folder == folder}
         missing, modified_at = find_missing(siblings(folder), wanted)
-        problems += missing.values()
+        problems |= missing
         is_of_others |= any(not key.rpartition("/")[2].startswith("0-") for key in missing)
         if not folder:
             newest = modified_at
+    cause = "Something"
+    if is_of_others and siblings("").store.capabilities.is_near:
+        cause = "Do all ranks see the same directory there (a mount that all hosts share)? If so, something"
+    check_missing(problems, uri=siblings("").uri, cause=cause)
+    return newest
+
+
+def check_missing(problems: Mapping[str, str], *, uri: str, cause: str = "Something") -> None:
+    """Raise `IncompleteSaveError` if `find_missing` has found a problem."""
     if problems:
-        uri, cause = siblings("").uri, "Something"
-        if is_of_others and siblings("").store.capabilities.is_near:
-            cause = "Do all ranks see the same directory there (a mount that all hosts share)? If so, something"
         raise IncompleteSaveError(
-            f"nothing was committed at {uri}: {join_first(problems, _MAX_SHOWN_PROBLEMS)}. {cause} removed or replaced "
-            "what this save wrote or refers to (a gc with a short older_than, a lifecycle rule?): save again",
+            f"nothing was committed at {uri}: {join_first([*problems.values()], _MAX_SHOWN_PROBLEMS)}. {cause} removed "
+            "or replaced what this save wrote or refers to (a gc with a short older_than, a lifecycle rule?): save "
+            "again",
             uri=uri,
         )
-    return newest
 
 
 def find_missing(client: StoreClient, sizes_bytes: Mapping[str, int]) -> tuple[dict[str, str], datetime | None]:

@@ -211,7 +211,9 @@ class _Save:
         assert self.plan is not None  # noqa: S101  # the first step has set it
         writing = self.writer.write_data(self.planner.finish_plan(self.plan), self.planner)
         writing.wait()
-        return writing.value()
+        results = writing.value()
+        self.writer.check_references(results)
+        return results
 
     def finish(self, results: list[list[WriteResult]]) -> Metadata:
         assert self.metadata is not None  # noqa: S101  # the coordinator has planned

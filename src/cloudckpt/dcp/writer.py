@@ -20,6 +20,8 @@ from cloudckpt._clock import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.attempts import new_save_id
+from cloudckpt.commit.commit import check_missing, find_missing
+from cloudckpt.dcp.failures import causes_of
 from cloudckpt.dcp.hosts import HostGroups, mend_manifest
 from cloudckpt.dcp.replicas import ItemKey, key_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
@@ -145,6 +147,8 @@ class ObjectStoreWriter(StorageWriter):
         """Returns the base if `base` is not given. It is called when the save begins: the previous save has ended."""
         self._find_next = _find_next
         """Returns the writer that saves in place of this one after a failure, or None. All ranks call it."""
+        self._may_refer = True
+        """False once what the save referred to was gone at its commit."""
         self.earlier_failure = ""
         """The failure after which this writer saves in place of another one, for errors."""
         if base is not None and (self._options.extensions or self._options.commit == "unconditional"):
@@ -211,7 +215,17 @@ class ObjectStoreWriter(StorageWriter):
         self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot
 
     def find_next(self, failure: CheckpointException) -> ObjectStoreWriter | None:
-        """Return the writer of another try, after a save that failed on all ranks; None if there is none."""
+        """Return the writer of another try, after a save that failed on all ranks; None if there is none.
+
+        A save that could refer to others is tried once more without references if objects of it are gone.
+        """
+        are_gone = all(isinstance(cause, IncompleteSaveError) for cause in causes_of(failure))
+        if are_gone and self._may_refer and self._options.unchanged == "reference":
+            if self._commits:
+                _log.warning("saving %s again, whole: %s", self.checkpoint_id, failure)
+            self.reset()
+            self._may_refer = False
+            return self
         other = None if self._find_next is None else self._find_next(failure)
         if other is not None:
             other.earlier_failure = f" (after {failure})"
@@ -229,6 +243,7 @@ class ObjectStoreWriter(StorageWriter):
             self._location = parse_location(checkpoint_id)
         self.save_id = new_save_id()
         self._draft = None
+        self._may_refer = True
         self.lifecycle = Lifecycle("save", self._options, via=self.lifecycle.via)
 
     @classmethod
@@ -273,6 +288,8 @@ class ObjectStoreWriter(StorageWriter):
                 context.emit("save.set_up")
 
     def _refer_to_base(self, draft: Draft) -> None:
+        if not self._may_refer:
+            return
         if self._base is not None:
             draft.refer_to(self._base, is_required=True)
         elif self._find_base is not None and self._options.unchanged == "reference":
@@ -388,6 +405,17 @@ class ObjectStoreWriter(StorageWriter):
             base = self._location.parent.child(folder)
             draft.refer_to(base, is_required=False, base_attempt=base_attempt)
         return None if draft.base is None else draft.base.known_chunks(_chunk_keys_of(plan))
+
+    def check_references(self, results: Sequence[WriteResult]) -> None:
+        """Raise `IncompleteSaveError` unless all that this rank refers to still exists, if each host has a directory.
+
+        The coordinator sees only that of its own host.
+        """
+        refs = [] if self.hosts is None else [result.storage_data.stored_in for result in results]
+        for folder in {ref.folder for ref in refs} - {""}:
+            sizes_bytes = {ref.key: ref.size_bytes for ref in refs if ref.folder == folder}
+            missing, _ = find_missing(self._require_draft().context.client_at(folder), sizes_bytes)
+            check_missing(missing, uri=self.checkpoint_id)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.

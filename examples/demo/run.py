@@ -2,7 +2,8 @@
 
 Trains a small transformer on two ranks, with a checkpoint every few steps; kills one rank with SIGKILL
 while it uploads; starts the job again from the newest checkpoint; and loads the result on 1, 2 and 4 ranks.
-Then it trains with a fast place, kills both ranks, removes the directory, and kills both once more. It compares
+Then it trains with a fast place on two hosts, one for each rank, kills both ranks, removes the directory of one
+host, and kills both once more. It compares
 every loss and all logits, to the last bit, with a run that nothing interrupted. Exits with 1 where anything
 differs.
 """
@@ -208,25 +209,26 @@ def load_elsewhere(demo: Demo) -> None:
 
 
 def lose_a_host(demo: Demo) -> None:
-    """The same job with a fast place: both ranks die, its directory is lost, and both die again."""
+    """The same job with a fast place of each host: both ranks die, one host's directory is lost, and both die again."""
     _heading(
-        f"6. The same, saved to a directory every {_counted(demo.save_every, 'step')}, "
-        "and copied from there to the store every second time"
+        f"6. The same as on two hosts: each rank saves to its own directory every {_counted(demo.save_every, 'step')}, "
+        "and sends its part to the store every second time"
     )
     root, fast = f"{demo.uri}/behind-a-fast-place", demo.records / "fast"
     arguments = ("--uri", root, "--fast", str(fast), "--save-every", str(demo.save_every))
     fatal = ("--die-after-save", str(demo.fatal_step))
     for name, expected, die, heading in (
         ("both-killed", [], fatal, f"both ranks are killed after step {demo.fatal_step}"),
-        ("disk-lost", [(demo.last_good_step, False)], fatal, "the directory is removed, and the job started again"),
-        ("host-back", [(demo.fatal_step, True)], (), "killed again, and started again: the directory is still there"),
+        ("disk-lost", [(demo.last_good_step, True)], fatal, "host 1's directory is removed, and the job started again"),
+        ("host-back", [(demo.fatal_step, False)], (), "killed again, and started again: both directories are there"),
     ):
         print(f"    {heading}", flush=True)
         if name == "disk-lost":
-            shutil.rmtree(fast)
+            shutil.rmtree(fast / "host-1")
         status = demo.train(name, *arguments, *die)
         demo.check((status != 0) == bool(die), f"{name} run: exit status {status}; see {demo.log(name)}")
-        found = [(line["step"], line["is_fast"]) for line in read_record(demo.records / f"{name}-0.jsonl", "restored")]
+        lines = read_record(demo.records / f"{name}-1.jsonl", "restored")
+        found = [(line["step"], line["num_of_root"] > 0) for line in lines]
         demo.check(found == expected, f"the {name} run resumed from {found}, not from {expected}")
 
 

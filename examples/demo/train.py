@@ -139,7 +139,7 @@ class Checkpoints:
 
 
 class FastCheckpoints:
-    """Saves to a directory, and every second time the manager copies the checkpoint to the root, too."""
+    """Saves to a directory of this rank's host, and every second time the manager copies the checkpoint to the root."""
 
     def __init__(
         self, root: str, fast: Path, *, fast_every: int, die_after_save: int, options: cloudckpt.Options, record: Record
@@ -147,7 +147,6 @@ class FastCheckpoints:
         self._manager = cloudckpt.CheckpointManager(
             root, save_every=2 * fast_every, fast=fast, fast_every=fast_every, options=options
         )
-        self._fast = fast
         self._die_after_save = die_after_save
         self._record = record
 
@@ -155,9 +154,10 @@ class FastCheckpoints:
         """Load the newest checkpoint of both places; stay at the start where there is none."""
         restored = self._manager.restore({"training": training})
         if restored is not None:
-            self._record.write("restored", step=restored.step, is_fast=restored.uri.startswith(f"{self._fast}/"))
-            if training.rank == 0:
-                print(f"resumed from {restored.uri}", flush=True)
+            num_of_root = restored.report.num_objects_of_copy
+            self._record.write("restored", step=restored.step, num_of_root=num_of_root)
+            place = f"the root, as its host lacks {num_of_root} objects" if num_of_root else restored.uri
+            print(f"rank {training.rank} resumed from step {restored.step} in {place}", flush=True)
 
     def save(self, training: Training) -> None:
         """Save in the background; at the fatal step, kill this process as soon as all is committed and copied."""
@@ -214,7 +214,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     if args.fast is not None:
         checkpoints = FastCheckpoints(
             args.uri,
-            args.fast,
+            args.fast / f"host-{rank}",
             fast_every=args.save_every,
             die_after_save=args.die_after_save,
             options=options,
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, required=True, help="directory for what happened")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=0, help="steps; 0: never")
-    parser.add_argument("--fast", type=Path, help="fast place of the checkpoints")
+    parser.add_argument("--fast", type=Path, help="folder of the hosts' fast places")
     parser.add_argument("--die-after-save", type=int, default=0, help="step at which all ranks die, with a fast place")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)

@@ -31,6 +31,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     InvalidOptionError,
     InvalidURIError,
+    SaveCancelledError,
     StoreError,
     UnsupportedValueError,
 )
@@ -817,7 +818,8 @@ def test_a_save_during_which_the_fast_place_fills_up_is_made_in_the_bucket(
         assert made.result(WAIT_S).report is not None
         assert made.uri == str(root / "step-1")
     assert (names(fast), names(root)) == ([], ["step-1"])
-    assert not [path for path in (fast / "step-1").rglob("*") if path.is_file()], "what the failed save left"
+    left = [path for path in (fast / "step-1").rglob("*") if path.is_file()]
+    assert len(left) == (trouble is full_for_manifest), "data stays only if the manifest may be there"
     assert "because the fast place failed" in warnings(caplog)
     assert "No space left" in warnings(caplog)
     assert manager.failures == ()
@@ -848,6 +850,27 @@ def test_a_save_that_both_places_refuse_names_both(fast: Path, root: Path, *, as
     save_all(manager, 1)
     manager.close(WAIT_S)
     assert names(fast) == ["step-1"]
+
+
+def test_a_save_that_goes_on_in_the_bucket_can_be_cancelled(fast: Path, root: Path) -> None:
+    """If this fails, a job that is told to stop waits for a whole upload to the bucket."""
+    places, begun, is_told = Places(), threading.Event(), threading.Event()
+
+    def wait(call: Call) -> None:
+        if call.operation in ("put", "create_multipart") and call.key.startswith("data/"):
+            begun.set()
+            is_told.wait(WAIT_S)
+
+    places.fail(fast, full_for_data)
+    places.fail(root, wait)
+    manager = CheckpointManager(root, fast=fast, options=make_options(wrap_store=places, retries=0))
+    handle = manager.save(1, state_of(1.0))
+    assert isinstance(handle, AsyncSave)
+    assert begun.wait(WAIT_S)
+    assert handle.cancel()
+    is_told.set()
+    assert isinstance(handle.exception(WAIT_S), SaveCancelledError)
+    assert (names(fast), names(root)) == ([], [])
 
 
 def test_a_save_that_fails_for_another_reason_is_not_tried_again(fast: Path, root: Path) -> None:

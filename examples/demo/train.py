@@ -156,7 +156,7 @@ class FastCheckpoints:
         if restored is not None:
             num_of_root = restored.report.num_objects_of_copy
             self._record.write("restored", step=restored.step, num_of_root=num_of_root)
-            place = f"the root, as its host lacks {num_of_root} objects" if num_of_root else restored.uri
+            place = "the root, because its host lacks a part" if num_of_root else restored.uri
             print(f"rank {training.rank} resumed from step {restored.step} in {place}", flush=True)
 
     def save(self, training: Training) -> None:

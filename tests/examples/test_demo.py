@@ -33,7 +33,7 @@ def test_the_whole_demo_in_short(tmp_path: Path) -> None:
         "rank 1 was killed (SIGKILL) after part 2 of step-3/data/",
         "step-3   not a checkpoint: no manifest, ",
         "resumed from step-2, the newest checkpoint",
-        "rank 1 resumed from step 2 in the root, as its host lacks ",
+        "rank 1 resumed from step 2 in the root, because its host lacks a part",
         "rank 1 resumed from step 3 in /",
         "of: killed, resumed)",
         "of: both-killed, disk-lost, host-back)",

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
 from cloudckpt._display import Listing, add_note, pairs_to_html
@@ -560,7 +559,7 @@ class CheckpointManager(OfThisProcess):
             _hosts=None if fast is None else fast.hosts,
         )
 
-    def _leave_fast(self, saved: SavedStep, folder: str, failure: CheckpointException) -> ObjectStoreWriter | None:
+    def _leave_fast(self, saved: SavedStep, folder: str, failure: BaseException) -> ObjectStoreWriter | None:
         """Return a writer to the root, for the same save, if the fast place has failed."""
         if not is_store_failure(failure) and not isinstance(failure, IncompleteSaveError):
             return None

@@ -197,10 +197,12 @@ class Options:
     verify: bool = True
     """Verify every byte that is read against the checksum of the save. With False, damaged bytes load without an
     error."""
-    allow_lossy_casts: bool = False
+    allow_lossy_casts: bool | Literal["rounding"] = False
     """If True, a load casts as torch's ``copy_``, also values that the dtype of the tensor cannot hold, such as 2.5 in
-    an integer tensor. If False, it raises `StateDictMismatchError` for these values, and rounds floats to another
-    precision with a warning. Set it to drop imaginary parts or fractions on purpose."""
+    an integer tensor. Otherwise, it raises `StateDictMismatchError` for these values. If floats of a checkpoint are
+    rounded to another precision, it warns. It rounds those of safetensors files only with ``"rounding"`` or True. Set it
+    to ``"rounding"`` to load published weights into a smaller dtype, and to True to drop imaginary parts or fractions
+    on purpose."""
     compare_replicas: Literal["sample", "whole", "never"] = "sample"
     """Comparison of entries that several ranks hold under one name. In the parameters and optimizer states of live
     objects, they must be equal. If other tensors differ, the lowest rank saves its own. ``"sample"`` compares tensors
@@ -316,8 +318,9 @@ _TYPES: tuple[_Rule, ...] = (
     ("connections", lambda value: value is None or _is_a(numbers.Integral)(value), "a whole number or None"),
     *(
         (name, _is_a(bool), "True or False")
-        for name in ("verify", "allow_lossy_casts", "async_overlap", "resume", "progress")
+        for name in ("verify", "async_overlap", "resume", "progress")
     ),
+    ("allow_lossy_casts", lambda value: _is_a(bool)(value) or value == "rounding", "True, False or 'rounding'"),
     ("metadata", _is_a(Mapping), "a mapping"),
     ("extensions", _are_extensions, "a list of StreamTransformExtension objects"),
     ("on_event", _is_callable_or_none, "callable or None"),

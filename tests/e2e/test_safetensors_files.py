@@ -304,24 +304,46 @@ def test_names_that_differ_are_told_together(tmp_path: Path) -> None:
         cloudckpt.load(tmp_path / "other", model=net, optimizer=torch.optim.AdamW(net.parameters()))
 
 
-def test_dtype_is_cast_as_that_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If this fails, a model of another dtype gets wrong weights, or loses digits without a word."""
-    content = {"weight": torch.randn(16, 8), "bias": torch.randn(16)}
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_floats_are_rounded_only_when_asked(
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a model loses digits that nobody gave up, or cannot be loaded although it keeps them all."""
+    caplog.set_level(logging.INFO, "cloudckpt")
+    content = {"weight": torch.randn(16, 8).to(stored), "bias": torch.randn(16).to(stored)}
+    put(f"{tmp_path}/hub", split(content, 1))
+    layer = nn.Linear(8, 16, dtype=wanted)
+    before = bits(plain(layer))
+    expected = bits({name: tensor.to(wanted) for name, tensor in content.items()})
+    if torch.promote_types(stored, wanted) == wanted:  # it holds each value of both
+        cloudckpt.load(tmp_path / "hub", model=layer)
+    else:
+        with pytest.raises(StateDictMismatchError) as caught:
+            cloudckpt.load(tmp_path / "hub", model=layer)
+        shown = f"{stored} → {wanted} (2 of them, such as ".replace("torch.", "")
+        assert shown in str(caught.value)
+        assert "allow_lossy_casts='rounding'" in str(caught.value)
+        assert bits(plain(layer)) == before
+        cloudckpt.load(tmp_path / "hub", model=layer, options=make_options(allow_lossy_casts="rounding"))
+    assert bits(plain(layer)) == expected
+    assert sum("in another dtype" in record.message for record in caplog.records) == (stored is not wanted)
+
+
+def test_files_are_rounded_as_a_checkpoint_is(tmp_path: Path) -> None:
+    """If this fails, who asks for rounding gets infinities, or what a checkpoint would not give."""
+    content = {"weight": torch.tensor([[1.0, 1e30]]), "bias": torch.randn(1)}
     put(f"{tmp_path}/hub", split(content, 1))
     cloudckpt.save(content, tmp_path / "step-1", no_dist=True)
     answers = []
     for uri, rename in ((tmp_path / "hub", None), (tmp_path / "step-1", {"": "model"})):
-        for allow in (False, True):
-            caplog.clear()
-            layer = nn.Linear(8, 16, dtype=torch.bfloat16)
-            options = make_options(allow_lossy_casts=allow)
+        layer = nn.Linear(2, 1, dtype=torch.float16)
+        with pytest.raises(StateDictMismatchError, match=r"weight.* such as 1"):
+            options = make_options(allow_lossy_casts="rounding")
             cloudckpt.load(uri, model=layer, rename=rename, options=options)
-            told = [
-                record.getMessage().replace(str(uri), "") for record in caplog.records if record.levelno > logging.INFO
-            ]
-            answers.append((bits(plain(layer)), told))
-    assert answers[:2] == answers[2:]
-    assert answers[0][0] == bits({name: tensor.bfloat16() for name, tensor in content.items()})
+        cloudckpt.load(uri, model=layer, rename=rename, options=make_options(allow_lossy_casts=True))
+        answers.append(bits(plain(layer)))
+    assert answers[0] == answers[1] == bits({name: tensor.half() for name, tensor in content.items()})
 
 
 def test_dtype_that_torch_lacks_hinders_only_what_wants_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

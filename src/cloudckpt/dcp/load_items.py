@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -12,12 +13,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from cloudckpt.dcp.torch_metadata import LazyList
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError, quote_names
-from cloudckpt.format.model import ItemLocation, Manifest
+from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.io.boxes import Box
 from cloudckpt.pipeline.wanted_items import WantedItem, WantedItems, new_wanted_box, new_wanted_value
 from cloudckpt.tensors.addresses import find_overlapping
-from cloudckpt.tensors.casts import log_casts, new_cast_check
+from cloudckpt.tensors.casts import Casts, group_casts, log_casts, new_cast_check, refuse_rounding
 from cloudckpt.tensors.load_targets import TensorTarget, find_whole_address
 from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, dtype_of, is_short, refuse_target
 
@@ -72,7 +73,7 @@ def find_wanted_items(
     *,
     tensors_of: Callable[[Sequence[str]], list[torch.Tensor]] | None,
     on_value: Callable[[ReadItem, ItemLocation, bytes | bytearray], object],
-    allows_lossy_casts: bool,
+    allows_lossy_casts: bool | Literal["rounding"],
     uri: str,
     is_logged: bool,
 ) -> WantedItems:
@@ -103,7 +104,12 @@ def find_wanted_items(
     single = {number: items[number] for number, address in enumerate(addresses) if not address}
     single.update(enumerate(other_items, len(fqns)))
     make = functools.partial(
-        _new_wanted_item, planner, storage_data, on_value=on_value, allows_lossy_casts=allows_lossy_casts, uri=uri
+        _new_wanted_item,
+        planner,
+        storage_data,
+        on_value=on_value,
+        allows_lossy_casts=allows_lossy_casts is True,
+        uri=uri,
     )
     wanted = {number: make(item) for number, item in single.items()}
     ends = [address + chunk.end - chunk.begin for address, chunk in zip(addresses, chunks, strict=True)]
@@ -116,8 +122,13 @@ def find_wanted_items(
         if number not in wanted:
             wanted[number] = make(items[number])
     _copy_into_shared_memory([wanted[number] for number in overlapping])
-    if is_logged:
-        _log_casts(wanted.values(), uri=uri)
+    is_of_files = isinstance(manifest, FilesManifest)  # their dtype is another program's choice
+    if is_logged or is_of_files:
+        casts = _find_casts(wanted.values())
+        if is_of_files and not allows_lossy_casts:
+            refuse_rounding(casts, uri=uri)
+        if is_logged:
+            log_casts(casts, uri=uri)
     whole = [number for number in range(len(fqns)) if number not in wanted]
     return WantedItems(
         list(wanted.values()),
@@ -147,15 +158,15 @@ def _copy_into_shared_memory(wanted: Sequence[WantedItem]) -> None:
                     target.dropped_crcs = {}
 
 
-def _log_casts(wanted: Iterable[WantedItem], *, uri: str) -> None:
-    """Log which tensors get another dtype than the stored one."""
+def _find_casts(wanted: Iterable[WantedItem]) -> Casts:
+    """Return which tensors get another dtype than the stored one."""
     casts = []
     for item in wanted:
         if item.tensor is not None and item.location.dtype is not None:
             stored = dtype_of(item.location.dtype)
             if item.tensor.dtype is not stored:
                 casts.append((item.name, stored, item.tensor.dtype))
-    log_casts(casts, uri=uri)
+    return group_casts(casts)
 
 
 def log_dropped(wanted: WantedItems, *, uri: str) -> None:

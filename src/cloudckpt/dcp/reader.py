@@ -636,7 +636,7 @@ class ObjectStoreReader(StorageReader):
                 planner,
                 metadata,
                 rank=context.rank,
-                allows_lossy_casts=self._options.allow_lossy_casts,
+                allows_lossy_casts=self._options.allow_lossy_casts is True,
             )
         else:
             assert manifest is not None and wanted is not None  # noqa: S101, PT018  # read_metadata has found it

@@ -32,7 +32,7 @@ from cloudckpt.io.client import StoreClient
 from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB
 from cloudckpt.report import LoadReport
-from cloudckpt.tensors.casts import log_casts, new_cast_check
+from cloudckpt.tensors.casts import group_casts, log_casts, new_cast_check
 from cloudckpt.tensors.tensor_bytes import writable
 
 _BUFFER_BYTES = 4 * MIB
@@ -58,7 +58,7 @@ class TorchCheckpointReader(FileSystemReader):
         checking = _CheckingPlanner(planner, metadata, allows_lossy_casts=allows_lossy_casts, uri=self._uri)
         self.read_data(plan, checking).wait()
         if rank == 0:  # one rank says it for all
-            log_casts(checking.casts, uri=self._uri)
+            log_casts(group_casts(checking.casts), uri=self._uri)
         return LoadReport(
             uri=self._uri,
             attempt="",

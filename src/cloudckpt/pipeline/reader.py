@@ -558,7 +558,7 @@ class Reader:
 
     def find_cast(self, name: str, stored: torch.dtype, tensor: torch.Tensor) -> CastCheck | None:
         """Return the check of a cast to the dtype of `tensor`, unless none is needed or the options allow any loss."""
-        if self.context.options.allow_lossy_casts:
+        if self.context.options.allow_lossy_casts is True:
             return None
         return new_cast_check(name, stored, tensor, uri=self.context.uri, remedy="Choose another dtype")
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ _COMPLEX = frozenset({torch.complex128, torch.complex64, torch.complex32})
 _CHECKED_DTYPES = _INTEGERS | _FLOATS | _COMPLEX | {torch.bool}
 _SLICE_ELEMENTS = 1 << 18  # so that the memory of a check stays in the cache of a core
 
+Casts: TypeAlias = dict[tuple[torch.dtype, torch.dtype], dict[str, None]]
+"""Names of tensors by their stored and wanted dtypes, in their order."""
+_ROUND_HINT = Hint(advice="To round them, {option}.", option="Options.allow_lossy_casts", value="'rounding'")
 ALLOW_LOSSY_CASTS_HINT = Hint(
     advice="To cast as torch's copy_() does, {option}.", option="Options.allow_lossy_casts", value="True"
 )
@@ -83,24 +86,45 @@ def new_cast_check(
     return cast if _can_lose(stored, wanted) else None
 
 
-def log_casts(casts: Iterable[tuple[str, torch.dtype, torch.dtype]], *, uri: str) -> None:
-    """Log in one line that tensors are loaded in other dtypes. `casts` has names, stored dtypes and wanted dtypes.
-
-    It is a warning if floats are rounded.
-    """
-    names: dict[tuple[torch.dtype, torch.dtype], dict[str, None]] = {}
+def group_casts(casts: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> Casts:
+    """Return the names of the tensors to cast, from names, stored dtypes and wanted dtypes."""
+    names: Casts = {}
     for fqn, stored, wanted in casts:
         names.setdefault((stored, wanted), {})[fqn] = None
-    if not names:
-        return
-    inexact = _FLOATS | _COMPLEX
-    is_rounded = any({*pair} <= inexact and _max_exact_integer(pair[1]) < _max_exact_integer(pair[0]) for pair in names)
-    shown = ", ".join(
-        f"{stored} → {wanted} ({len(fqns)} of them, such as {next(iter(fqns))!r})".replace("torch.", "")
-        for (stored, wanted), fqns in names.items()
+    return names
+
+
+def log_casts(casts: Casts, *, uri: str) -> None:
+    """Log in one line that tensors are loaded in other dtypes. It is a warning if floats are rounded."""
+    if casts:
+        level = logging.WARNING if any(_can_round(*pair) for pair in casts) else logging.INFO
+        text = "tensors of %s are to be loaded in another dtype than they were saved in: %s"
+        _log.log(level, text, uri, _describe(casts))
+
+
+def refuse_rounding(casts: Casts, *, uri: str) -> None:
+    """Raise `StateDictMismatchError` if floats would be rounded, with names of their tensors."""
+    if rounded := {pair: names for pair, names in casts.items() if _can_round(*pair)}:
+        raise StateDictMismatchError(
+            f"tensors of {uri} would be rounded: {_describe(rounded)}. Load them into tensors of their dtype",
+            uri=uri,
+            hint=_ROUND_HINT,
+        )
+
+
+def _describe(casts: Casts) -> str:
+    return ", ".join(
+        f"{stored} → {wanted} ({len(names)} of them, such as {next(iter(names))!r})".replace("torch.", "")
+        for (stored, wanted), names in casts.items()
     )
-    level = logging.WARNING if is_rounded else logging.INFO
-    _log.log(level, "tensors of %s are to be loaded in another dtype than they were saved in: %s", uri, shown)
+
+
+@functools.cache
+def _can_round(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return True if a float loses digits, or a small one becomes 0."""
+    if not {stored, wanted} <= _FLOATS | _COMPLEX:
+        return False
+    return _max_exact_integer(wanted) < _max_exact_integer(stored) or _smallest(wanted) > _smallest(stored)
 
 
 @functools.cache
@@ -192,6 +216,13 @@ def _max_exact_integer(dtype: torch.dtype) -> int:
     while torch.tensor(number + 1, dtype=torch.float64).to(dtype).double().item() == number + 1:
         number *= 2
     return number
+
+
+@functools.cache
+def _smallest(dtype: torch.dtype) -> float:
+    """Return the number of the lowest bit alone, the smallest above 0 but for float8_e8m0fnu."""
+    lowest_bit = [1] + [0] * (dtype.to_real().itemsize - 1)
+    return torch.tensor(lowest_bit, dtype=torch.uint8).view(dtype.to_real()).double().item()
 
 
 def _min_of(dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ import re
 import struct
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,7 @@ class Hub(MemoryFileSystem):
 
     protocol = "hf"
     has_hashes = False
+    published: Mapping[str, str] = {}
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -229,6 +230,8 @@ class Hub(MemoryFileSystem):
         found: dict[str, Any] = super().info(path, **settings)
         del found["created"]
         digest = hashlib.sha1(self.cat_file(path), usedforsecurity=False).hexdigest() if found["type"] == "file" else ""
+        sha256 = self.published.get(path.rpartition("/")[2])
+        found["lfs"] = None if sha256 is None else {"sha256": sha256, "size": found["size"], "pointer_size": 130}
         return found | ({"blob_id": digest} if self.has_hashes else {})
 
 
@@ -252,6 +255,66 @@ def test_hub_that_tells_no_time_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_p
     if has_hashes:
         cloudckpt.load(hub, model=held, options=make_options(wrap_store=faults))
         assert bits(plain(held)) == bits({name: tensor + 1 for name, tensor in wide.items()})
+
+
+def put_cache(root: Path, files: Files) -> str:
+    """Lay the files out as a snapshot of Hugging Face's cache, which links to blobs that are named by their SHA-256."""
+    model = root / "models--org--name"
+    snapshot = model / "snapshots" / "1f2e"
+    for folder in (snapshot, model / "blobs"):
+        folder.mkdir(parents=True)
+    for name, body in files.items():
+        sha = (hashlib.sha256 if name.endswith(".safetensors") else hashlib.sha1)(body).hexdigest()
+        (model / "blobs" / sha).write_bytes(body)
+        (snapshot / name).symlink_to(f"../../blobs/{sha}")
+    return str(snapshot)
+
+
+def put_download(root: Path, files: Files) -> str:
+    """Lay the files out as `hf download --local-dir` does."""
+    notes = root / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    for name, body in files.items():
+        (root / name).write_bytes(body)
+        (notes / f"{name}.metadata").write_text(f"1f2e\n{hashlib.sha256(body).hexdigest()}\n1732795200.5\n")
+    return str(root)
+
+
+def put_hub(_root: Path, files: Files) -> str:
+    uri = f"hf://org/{uuid.uuid4().hex}"
+    Hub().pipe({f"{uri}/{name}": body for name, body in files.items()})
+    return uri
+
+
+@pytest.mark.parametrize("kind", [put_cache, put_download, put_hub])
+def test_verify_compares_files_with_the_hash_that_the_hub_has_published(
+    kind: Callable[[Path, Files], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If this fails, a damaged download of a model is called whole, or nothing can prove a good one."""
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "hf", Hub)
+    monkeypatch.setattr(Hub, "published", {name: hashlib.sha256(body).hexdigest() for name, body in WHOLE.items()})
+    uri = kind(tmp_path, WHOLE)
+    options = make_options(read_bytes=8192, request_bytes=4096, tile_bytes=4096, connections=2)
+    report = cloudckpt.verify(uri, options=options)
+    assert report.num_bytes == sum(len(body) for name, body in WHOLE.items() if name != INDEX)
+    assert (report.uri, report.num_objects, report.num_tensors) == (uri, 2, len(plain(made(Net, 1))))
+    assert cloudckpt.verify(f"{uri}/{FIRST}", options=options).num_objects == 1
+    damaged = WHOLE[FIRST][:-1] + bytes([WHOLE[FIRST][-1] ^ 1])
+    if kind is put_hub:
+        Hub().pipe(f"{uri}/{FIRST}", damaged)
+    else:
+        Path(uri, FIRST).write_bytes(damaged)  # through the link
+    with pytest.raises(CorruptCheckpointError, match=f"{FIRST} has another SHA-256.*Download it again") as caught:
+        cloudckpt.verify(uri, options=options)
+    assert len(caught.value.problems) == 1
+
+
+def test_verify_says_nothing_of_files_whose_hash_is_unknown(tmp_path: Path) -> None:
+    """If this fails, `verify` calls files whole that it could not compare with anything."""
+    uri = put_download(tmp_path / "a", WHOLE)
+    (tmp_path / "a" / ".cache" / "huggingface" / "download" / f"{FIRST}.metadata").write_text("1f2e\n")
+    with pytest.raises(CheckpointNotFoundError, match=f"no checksums.*'{FIRST}'.*import"):
+        cloudckpt.verify(uri)
 
 
 @pytest.mark.parametrize("missing", ["head.weight", "embed.weight"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -14,12 +15,15 @@ from cloudckpt.commit.log import resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     ObjectNotFoundError,
     ShortObjectError,
     changed_error,
     join_first,
+    quote_names,
 )
+from cloudckpt.format.model import FilesManifest, StoredObject
 from cloudckpt.format.safetensors import (
     LENGTH_BYTES,
     ObjectContents,
@@ -33,6 +37,7 @@ from cloudckpt.io.reads import RangeRead
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.safetensors_files import find_published_sha256, find_source
 from cloudckpt.report import VerifyReport
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.tensors.host_memory import Arena
@@ -46,12 +51,15 @@ _MIN_READ_BYTES = 4096
 
 
 def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> VerifyReport:
-    """Read every byte of the checkpoint at `uri`, and compare it with the checksums of the save.
+    """Read every byte of the checkpoint or the safetensors files at `uri`, and compare it with the checksums.
 
     Needs no model and no process group, and runs no code from the store. Checks the manifest, the existence and exact
     size of each object, the CRC32C of every tile with header and padding, and each safetensors header against the
     manifest. Takes `Options.connections` requests at once and at most `Options.read_bytes` of memory besides the
     manifest and the headers.
+
+    Safetensors files of other programs have no checksums, but Hugging Face's hub publishes their SHA-256. It is known
+    from ``hf://``, in a snapshot of the hub's cache, and in a folder that ``hf download --local-dir`` has made.
 
     Args:
         uri: The checkpoint.
@@ -62,7 +70,8 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
 
     Raises:
         CorruptCheckpointError: Something differs. ``problems`` has all differences, each with its object and tensors.
-        CheckpointNotFoundError: No checkpoint exists at `uri`, or only one of torch's own writer, without checksums.
+        CheckpointNotFoundError: No checkpoint exists at `uri`, or only one of torch's own writer, without checksums,
+            or safetensors files whose SHA-256 is unknown.
         CheckpointChangedError: The checkpoint was overwritten twice during the call.
         UnsupportedFormatError: A newer cloudckpt wrote it.
         StoreError: A request failed, which proves no damage.
@@ -83,16 +92,18 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
 
 def _verify_once(location: Location, options: Options) -> VerifyReport:
     begun_s = time.monotonic()
-    context = Context(location, options, rank=0)
-    manifest = resolve(context.client).manifest
+    context, resolved = find_source(Context(location, options, rank=0))
+    manifest = resolved.manifest
     reader = Reader(context, manifest)
-    problems = Verification(reader).run()
+    is_of_files = isinstance(manifest, FilesManifest)
+    problems = _find_file_problems(reader, uri=location.uri) if is_of_files else Verification(reader).run()
     if problems and reader.has_changed():
         raise changed_error(location.uri, doing="verified", advice="Verify again")
     if problems:
         shown = join_first(problems)
         raise CorruptCheckpointError(
-            f"{location.uri} is not what was saved: {shown}. Load an older checkpoint",
+            f"{location.uri} is not what was {'published' if is_of_files else 'saved'}: {shown}. "
+            f"{'Download it again' if is_of_files else 'Load an older checkpoint'}",
             uri=location.uri,
             problems=problems,
         )
@@ -109,6 +120,44 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
     )
     _log.info("verified %s%s", report.uri, transferred(report.num_bytes, report.verify_s))
     return report
+
+
+def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
+    """Compare whole safetensors files with the SHA-256 that Hugging Face's hub has published of each."""
+    context, files = reader.context, reader.manifest.objects
+    published = {file.key: find_published_sha256(context, file.key) for file in files}
+    if unknown := [key for key, sha256 in published.items() if sha256 is None]:
+        raise CheckpointNotFoundError(
+            f"{uri} has no checksums: nothing tells the SHA-256 that a hub has published of {quote_names(unknown)}. The "
+            "headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, whose later damage is found",
+            uri=uri,
+        )
+    context.emit("verify.planned", num_bytes=sum(file.size for file in files))
+    arena, read_bytes = Arena(budget_bytes=context.options.read_bytes), _choose_read_bytes(context)
+    problems: dict[str, str] = {}
+
+    def check(file: StoredObject) -> None:
+        def look() -> None:
+            digest = hashlib.sha256()
+            try:
+                for begin in range(0, file.size, read_bytes):
+                    with arena.lend(min(read_bytes, file.size - begin)) as buffer:
+                        view = bytes_view(buffer)
+                        download_range(context.client, key=file.key, begin=begin, views=[view])
+                        digest.update(view)
+            except (ObjectNotFoundError, ShortObjectError) as error:
+                raise _DamagedUnitError(str(error)) from error
+            if digest.hexdigest() != published[file.key]:
+                raise _DamagedUnitError(f"{context.client.url(file.key)} has another SHA-256 than the hub has published")
+
+        try:
+            context.client.confirm(look, errors=_DamagedUnitError)
+        except _DamagedUnitError as error:
+            problems[file.key] = str(error)
+        context.emit("verify.range_read", key=file.key, num_bytes=file.size)
+
+    run_all(files, check, num_threads=context.connections, name="cloudckpt-verify", on_failure=context.stop)
+    return [problems[file.key] for file in files if file.key in problems]
 
 
 def find_unlisted(uri: str, *, options: Options) -> str:
@@ -134,6 +183,11 @@ class _DamagedUnitError(Exception):
     """The bytes that were read differ from those of the save. Each argument is a sentence about a difference."""
 
 
+def _choose_read_bytes(context: Context) -> int:
+    options = context.options
+    return max(min(options.advanced.request_bytes, options.read_bytes // context.connections), _MIN_READ_BYTES)
+
+
 class Verification:
     """Reads and checks everything that one manifest names, without torch.distributed.
 
@@ -145,11 +199,8 @@ class Verification:
         self._client = reader.context.client
         self._manifest = reader.manifest
         self._contents: list[ObjectContents] = []
-        options = reader.context.options
-        self._arena = Arena(budget_bytes=options.read_bytes)
-        self._read_bytes = max(
-            min(options.advanced.request_bytes, options.read_bytes // reader.context.connections), _MIN_READ_BYTES
-        )
+        self._arena = Arena(budget_bytes=reader.context.options.read_bytes)
+        self._read_bytes = _choose_read_bytes(reader.context)
         # Many threads write these attributes. Only one at a time uses a key, or a list within `_damage`.
         self._sizes_bytes: dict[int, int] = {}
         self._damage: list[list[tuple[int, int]]] = [[] for _ in self._manifest.objects]

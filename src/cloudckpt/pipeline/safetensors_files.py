@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +75,7 @@ _DTYPE_OF_TAG = {
 _MAX_INDEX_BYTES = 256 * MIB
 _FIRST_READ_BYTES = 64 * KIB  # holds the header of most files
 _UNIT_BYTES = 64  # keeps elements of every size whole in each request
+_SHA256 = re.compile("[0-9a-f]{64}")
 _SHARDS_KEY = "DCP_SHARDING_INFO"
 _FRAMEWORK_KEY = "format"
 """Key in the metadata of nearly all files. Its value, such as ``pt``, is no tensor."""
@@ -136,6 +138,26 @@ def list_source(source: Context) -> SafetensorsFiles:
             hint=Hint(advice="To import a file of torch.save, {option}", option="format", value="'torch'"),
         )
     return SafetensorsFiles(context, name, uri=source.uri)
+
+
+def find_published_sha256(folder: Context, key: str) -> str | None:
+    """Return the SHA-256 that Hugging Face's hub has published of a file; None if nothing here tells it.
+
+    A snapshot in the hub's cache links to a blob of that name, and ``hf://`` has it as the version. A download into a
+    folder leaves it in ``.cache/huggingface/``: https://huggingface.co/docs/huggingface_hub/guides/download
+    """
+    path, client = folder.location.local_path, folder.client
+    if folder.location.scheme == "hf":
+        told = client.require(key).version
+    elif path is not None and Path(path, key).is_symlink():
+        told = Path(path, key).readlink().name
+    else:
+        try:
+            note = client.call(client.store.read, f".cache/huggingface/download/{key}.metadata", max_bytes=MIB)
+        except ObjectNotFoundError:
+            return None
+        told = [*note.decode(errors="replace").splitlines(), "", ""][1]  # after the commit
+    return told if _SHA256.fullmatch(told) else None
 
 
 class _Entry(NamedTuple):

@@ -308,7 +308,8 @@ def _size(info: Mapping[str, Any]) -> int:
 
 
 def _object_info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
-    version = next((str(info[name]) for name in _VERSION_NAMES if info.get(name)), "")
+    large = info.get("lfs") or {}  # of Hugging Face's hub, which tells the SHA-256 of such a file
+    version = next((str(found) for name in _VERSION_NAMES if (found := large.get("sha256") or info.get(name))), "")
     written_at = _modified_at(info)
     # An object of this moment is never old enough for gc.
     modified_at = datetime.now(tz=timezone.utc) if written_at is None else written_at

@@ -5,14 +5,14 @@ on gloo, and times the load alone: from a barrier to the end of the slowest rank
 each that warms up and compares every element.
 
 - `cloudckpt`: ``cloudckpt.load(uri, model=model)``.
-- `cloudckpt-exact`: the same without gaps: ``AdvancedOptions(max_gap_bytes=0, max_over_read=0.0)``. It has several ranks.
+- `cloudckpt-exact`: the same without gaps: ``max_gap_bytes=0``, ``max_over_read=0.0``. On several ranks.
 - `runai`: Run:ai's streamer (``runai-model-streamer[s3]``) on each rank, which keeps its part of each tensor.
 - `runai-distributed`: the same with ``is_distributed=True``: ranks read parts, and broadcast them.
 - `download`: rank 0 downloads the files by boto3 into memory (``/dev/shm``), and each rank takes slices by `safe_open`.
 - `fsspec`: each rank reads whole files by s3fs, and keeps its part of each tensor.
 
-The bars are those of `cloudckpt`: each rank reads at most 1.05 times the bytes that it keeps, and one rank is at least as
-fast as Run:ai's streamer.
+The bars of `cloudckpt`: each rank reads at most 1.05 times the bytes that it keeps, and one rank is at least as fast as
+Run:ai's streamer.
 """
 
 from __future__ import annotations

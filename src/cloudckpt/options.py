@@ -200,9 +200,9 @@ class Options:
     allow_lossy_casts: bool | Literal["rounding"] = False
     """If True, a load casts as torch's ``copy_``, also values that the dtype of the tensor cannot hold, such as 2.5 in
     an integer tensor. Otherwise, it raises `StateDictMismatchError` for these values. If floats of a checkpoint are
-    rounded to another precision, it warns. It rounds those of safetensors files only with ``"rounding"`` or True. Set it
-    to ``"rounding"`` to load published weights into a smaller dtype, and to True to drop imaginary parts or fractions
-    on purpose."""
+    rounded to another precision, it warns. Those of safetensors files are rounded only with ``"rounding"`` or True. Set
+    it to ``"rounding"`` to load published weights into a smaller dtype, and to True to drop imaginary parts or
+    fractions on purpose."""
     compare_replicas: Literal["sample", "whole", "never"] = "sample"
     """Comparison of entries that several ranks hold under one name. In the parameters and optimizer states of live
     objects, they must be equal. If other tensors differ, the lowest rank saves its own. ``"sample"`` compares tensors
@@ -316,10 +316,7 @@ _TYPES: tuple[_Rule, ...] = (
         for name in ("staging_bytes", "read_bytes")
     ),
     ("connections", lambda value: value is None or _is_a(numbers.Integral)(value), "a whole number or None"),
-    *(
-        (name, _is_a(bool), "True or False")
-        for name in ("verify", "async_overlap", "resume", "progress")
-    ),
+    *((name, _is_a(bool), "True or False") for name in ("verify", "async_overlap", "resume", "progress")),
     ("allow_lossy_casts", lambda value: _is_a(bool)(value) or value == "rounding", "True, False or 'rounding'"),
     ("metadata", _is_a(Mapping), "a mapping"),
     ("extensions", _are_extensions, "a list of StreamTransformExtension objects"),

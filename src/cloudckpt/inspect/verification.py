@@ -128,8 +128,8 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
     published = {file.key: find_published_sha256(context, file.key) for file in files}
     if unknown := [key for key, sha256 in published.items() if sha256 is None]:
         raise CheckpointNotFoundError(
-            f"{uri} has no checksums: nothing tells the SHA-256 that a hub has published of {quote_names(unknown)}. The "
-            "headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, whose later damage is found",
+            f"{uri} has no checksums: nothing tells the SHA-256 that a hub has published of {quote_names(unknown)}. "
+            "The headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, whose later damage is found",
             uri=uri,
         )
     context.emit("verify.planned", num_bytes=sum(file.size for file in files))
@@ -148,7 +148,9 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
             except (ObjectNotFoundError, ShortObjectError) as error:
                 raise _DamagedUnitError(str(error)) from error
             if digest.hexdigest() != published[file.key]:
-                raise _DamagedUnitError(f"{context.client.url(file.key)} has another SHA-256 than the hub has published")
+                raise _DamagedUnitError(
+                    f"{context.client.url(file.key)} has another SHA-256 than the hub has published"
+                )
 
         try:
             context.client.confirm(look, errors=_DamagedUnitError)

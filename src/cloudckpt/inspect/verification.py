@@ -128,7 +128,7 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
     published = {file.key: find_published_sha256(context, file.key) for file in files}
     if unknown := [key for key, sha256 in published.items() if sha256 is None]:
         raise CheckpointNotFoundError(
-            f"{uri} has no checksums: nothing tells the SHA-256 that a hub has published of {quote_names(unknown)}. "
+            f"{uri} has no checksums: nothing tells the SHA-256 that the hub published of {quote_names(unknown)}. "
             "The headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, whose later damage is found",
             uri=uri,
         )

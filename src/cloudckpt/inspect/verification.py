@@ -129,7 +129,7 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
     if unknown := [key for key, sha256 in published.items() if sha256 is None]:
         raise CheckpointNotFoundError(
             f"{uri} has no checksums: nothing tells the SHA-256 that the hub published of {quote_names(unknown)}. "
-            "The headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, whose later damage is found",
+            "The headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, with checksums",
             uri=uri,
         )
     context.emit("verify.planned", num_bytes=sum(file.size for file in files))

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -81,9 +82,11 @@ def make_model(num_bytes: int) -> nn.Module:
 
 
 def fill(name: str, shape: torch.Size) -> torch.Tensor:
-    """Return the contents of a tensor, which its name decides."""
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)
+    """Return the contents of a tensor, which its name decides. They repeat, but not by a power of two."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    block = torch.randint(-(2**15), 2**15, (65521,), dtype=torch.int16, generator=generator)
+    num_blocks = -(-shape.numel() // len(block))
+    return block.repeat(num_blocks)[: shape.numel()].view(torch.bfloat16).view(shape)
 
 
 def put_files(uri: str, options: Any, num_bytes: int) -> int:

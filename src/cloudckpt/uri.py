@@ -47,6 +47,9 @@ _GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
 _ARN_OF_BUCKET = re.compile(r"arn:aws[a-z\-]*:s3:::(?P<bucket>[^/]+)(?P<path>/.*)?")
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html, and the pages of the console
 _AMAZON_HOST = re.compile(r"(?:(?P<bucket>.+)\.)?s3[a-z0-9.\-]*\.amazonaws\.com(?:\.cn)?(?::[0-9]+)?", re.IGNORECASE)
+_AZURE_HOST = re.compile(r"(?P<account>[a-z0-9]+)\.(?:blob|dfs)\.core\.[a-z.]+")
+_OTHER_SCHEMES = {"azure": "az", "wasb": "abfs", "wasbs": "abfss"}
+"""Schemes of other programs for Azure, and what fsspec calls them."""
 STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
 """The names of the folders in which a manager keeps the steps of a run."""
 # S3 and GCS take keys of 1024 bytes; what is left is for the longest key inside a checkpoint.
@@ -277,6 +280,11 @@ def _http_problem(scheme: str, rest: str) -> str:
     words = "is a URL, and a checkpoint can be neither listed nor committed over plain HTTP. Pass"
     if amazon is not None or host == "storage.googleapis.com":
         return f"{words} '{'s3' if amazon else 'gs'}://{key}'."
+    if (azure := _AZURE_HOST.fullmatch(host)) is not None:
+        return (
+            f"{words} 'az://{path or 'container/prefix'}' with Options(storage_options={{'account_name': "
+            f"'{azure['account']}'}}), or in a shell --storage-option account_name={azure['account']}."
+        )
     endpoint = f"{scheme}://{host or 'host'}"
     return (
         f"{words} 's3://{key}' with Options(storage_options={{'endpoint_url': '{endpoint}'}}), or in a shell "
@@ -395,7 +403,8 @@ def _unknown_scheme_message(shown: str, scheme: str) -> str:
             f"{shown!r}: {scheme!r} is a layer over another file system, which could serve stale bytes; "
             f"pass the URI of the file system below it."
         )
-    near = find_near(scheme, SERVICES, cutoff=0.5) or find_near(scheme, sorted(known_schemes()), cutoff=0.75)
+    near = _OTHER_SCHEMES.get(scheme) or find_near(scheme, SERVICES, cutoff=0.5)
+    near = near or find_near(scheme, sorted(known_schemes()), cutoff=0.75)
     hint = did_you_mean(near and f"{near}://")
     return (
         f"{shown!r} has the unknown scheme {scheme!r}{hint}. Known are {', '.join(SERVICES)}, plain paths, "

@@ -23,6 +23,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from cloudckpt.errors import (
     CredentialsError,
+    InvalidOptionError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
@@ -234,6 +235,19 @@ def _foreign(name, module, base="Exception", **members):
     """Return an error of a package that need not be installed."""
     parent = type(base, (Exception,), {"__module__": module})
     return type(name, (parent,), {"__module__": module, **members})("x")
+
+
+def test_options_that_a_file_system_refuses_are_an_error_of_the_user(bucket, monkeypatch):
+    """If this fails, a user of Azure without an account reads an internal error (exit code 70), or a secret."""
+
+    def as_adlfs(self, account_key=None, **kwargs):
+        raise ValueError(f"Must provide either a connection_string or account_name with credentials!! {account_key}")
+
+    monkeypatch.setattr(BucketFileSystem, "__init__", as_adlfs)
+    store = FsspecStore(bucket._location, storage_options={"account_key": "c2VjcmV0a2V5"})
+    with pytest.raises(InvalidOptionError, match=r"account_name with credentials.*--storage-option NAME") as caught:
+        keys(store)
+    assert "c2VjcmV0a2V5" not in str(caught.value)
 
 
 class TestErrors:

@@ -20,6 +20,7 @@ from cloudckpt.errors import (
     BucketNotFoundError,
     CloudckptError,
     CredentialsError,
+    InvalidOptionError,
     MissingDependencyError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -234,7 +235,15 @@ class FsspecStore(Store):
         if any(item.kind is item.VAR_KEYWORD or item.name == "use_listings_cache" for item in parameters):
             options["use_listings_cache"] = False
         with _importing(self._location.scheme):  # some file systems import their package only now
-            return self._kind(**options)
+            try:
+                return self._kind(**options)
+            except (TypeError, ValueError) as error:
+                if _kind(error) is not StoreError:
+                    raise
+                raise InvalidOptionError(
+                    f"{self.uri}: {self._kind.__name__} refuses its options: {_text_of(error, self._options)}. Pass "
+                    "what it needs in Options.storage_options, or in a shell by --storage-option NAME=VALUE"
+                ) from error
 
     def _file_info(self, filesystem: Filesystem, key: str, path: str) -> Mapping[str, Any]:
         info: Mapping[str, Any] = filesystem.info(path)
@@ -435,7 +444,7 @@ _PATH_ENDINGS = ("file", "filename", "path")  # key_filename=/home/… is no sec
 def translate(error: Exception, *, key: str, operation: str, options: Mapping[str, Any]) -> StoreError:
     """Return `error` as a `StoreError`, without the values of `options` that may be secret."""
     kind = _kind(error)
-    text = mask(" ".join(str(error).split()), _secrets(options)) or type(error).__name__
+    text = _text_of(error, options)
     if is_out_of_files(error):
         kind, advice = TransientStoreError, TOO_MANY_FILES
     else:
@@ -443,6 +452,10 @@ def translate(error: Exception, *, key: str, operation: str, options: Mapping[st
     failure = kind(f"{operation} {key}: {text}. {advice}".rstrip(), key=key, operation=operation)
     failure.is_unsent = advice is TOO_MANY_FILES
     return failure
+
+
+def _text_of(error: Exception, options: Mapping[str, Any]) -> str:
+    return mask(" ".join(str(error).split()), _secrets(options)) or type(error).__name__
 
 
 @contextlib.contextmanager

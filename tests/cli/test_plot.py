@@ -202,7 +202,9 @@ def test_a_report_tells_what_takes_the_space_and_what_changed(local: LocalPlace,
     assert "The table leaves out 243 more differences: cloudckpt diff lists all." in words
     assert "286 others in w14, w15, w16 and 283 more" in words
     unknown = run("report", local.root, "-o", output, "--compare", "step-20", "step-31")
-    assert (unknown.code, "'step-31'" in unknown.err) == (3, True)
+    assert (unknown.code, "'step-31'. There are: step-40, step-30, step-20" in unknown.err) == (3, True)
+    run("report", local.root, "-o", output, "--compare", "20", "30")
+    assert "step-20 to step-30" in " ".join(_Page(Path(output).read_text()).text.split())
 
 
 def test_a_report_leads_with_the_model_and_with_the_size_of_a_change(

@@ -15,7 +15,16 @@ from cloudckpt._display import count, date, seconds, size, title_of
 from cloudckpt._version import __version__
 from cloudckpt.cli._console import DENIED
 from cloudckpt.cli._draw import Figure, draw_bars, draw_series, escape, style, to_svg
-from cloudckpt.cli._metrics import BEST, REMOVED_NOTE, choose_modes, describe_modes, find_best, find_metrics, mark_best
+from cloudckpt.cli._metrics import (
+    BEST,
+    REMOVED_NOTE,
+    choose_modes,
+    describe_modes,
+    find_best,
+    find_metrics,
+    mark_best,
+    step_of,
+)
 from cloudckpt.cli.ls import add_fast
 from cloudckpt.cli.plot import (
     OutputOptions,
@@ -93,7 +102,7 @@ def report(
     *,
     compare: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="A B", help="The names of two checkpoints to compare. The last two without it."),
+        typer.Option(metavar="A B", help="The names or steps of two checkpoints to compare, else the last two."),
     ] = None,
     values: Annotated[
         bool, typer.Option("--values", help="Compare their values, too, which reads both of them wholly.")
@@ -127,8 +136,7 @@ def report(
     drawn = timeline_of(trace) if trace else None
     infos = find_checkpoints(root, common)
     committed = {info.name: info for info in infos if info.state == "committed"}
-    for name in set(compare or ()) - committed.keys():
-        raise CheckpointNotFoundError(f"no checkpoint {name!r} is committed directly under {root}", uri=root)
+    pair = [_find(name, committed, root) for name in compare or list(committed)[-2:]]
     root = parse_location(root).uri
     title = title or name_place(root)
     listed = [*infos]  # the rest of the page is about the steps of the root
@@ -143,7 +151,6 @@ def report(
     parts += ["<h2>Checkpoints</h2>", _checkpoints(listed, best, places)]
     parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _totals(newest)]
     parts.append(_figures(_contents(newest)))
-    pair = [committed[name] for name in compare or list(committed)[-2:]]
     if len(pair) > 1:
         before, after = (describe(info.uri, options=options) for info in pair)
         parts.append(_differences(before, after, common, has_values=values))
@@ -155,6 +162,20 @@ def report(
         common.console.document({"root": root, "output": str(output), "num_checkpoints": len(committed)})
     if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
+
+
+def _find(name: str, committed: Mapping[str, CheckpointInfo], root: str) -> CheckpointInfo:
+    """Return the checkpoint that ``--compare`` names, or whose step it names: the newest of them."""
+    of_step = [info for info in committed.values() if str(step_of(info)) == name]
+    found = committed.get(name) or next(reversed(of_step), None)
+    if found is None:
+        near = join_first([*committed][::-1], 3, separator=", ")
+        raise CheckpointNotFoundError(
+            f"--compare takes the names or the steps of two checkpoints directly under {root}, and none that is "
+            f"committed there is {name!r}. There are: {near}",
+            uri=root,
+        )
+    return found
 
 
 def _head(title: str, infos: Sequence[CheckpointInfo], newest: CheckpointDescription) -> str:

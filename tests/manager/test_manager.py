@@ -102,12 +102,13 @@ def test_step_that_is_not_due_costs_nothing(memory: Memory) -> None:
 def test_a_run_that_does_not_save_its_last_step_says_so(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, the last steps of a run, or a run shorter than `save_every`, are lost without a word."""
 
-    def run(*steps: int, force: bool = False) -> str:
+    def run(*steps: int, force: bool = False, asks: bool = False) -> str:
         caplog.clear()
         with CheckpointManager(memory.root, save_every=4) as manager:
             manager.restore(state_of())
             for step in steps:
-                manager.save(step, state_of(), force=force)
+                if not asks or manager.is_due(step):
+                    manager.save(step, state_of(), force=force)
         return "".join(warnings_in(caplog))
 
     assert "because no step up to 3 was due. A new start begins from scratch" in run(1, 2, 3)
@@ -116,7 +117,8 @@ def test_a_run_that_does_not_save_its_last_step_says_so(memory: Memory, caplog: 
     assert "because no step up to 7 was due. A new start begins after step 3" in run(5, 6, 7)
     end = f"step 10, the last one, is not saved under {memory.root}: no step after 8 was due. A new start begins after"
     assert f"{end} step 8" in run(8, 9, 10)
-    assert run(11, 12) == run(13, 14, 16) == ""
+    assert run(11, 12) == run(13, 14, 16) == run(17, 20, asks=True) == ""
+    assert "step 22, the last one, is not saved" in run(21, 22, asks=True)
 
     def fail() -> None:
         with CheckpointManager(memory.uri("other"), save_every=4) as manager:

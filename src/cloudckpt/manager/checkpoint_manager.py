@@ -320,7 +320,8 @@ class CheckpointManager(OfThisProcess):
     def is_due(self, step: int) -> bool:
         """Return True if `save` saves a step without ``force``, to the root or to the fast place alone.
 
-        If ``save_every`` is a time, all ranks have to call it, or none.
+        If ``save_every`` is a time, all ranks have to call it, or none. `close` warns if the last step that it was
+        asked for is not due, and is not saved.
 
         Args:
             step: Number of the step.
@@ -335,6 +336,8 @@ class CheckpointManager(OfThisProcess):
         fast = self._places.fast
         if fast is not None and fast.schedule is not None:
             is_due_now |= self._is_due(fast.schedule, step)
+        if not is_due_now:
+            self._history.note_not_due(step, None)
         return is_due_now
 
     def _is_due(self, schedule: SaveSchedule, step: int) -> bool:

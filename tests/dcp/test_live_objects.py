@@ -961,6 +961,29 @@ def test_loader_in_extra_of_several_ranks_is_refused() -> None:
         objects.entries(rank=0, num_ranks=2, is_strict=True)["extra"].state_at("extra")
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_load_tells_the_settings_of_a_scheduler_that_it_changes(
+    caplog: pytest.LogCaptureFixture, *, nested: bool
+) -> None:
+    """If this fails, a run that is lengthened in the script follows the schedule of the short one without a word."""
+    optimizer, uri = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), new_uri()
+
+    def make(num_steps: int) -> Any:
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [cosine], []) if nested else cosine
+
+    saved = make(100)
+    optimizer.step()
+    saved.step()
+    cloudckpt.save(uri, scheduler=saved)
+    with caplog.at_level("INFO", "cloudckpt"):
+        cloudckpt.load(uri, scheduler=make(100))
+        assert "settings of" not in caplog.text
+        cloudckpt.load(uri, scheduler=make(200))
+    name = "SequentialLR" if nested else "CosineAnnealingLR"
+    assert f"the load changes settings of {name}: T_max: 200 -> 100" in caplog.text
+
+
 def test_a_load_tells_the_settings_that_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, an lr that was edited in the script is replaced without a word, or Adam trains on as AdamW."""
     model, uri = nn.Linear(2, 2), "memory://settings/changed"

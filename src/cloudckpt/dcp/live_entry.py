@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     StateDictMismatchError,
+    join_first,
     quote_names,
 )
 from cloudckpt.format.nesting import Nesting, flatten, rebuild_tuple, unflatten
@@ -388,6 +389,22 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
         where=where,
     ):
         target.load_state_dict(state)
+
+
+def tell_changed_settings(
+    target: Any, live: Iterable[Mapping[str, Any]], loaded: Iterable[Mapping[str, Any]]
+) -> Collection[str]:
+    """Log the settings in which what is loaded differs from what the script has set. Return their names."""
+    changes = {
+        f"{key}: {before[key]!r} -> {after[key]!r}": key
+        for before, after in zip(live, loaded, strict=True)
+        for key in before.keys() & after.keys() - {"initial_lr"}
+        if isinstance(before[key], (int, float)) and isinstance(after[key], (int, float)) and before[key] != after[key]
+    }
+    if changes:
+        words = join_first(sorted(changes), 5, separator=", ")
+        _log.info("the load changes settings of %s: %s", type(target).__name__, words)
+    return changes.values()
 
 
 def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:

@@ -35,6 +35,7 @@ from cloudckpt.dcp.live_entry import (
     load_object,
     make_empty,
     refuse_class,
+    tell_changed_settings,
     tensors_in,
 )
 from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
@@ -168,6 +169,7 @@ class StatefulEntry(LiveEntry):
 
     def __init__(self, value: Any) -> None:
         self._value = value
+        self._is_logged = False
 
     def state_dict(self) -> Any:
         return self._value.state_dict()
@@ -178,6 +180,7 @@ class StatefulEntry(LiveEntry):
 
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> Any:
         refuse_class(self._value, where=where)
+        self._is_logged = source.is_logged
         if isinstance(saved, Mapping):
             self._refuse_group(saved, where=where, source=source)
             is_scheduler = isinstance(self._value, LRScheduler)
@@ -192,9 +195,12 @@ class StatefulEntry(LiveEntry):
         return {} if empty is MISSING else empty
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
+        live = [*_settings_in(self._value)]
         if isinstance(self._value, LRScheduler):
             state = _with_types_of(self._value.state_dict(), state)
         load_object(self._value, state, where=where)
+        if self._is_logged:
+            tell_changed_settings(self._value, live, _settings_in(self._value))
 
     def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, source: LoadSource) -> None:
         """Raise `StateDictMismatchError` if `saved` are the states of several objects.
@@ -241,6 +247,15 @@ class StatefulEntry(LiveEntry):
 
 def _is_setting(key: object) -> bool:
     return isinstance(key, str) and not key.startswith("_") and key not in _STATE_OF_ALL_SCHEDULERS
+
+
+def _settings_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the arguments that a scheduler keeps, and those of each scheduler in it; nothing for other objects."""
+    if isinstance(value, LRScheduler):
+        names = inspect.signature(type(value)).parameters.keys() - _STATE_OF_ALL_SCHEDULERS
+        yield {name: vars(value)[name] for name in names & vars(value).keys()}
+        for nested in getattr(value, "_schedulers", ()):
+            yield from _settings_in(nested)
 
 
 def _settings_of_schedulers() -> set[str]:

@@ -31,8 +31,9 @@ from cloudckpt.dcp.live_entry import (
     load_object,
     make_empty,
     part_of,
+    tell_changed_settings,
 )
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, join_first, name_all, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, name_all, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
 
@@ -562,21 +563,13 @@ def _restore_devices(loaded: Any, cast: Any) -> Any:
 
 def _tell_changed_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Log the settings in which the loaded groups differ from the script's. Warn if Adam takes AdamW's decay."""
-    name = type(optimizer).__name__
-    changes = {
-        f"{key}: {live[key]!r} -> {group[key]!r}": key
-        for live, group in zip(optimizer.param_groups, groups, strict=True)
-        for key in live.keys() & group.keys() - {"initial_lr"}
-        if isinstance(live[key], (int, float)) and isinstance(group[key], (int, float)) and live[key] != group[key]
-    }
-    if changes:
-        _log.info("the load changes settings of %s: %s", name, join_first(sorted(changes), 5, separator=", "))
-    if "decoupled_weight_decay" in changes.values():
+    changed = tell_changed_settings(optimizer, optimizer.param_groups, groups)
+    if "decoupled_weight_decay" in changed:
         _log.warning(
             "the state of Adam is loaded into AdamW, or the reverse: from now on, the weight decay of this %s is that "
             "of the optimizer that was saved. To keep its own, set decoupled_weight_decay in its param_groups after "
             "the load",
-            name,
+            type(optimizer).__name__,
         )
 
 

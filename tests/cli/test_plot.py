@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -57,7 +58,7 @@ def test_a_run_is_plotted_over_its_steps(local: LocalPlace, run: Run, tmp_path: 
     assert "replaced" not in ended.err
     again = run("plot", local.root, "-o", str(output))
     assert (again.out, "It replaced the run.svg" in again.err) == (f"{output}\n", True)
-    assert f"{local.root} (steps that still exist)" in output.read_text()
+    assert "removed" not in output.read_text()
     series = {one["name"]: one for one in document["series"]}
     assert list(series) == ["loss", "kl", "size", "duration"]
     assert series["loss"]["points"] == [[1, 0.5], [10, 0.25], [20, 0.75]]
@@ -72,9 +73,34 @@ def test_a_run_is_plotted_over_its_steps(local: LocalPlace, run: Run, tmp_path: 
     ]
     shown = run("plot", local.root, "--name", "l*")
     assert (shown.code, "loss   * best: 0.25 at step 10" in shown.out, "size" in shown.out) == (0, True, False)
-    assert [REMOVED_NOTE in run("plot", local.root, "--name", each).err for each in ("loss", "size")] == [True, False]
     missing = run("plot", local.root, "--name", "acc")
     assert (missing.code, "loss, kl, size, duration" in missing.err) == (3, True)
+
+
+def test_removed_steps_are_drawn_as_removed(local: LocalPlace, run: Run, tmp_path: Path) -> None:
+    """If this fails, a plot lacks what retention has removed, marks a removed step as the best, or calls it existing."""
+    for steps in (range(4), range(4, 6)):  # a restart continues the curve
+        with cloudckpt.CheckpointManager(local.root, keep_last=2) as manager:
+            manager.restore({})
+            for step in steps:
+                manager.save(step, {"w": torch.ones(1)}, metrics={"loss": math.nan if step == 2 else step})
+    assert [info.step for info in manager.steps()] == [4, 5]
+    assert [best.step for best in [manager.best("loss")] if best is not None] == [4]
+    output = tmp_path / "run.svg"
+    drawn = run("plot", local.root, "--json", "--name", "loss", "-o", str(output))
+    (series,) = drawn.document["series"]
+    assert (series["points"], series["gaps"]) == ([[0, 0.0], [1, 1.0], [3, 3.0], [4, 4.0], [5, 5.0]], [2])
+    assert (sorted(series["removed"]), series["best"]) == ([0, 1, 2, 3], [4, 4.0])
+    assert REMOVED_NOTE in drawn.err
+    dots = [dot.findtext(f"{SVG}title", "") for dot in _parse(output.read_text()).iter(f"{SVG}circle")]
+    assert dots[:4] == ["step 0 (removed): 0", "step 1 (removed): 1", "step 3 (removed): 3", "step 4: 4"]
+    assert (shown := run("plot", local.root, "--name", "loss")).out.count("◦") == 3
+    assert REMOVED_NOTE in shown.err
+    run("report", local.root, "-o", str(tmp_path / "report.html"))
+    page = (tmp_path / "report.html").read_text()
+    assert page.index(REMOVED_NOTE) < page.index("<svg")
+    listed = run("ls", local.root, "--metrics", "--long")
+    assert ("step-3" in listed.out, "earlier_metrics" in listed.out) == (False, False)
 
 
 def test_values_that_cannot_be_drawn_are_named(local: LocalPlace, run: Run, tmp_path: Path) -> None:
@@ -163,7 +189,7 @@ def test_a_report_is_one_file_whose_names_are_text(local: LocalPlace, run: Run, 
         assert ended.code == 0, ended.err
         assert ("It replaced the report.html that was there." in ended.err) == bool(more)
         page = output.read_text()
-        assert page.index(REMOVED_NOTE) < page.index("<svg")
+        assert REMOVED_NOTE not in page
         parsed = _Page(page)
         drawn = {"svg", "title", "rect", "polyline", "circle", "text"}
         frame = {"html", "head", "meta", "style", "body", "h1", "h2", "p", "div", "figure"}
@@ -192,7 +218,6 @@ def test_a_report_tells_what_takes_the_space_and_what_changed(local: LocalPlace,
     assert "4 differences in names, shapes and dtypes (values not compared): 3 in model, 1 in optim." in words
     assert "optim.stepvalues" not in words
     assert "* 0.25" in words
-    assert REMOVED_NOTE in words
     run("report", local.root, "-o", output, "--values", "--compare", "step-20", "step-30")
     assert "optim.stepvalues: 17 → 18" in " ".join(_Page(Path(output).read_text()).text.split())
     save(local.uri("step-40"), {f"w{number}": torch.ones(1) for number in range(300)})

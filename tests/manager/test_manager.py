@@ -30,6 +30,7 @@ from cloudckpt import AsyncSave, CheckpointManager, Options, _clock
 from cloudckpt._clock import datetime_of
 from cloudckpt.commit.entries import encode_fence, new_fence
 from cloudckpt.errors import AccessDeniedError, StateDictMismatchError
+from cloudckpt.manager import save_history
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
@@ -97,6 +98,36 @@ def test_step_that_is_not_due_costs_nothing(memory: Memory) -> None:
     manager.save(21, state_of(21.0), force=True)
     manager.wait(WAIT_S)
     assert numbers(manager) == [20, 21]
+
+
+def test_each_step_keeps_the_metrics_of_the_steps_before(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, plots lack removed steps, have steps that failed or were abandoned, or a manifest grows for ever."""
+    monkeypatch.setattr(save_history, "_MAX_EARLIER_VALUES", 4)
+
+    def earlier(step: int) -> Any:
+        return cloudckpt.describe(memory.uri(f"step-{step}")).metadata.get("earlier_metrics")
+
+    manager = CheckpointManager(memory.root, keep_last=9)
+    for step in range(4):
+        manager.save(step, state_of(), metrics={"loss": math.inf if step == 1 else step, "acc": 0.5})
+    manager.wait(WAIT_S)
+    assert earlier(0) is None
+    assert earlier(2) == {"1": {"loss": None, "acc": 0.5}, "0": {"loss": 0.0, "acc": 0.5}}
+    assert sorted(earlier(3)) == ["1", "2"]
+    manager.restore(state_of(), step=1)
+    manager.save(2, state_of(), overwrite=True)
+    manager.wait(WAIT_S)
+    assert sorted(earlier(2)) == ["0", "1"]
+    resumed = CheckpointManager(memory.root, keep_last=9)
+    assert resumed.restore(state_of(), step=3)
+    resumed.save(4, state_of())
+    resumed.wait(WAIT_S)
+    assert sorted(earlier(4)) == ["2", "3"]
+    keeps_all = CheckpointManager(memory.root)
+    keeps_all.restore(state_of())
+    keeps_all.save(5, state_of())
+    keeps_all.wait(WAIT_S)
+    assert earlier(5) is None
 
 
 def test_a_run_that_does_not_save_its_last_step_says_so(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import bisect
 import html
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from cloudckpt._display import seconds, title_of
@@ -134,6 +134,8 @@ class Series(NamedTuple):
     """The point to mark."""
     gaps: Sequence[int] = ()
     """The steps whose value cannot be drawn, in order. No line is drawn across them."""
+    removed: Collection[int] = ()
+    """The steps of `points` that exist no longer."""
 
     @property
     def title(self) -> str:
@@ -203,8 +205,10 @@ def draw_series(series: Series) -> Figure:
         shapes.append(Text(x, PANEL_HEIGHT - 8, f"{step:,}", size=11, anchor=anchor))
     shapes += [Line([place(point) for point in part], "series", 2) for part in series.parts]
     radius = 3.0 if len(series.points) <= 60 else 1.5  # noqa: PLR2004  # more dots would touch each other
-    for point in series.points:
-        shapes.append(Dot(*place(point), radius, "series", f"step {point[0]:,}: {point[1]:.6g} {series.unit}".rstrip()))
+    for step, value in series.points:
+        color, words = ("muted", " (removed)") if step in series.removed else ("series", "")
+        title = f"step {step:,}{words}: {value:.6g} {series.unit}".rstrip()
+        shapes.append(Dot(*place((step, value)), radius, color, title))
     note = f"last {_number(series.points[-1][1], 4)}"
     if series.best is not None:
         note = f"best {_number(series.best[1], 4)} at step {series.best[0]:,}"
@@ -396,8 +400,9 @@ def to_lines(series: Series, width: int = 60, height: int = 8) -> list[str]:
     for (x, y), (next_x, next_y) in pairs:
         for between in range(x + 1, next_x):
             rows[round(y + (next_y - y) * (between - x) / (next_x - x))][between] = "·"
-    for x, y in map(place, series.points):
-        rows[y][x] = "•"
+    for point in series.points:
+        x, y = place(point)
+        rows[y][x] = "◦" if point[0] in series.removed else "•"
     note = ""
     if series.best is not None:
         x, y = place(series.best)

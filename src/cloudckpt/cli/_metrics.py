@@ -67,9 +67,18 @@ def choose_modes(infos: Sequence[CheckpointInfo], texts: Sequence[str] | None) -
     return modes
 
 
+def find_removed(infos: Sequence[CheckpointInfo]) -> dict[int, dict[str, float]]:
+    """Return the metrics of steps that exist no longer, by step, as the newest checkpoint has them."""
+    from cloudckpt.inspect.catalog import parse_earlier_metrics
+
+    metadata = next((info.metadata for info in reversed(infos) if info.state == "committed"), {})
+    existing = {step_of(info) for info in infos if info.state not in ("garbage", "referenced")}
+    return {step: metrics for step, metrics in parse_earlier_metrics(metadata).items() if step not in existing}
+
+
 REMOVED_NOTE = (
-    "Only steps that still exist are shown, since a removed one took its metrics with it: log all values to an "
-    "experiment tracker, too."
+    "Points in grey, or ◦, are removed steps: the newest step keeps their metrics, up to the last 1,000 values. The "
+    "best is a step that exists."
 )
 
 

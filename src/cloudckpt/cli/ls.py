@@ -58,10 +58,12 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
 
 
 def users_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata without the record of a fast place, which is the manager's."""
+    """Return the metadata without the manager's records of a fast place and of earlier steps."""
+    from cloudckpt.inspect.catalog import EARLIER_KEY
     from cloudckpt.report import FAST_KEY
 
-    return {key: value for key, value in metadata.items() if key != FAST_KEY or not isinstance(value, dict)}
+    records = (FAST_KEY, EARLIER_KEY)
+    return {key: value for key, value in metadata.items() if key not in records or not isinstance(value, dict)}
 
 
 def _parse_columns(text: str, *, has_places: bool) -> list[str]:

@@ -15,7 +15,7 @@ import typer
 from cloudckpt._display import title_of
 from cloudckpt.cli._console import DENIED, Console
 from cloudckpt.cli._draw import Figure, Series, arrange, draw_series, draw_timeline, to_lines, to_svg, write_png
-from cloudckpt.cli._metrics import BEST, REMOVED_NOTE, choose_modes, find_best, find_metrics, step_of
+from cloudckpt.cli._metrics import BEST, REMOVED_NOTE, choose_modes, find_best, find_metrics, find_removed, step_of
 from cloudckpt.cli._options import CommonOptions
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 
@@ -71,14 +71,14 @@ def plot(
     if not series:
         raise CheckpointNotFoundError("nothing is left to draw. `cloudckpt ls --metrics` shows the values", uri=root)
     if write is not None:
-        kept = " (steps that still exist)" if any(not curve.unit for curve in series) else ""
-        write(arrange(f"{root}{kept}", [draw_series(curve) for curve in series]))
+        grey = " (grey: removed steps)" if any(curve.removed for curve in series) else ""
+        write(arrange(f"{root}{grey}", [draw_series(curve) for curve in series]))
     if common.as_json:
         common.console.document({"root": root, "series": [curve._asdict() for curve in named]})
     elif write is None:
         for text in itertools.chain.from_iterable([*to_lines(curve), ""] for curve in series):
             common.console.line(text)
-    if any(not curve.unit for curve in series):
+    if any(curve.removed for curve in series):
         common.console.say(REMOVED_NOTE)
     if any(info.state == "denied" for info in infos):
         raise typer.Exit(DENIED)
@@ -149,29 +149,35 @@ def find_checkpoints(root: str, common: CommonOptions) -> list[CheckpointInfo]:
 def series_of(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) -> list[Series]:
     """Return each metric, the size and the duration over the steps of the committed checkpoints.
 
-    Unless each of them has a step, they are numbered by time.
+    Unless each of them has a step, they are numbered by time. The metrics have removed steps, too.
     """
     by_step = [(step_of(info), info) for info in infos if info.state == "committed"]
+    removed = find_removed(infos)
     if any(step is None for step, _ in by_step):
+        removed = {}
         by_step = [(number, info) for number, (_, info) in enumerate(by_step, start=1)]
     newest = sorted({step or 0: info for step, info in by_step}.items())  # a step that was saved again counts once
     infos = [info for _, info in newest]
     best_of = find_best([info for _, info in by_step], choose_modes(infos, best))
     units = [unit for unit, num_bytes in _BYTES.items() if any((info.num_bytes or 0) >= num_bytes for info in infos)]
     size_unit = units[-1] if units else "B"
+    metrics = dict.fromkeys([*find_metrics(infos), *itertools.chain.from_iterable(removed.values())])
     values: dict[tuple[str, str], list[float | None]] = {
-        **{(name, ""): [info.metrics.get(name) for info in infos] for name in find_metrics(infos)},
+        **{(name, ""): [info.metrics.get(name) for info in infos] for name in metrics},
         ("size", size_unit): [None if info.num_bytes is None else info.num_bytes / _BYTES[size_unit] for info in infos],
         ("duration", "s"): [info.save_s for info in infos],
     }
     all_series = []
     for (name, unit), numbers in values.items():
         pairs = [(step, number) for (step, _), number in zip(newest, numbers, strict=True) if number is not None]
+        gone = {} if unit else {step: own[name] for step, own in removed.items() if name in own}
+        pairs = sorted([*pairs, *gone.items()], key=lambda pair: pair[0])
         points = [(step, number) for step, number in pairs if abs(number) < _MAX_VALUE]
         gaps = [step for step, number in pairs if not abs(number) < _MAX_VALUE]
         marked = [(step, info.metrics[name]) for step, info in newest if not unit and info is best_of.get(name)]
         if pairs:
-            all_series.append(Series(name, unit, points, marked[0] if marked and marked[0] in points else None, gaps))
+            best_point = marked[0] if marked and marked[0] in points else None
+            all_series.append(Series(name, unit, points, best_point, gaps, [*gone]))
     return all_series
 
 

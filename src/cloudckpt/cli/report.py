@@ -142,12 +142,9 @@ def report(
     listed = [*infos]  # the rest of the page is about the steps of the root
     places = {} if fast is None else add_fast(listed, fast, root, common=common)
     newest = describe(list(committed.values())[-1].uri, options=options)
-    note = f"<p>{REMOVED_NOTE}</p>" if find_metrics(infos) else ""
-    parts = [
-        _head(title, infos, newest),
-        note,
-        _figures(map(draw_series, keep_drawable(series_of(infos, best), common))),
-    ]
+    series = keep_drawable(series_of(infos, best), common)
+    note = f"<p>{REMOVED_NOTE}</p>" if any(curve.removed for curve in series) else ""
+    parts = [_head(title, infos, newest), note, _figures(map(draw_series, series))]
     parts += ["<h2>Checkpoints</h2>", _checkpoints(listed, best, places)]
     parts += [f"<h2>Contents of {escape(newest.uri.rpartition('/')[2])}</h2>", _totals(newest)]
     parts.append(_figures(_contents(newest)))

@@ -51,6 +51,8 @@ CheckpointState = Literal["committed", "damaged", "newer", "denied", "in progres
 
 METRICS_KEY = "metrics"
 """The key of the metrics in the ``metadata`` of a manifest."""
+EARLIER_KEY = "earlier_metrics"
+"""The key of the metrics of the run's earlier steps, by step: retention may have removed these since."""
 _DIGITS = re.compile(r"([0-9]+)")
 _ONE_HOUR = timedelta(hours=1)
 _UNCOMMITTED_STATES = ("in progress", "garbage", "referenced")
@@ -155,6 +157,13 @@ def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
         for name, value in values.items()
         if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
     }
+
+
+def parse_earlier_metrics(metadata: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Read the metrics of the run's earlier steps, by step, from the metadata of a manifest."""
+    by_step = metadata.get(EARLIER_KEY)
+    numbers = [key for key in by_step if re.fullmatch("[0-9]{1,18}", key)] if isinstance(by_step, dict) else []
+    return {int(number): parse_metrics({METRICS_KEY: by_step[number]}) for number in numbers}
 
 
 def _to_float(value: float | None) -> float:

@@ -40,7 +40,7 @@ from cloudckpt.errors import (
     find_near,
     raised_via,
 )
-from cloudckpt.inspect.catalog import METRICS_KEY, Mode, mode_of_name
+from cloudckpt.inspect.catalog import EARLIER_KEY, METRICS_KEY, Mode, mode_of_name
 from cloudckpt.manager.drain import Drain, DrainReport, make_record
 from cloudckpt.manager.fast_place import FastPlace
 from cloudckpt.manager.places import Places
@@ -197,7 +197,7 @@ class CheckpointManager(OfThisProcess):
         require_collectives(use_collectives=use_collectives)
         failures = Failures(on_failure, max_failures)
         self._options = require_options(options)
-        reserved = [STEP_KEY, METRICS_KEY, *([] if fast is None else [FAST_KEY])]
+        reserved = [STEP_KEY, METRICS_KEY, EARLIER_KEY, *([] if fast is None else [FAST_KEY])]
         if conflicts := [name for name in reserved if name in self._options.metadata]:
             raise InvalidOptionError(
                 f"CheckpointManager: Options.metadata must not contain {', '.join(map(repr, conflicts))}, because the "
@@ -540,6 +540,8 @@ class CheckpointManager(OfThisProcess):
         root = self._places.root
         fast = self._places.fast if saved.is_fast else None
         metadata = build_metadata(saved.step, saved.metrics or {})
+        if saved.rank == 0 and (earlier := self._history.find_earlier_metrics(saved.step)):
+            metadata[EARLIER_KEY] = earlier
         if fast is not None:
             metadata[FAST_KEY] = make_record(
                 root.location,

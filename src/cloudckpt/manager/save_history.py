@@ -17,12 +17,17 @@ from cloudckpt.dcp.failures import causes_of
 from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.errors import CloudckptError, CommitUnknownError, name_all, quote_names
 from cloudckpt.events import Event
+from cloudckpt.inspect.catalog import parse_earlier_metrics, parse_metrics
 from cloudckpt.manager.places import Places
 from cloudckpt.manager.policies import Failures, SaveFailure
+from cloudckpt.manager.steps import check_metrics
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.report import Place
 
 _log = logging.getLogger("cloudckpt")
+
+_MAX_EARLIER_VALUES = 1000
+"""The most values of earlier steps in a manifest, about 25 KB."""
 
 _with_resume_hint: weakref.WeakSet[SaveHistory] = weakref.WeakSet()
 """The histories of managers that have saved since they were closed."""
@@ -92,6 +97,8 @@ class SaveHistory:
         self._objects: dict[str, int] = {}
         """Names of the objects, or keys of the state dicts, that were saved, each with its last step."""
         self._has_warned_of_lacking = False
+        self._metrics: dict[int, Mapping[str, float | None]] | None = None
+        """Metrics of the steps that the run has saved. None before the first save, which reads those before it."""
         self._last_not_due: int | None = None
         """The last step that was not saved, because it was not due."""
 
@@ -164,6 +171,32 @@ class SaveHistory:
         self.current = SavedStep(step=step, is_fast=not reaches_root)
         self._last_restored = step, uri
         self._base_uris[uri.rpartition("/")[0]] = uri if is_whole and not self.damaged_uris else None
+
+    def find_earlier_metrics(self, step: int) -> dict[str, Mapping[str, float | None]]:
+        """Return the last metrics of the steps before `step`, if retention may remove these: the manifest keeps them.
+
+        Waits for the save in flight, as the save of `step` does. Rank 0 calls this.
+        """
+        if self._places.root_retention.policy.keeps_all:
+            return {}
+        if self._metrics is None:
+            self._metrics = {} if self._last_restored is None else self._read_metrics(*self._last_restored)
+        last, waits = self.last, self.in_flight is None or self._options.async_in_flight == "wait"
+        if last is not None and last.metrics and last.reaches_root and waits and last.failure is None:
+            self._metrics[last.step] = last.metrics
+        num_steps = _MAX_EARLIER_VALUES // max(map(len, self._metrics.values()), default=1)
+        earlier = sorted((number for number in self._metrics if number < step), reverse=True)[:num_steps]
+        return {str(number): self._metrics[number] for number in earlier}
+
+    def _read_metrics(self, step: int, uri: str) -> dict[int, Mapping[str, float | None]]:
+        try:
+            read = (steps.read_metadata(uri.rpartition("/")[2]) for steps in self._places.each)
+            metadata = next(filter(None, read), {})
+        except CloudckptError as error:
+            _log.warning("plots will lack removed steps up to %d, whose metrics could not be read: %s", step, error)
+            return {}
+        metrics = {**parse_earlier_metrics(metadata), step: parse_metrics(metadata)}
+        return {number: check_metrics(values) for number, values in metrics.items() if values}
 
     def note_objects(self, step: int, names: Iterable[str], *, may_remove: bool = False) -> None:
         """Record what is saved. Warn once if a save lacks what an earlier one had.

@@ -209,6 +209,10 @@ class Steps:
         folder = self._look_at(name_of(newest), self._open_client(), SummaryReader())
         return folder.info or newest  # None if it was just removed
 
+    def read_metadata(self, name: str) -> Mapping[str, Any]:
+        """Return the metadata of the checkpoint in the folder `name`; {} if none is there. Raises as `find_latest`."""
+        return self._look_at(name, self._open_client(), SummaryReader()).metadata
+
     def find_half_deleted(self) -> list[int]:
         """Return the steps that a deletion has hidden and not removed, lowest first. Raises as `list_folders`."""
         return sorted({parse_step_uri(folder.uri) for folder in self.list_folders() if folder.is_half_deleted})

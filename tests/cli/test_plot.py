@@ -78,7 +78,7 @@ def test_a_run_is_plotted_over_its_steps(local: LocalPlace, run: Run, tmp_path: 
 
 
 def test_removed_steps_are_drawn_as_removed(local: LocalPlace, run: Run, tmp_path: Path) -> None:
-    """If this fails, a plot lacks what retention has removed, marks a removed step as the best, or calls it existing."""
+    """If this fails, a plot lacks removed steps, marks one as the best, or calls it one that exists."""
     for steps in (range(4), range(4, 6)):  # a restart continues the curve
         with cloudckpt.CheckpointManager(local.root, keep_last=2) as manager:
             manager.restore({})

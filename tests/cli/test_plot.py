@@ -81,7 +81,7 @@ def test_removed_steps_are_drawn_as_removed(local: LocalPlace, run: Run, tmp_pat
     """If this fails, a plot lacks removed steps, marks one as the best, or calls it one that exists."""
     for steps in (range(4), range(4, 6)):  # a restart continues the curve
         with cloudckpt.CheckpointManager(local.root, keep_last=2) as manager:
-            manager.restore({})
+            manager.restore({"w": torch.ones(1)})
             for step in steps:
                 manager.save(step, {"w": torch.ones(1)}, metrics={"loss": math.nan if step == 2 else step})
     assert [info.step for info in manager.steps()] == [4, 5]

@@ -206,9 +206,9 @@ def draw_series(series: Series) -> Figure:
     shapes += [Line([place(point) for point in part], "series", 2) for part in series.parts]
     radius = 3.0 if len(series.points) <= 60 else 1.5  # noqa: PLR2004  # more dots would touch each other
     for step, value in series.points:
-        color, words = ("muted", " (removed)") if step in series.removed else ("series", "")
-        title = f"step {step:,}{words}: {value:.6g} {series.unit}".rstrip()
-        shapes.append(Dot(*place((step, value)), radius, color, title))
+        is_removed = step in series.removed
+        title = f"step {step:,}{' (removed)' * is_removed}: {value:.6g} {series.unit}".rstrip()
+        shapes.append(Dot(*place((step, value)), radius, "muted" if is_removed else "series", title))
     note = f"last {_number(series.points[-1][1], 4)}"
     if series.best is not None:
         note = f"best {_number(series.best[1], 4)} at step {series.best[0]:,}"

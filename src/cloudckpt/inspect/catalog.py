@@ -161,8 +161,9 @@ def parse_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
 
 def parse_earlier_metrics(metadata: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     """Read the metrics of the run's earlier steps, by step, from the metadata of a manifest."""
-    by_step = metadata.get(EARLIER_KEY)
-    numbers = [key for key in by_step if re.fullmatch("[0-9]{1,18}", key)] if isinstance(by_step, dict) else []
+    found = metadata.get(EARLIER_KEY)
+    by_step = found if isinstance(found, dict) else {}
+    numbers = [key for key in by_step if re.fullmatch("[0-9]{1,18}", key)]
     return {int(number): parse_metrics({METRICS_KEY: by_step[number]}) for number in numbers}
 
 

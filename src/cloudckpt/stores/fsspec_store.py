@@ -240,9 +240,10 @@ class FsspecStore(Store):
             except (TypeError, ValueError) as error:
                 if _kind(error) is not StoreError:
                     raise
+                text = _text_of(error, self._options).rstrip(".!")
                 raise InvalidOptionError(
-                    f"{self.uri}: {self._kind.__name__} refuses its options: {_text_of(error, self._options)}. Pass "
-                    "what it needs in Options.storage_options, or in a shell by --storage-option NAME=VALUE"
+                    f"{self.uri}: {self._kind.__name__} refuses its options: {text}. Pass what it needs in "
+                    "Options.storage_options, or in a shell by --storage-option NAME=VALUE"
                 ) from error
 
     def _file_info(self, filesystem: Filesystem, key: str, path: str) -> Mapping[str, Any]:

@@ -159,6 +159,9 @@ def test_long_results_are_shortened() -> None:
     assert len(repr(many[0])) < 300
     assert sum(row[0].startswith("w") for row in rows_of(compared)) == 50
     assert "and 950 more" in compared._repr_html_()
+    metadata = {"earlier_metrics": {str(step): {"loss": step} for step in range(999)}}
+    saved = types.CheckpointInfo(uri="a", name="a", committed_at=MOMENT, metadata=metadata)
+    assert "19: loss: 19, …" in saved._repr_html_()
 
 
 def test_results_of_real_calls_are_shown(tmp_path: Path) -> None:

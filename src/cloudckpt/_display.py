@@ -19,7 +19,7 @@ _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 _MB, _GB = 10**6, 10**9
 _TEN_MS = 0.01
-_MAX_ROWS = 50
+_MAX_ROWS, _MAX_ITEMS = 50, 20
 _MAX_CELL_CHARS = 60
 """Maximum length of a cell that stays on one line."""
 _OMITTED = {"place": "root"}  # a column is left out if all rows have this value
@@ -213,7 +213,8 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, datetime):
         return date(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_text(str(key), item)}" for key, item in value.items())
+        items = [f"{key}: {_text(str(key), item)}" for key, item in itertools.islice(value.items(), _MAX_ITEMS)]
+        return ", ".join([*items, *["…"] * (len(value) > _MAX_ITEMS)])
     if isinstance(value, (list, tuple)) and not _are_dataclasses(value):
         is_shape = bool(value) and all(type(item) is int for item in value)
         return str([*value]) if is_shape else ", ".join(_text("", item) for item in value)

@@ -109,7 +109,14 @@ def run_save(
         with ranks_context as ranks:
             while True:
                 try:
-                    metadata = _save_once(state_dict, writer, planner or BalancedSavePlanner(), ranks, refusal)
+                    writer.is_alone = ranks.get_world_size() == 1
+                    save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, refusal)
+                    save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
+                    metadata = ranks.all_reduce("write", save.write, save.finish)
+                    if writer.hosts is not None:
+                        writer.keep_objects()
+                        manifest_bytes = ranks.broadcast("commit", writer.encode_manifest)
+                        ranks.all_gather("commit", functools.partial(writer.commit_on_host, manifest_bytes))
                     break
                 except CheckpointException as error:
                     failure = end_failed_save(error, writer)
@@ -126,25 +133,6 @@ def run_save(
         finally:
             del failure  # its traceback holds this frame, and so the state dict
     return end_save(metadata, writer)
-
-
-def _save_once(
-    state_dict: Mapping[str, Any],
-    writer: ObjectStoreWriter,
-    planner: SavePlanner,
-    ranks: DistWrapper,
-    refusal: BaseException | None,
-) -> Metadata:
-    """Make one try of `run_save`. Raises torch's own ``CheckpointException``."""
-    writer.is_alone = ranks.get_world_size() == 1
-    save = _Save(state_dict, writer, planner, ranks, refusal)
-    save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
-    metadata = ranks.all_reduce("write", save.write, save.finish)
-    if writer.hosts is not None:
-        writer.keep_objects()
-        manifest_bytes = ranks.broadcast("commit", lambda: writer.manifest_bytes)
-        ranks.all_gather("commit", lambda: writer.commit_on_host(manifest_bytes))
-    return metadata
 
 
 def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:

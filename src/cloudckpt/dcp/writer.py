@@ -218,6 +218,13 @@ class ObjectStoreWriter(StorageWriter):
         """Return the writer of another try, after a save that failed on all ranks; None if there is none.
 
         A save that could refer to others is tried once more without references if objects of it are gone.
+
+        Args:
+            failure: The failure, the same on all ranks.
+
+        Returns:
+            The writer, which may be this one.
+
         """
         are_gone = all(isinstance(cause, IncompleteSaveError) for cause in causes_of(failure))
         if are_gone and self._may_refer and self._options.unchanged == "reference":
@@ -410,6 +417,10 @@ class ObjectStoreWriter(StorageWriter):
         """Raise `IncompleteSaveError` unless all that this rank refers to still exists, if each host has a directory.
 
         The coordinator sees only that of its own host.
+
+        Args:
+            results: Those of `write_data`.
+
         """
         refs = [] if self.hosts is None else [result.storage_data.stored_in for result in results]
         for folder in {ref.folder for ref in refs} - {""}:
@@ -442,9 +453,13 @@ class ObjectStoreWriter(StorageWriter):
         with draft.keeping_data_on_error():
             self.lifecycle.end(draft.report)
 
-    @property
-    def manifest_bytes(self) -> bytes:
-        """The manifest that was committed, on the coordinator, for the directories of other hosts."""
+    def encode_manifest(self) -> bytes:
+        """Encode the coordinator's manifest for the directories of other hosts.
+
+        Returns:
+            The bytes that were committed.
+
+        """
         committed = self._require_draft().committed
         assert committed is not None  # noqa: S101  # `finish` has returned
         return encode(committed)

@@ -890,3 +890,22 @@ def test_ranks_load_their_shards_under_other_names(tmp_path: Path) -> None:
                 call()
     with pytest.raises(StateDictMismatchError, match="changes no name"):
         cloudckpt.load(uri, model=tp, rename={"nothing": "model"})
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_the_advised_rename_confuses_no_layers(tmp_path: Path, num_layers: int) -> None:
+    """If this fails, a map that swaps layers of the same shapes is advised, and the load succeeds by it."""
+
+    def make(*, wraps: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        layers = [nn.ModuleDict({"q": wraps(nn.Linear(4, 4)), "k": wraps(nn.Linear(4, 4))}) for _ in range(num_layers)]
+        return nn.ModuleDict({"layers": nn.ModuleList(layers)})
+
+    saved, wrapped = make(wraps=lambda module: module), make(wraps=lambda module: nn.ModuleDict({"base": module}))
+    cloudckpt.save(tmp_path / "step-1", model=saved, random_state=False)
+    with pytest.raises(StateDictMismatchError, match="pass rename=") as caught:
+        cloudckpt.load(tmp_path / "step-1", model=wrapped)
+    (advised,) = re.findall(r"rename=(\{.*?\})", str(caught.value))
+    assert "fit equally well" not in str(caught.value)
+    cloudckpt.load(tmp_path / "step-1", model=wrapped, rename=ast.literal_eval(advised))
+    for name, value in wrapped.state_dict().items():
+        assert torch.equal(value, saved.state_dict()[name.replace("base.", "")])

@@ -347,6 +347,21 @@ def test_part_is_loaded_under_another_name(tmp_path: Path) -> None:
     assert bits(plain(outer["value"])) == bits(before)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_the_advised_rename_confuses_no_layers(tmp_path: Path, num_layers: int) -> None:
+    """If this fails, a user who loads the inner model of a file's model follows advice that swaps its layers."""
+    whole, inner = (
+        nn.ModuleDict({"layers": nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))}) for _ in "ab"
+    )
+    files = nn.ModuleDict({"model": whole, "head": nn.Linear(4, 2)})
+    save_file(files.state_dict(), tmp_path / SINGLE)
+    with pytest.raises(StateDictMismatchError, match="pass rename=") as caught:
+        cloudckpt.load(tmp_path, model=inner)
+    assert str(caught.value).endswith("pass rename={'model': 'model'}")
+    cloudckpt.load(tmp_path, model=inner, rename={"model": "model"})
+    assert bits(inner.state_dict()) == bits(whole.state_dict())
+
+
 def test_names_that_differ_are_told_together(tmp_path: Path) -> None:
     """If this fails, a wrong model is found out one name at a time, or the advice leads to another error."""
     named = plain(made(Net, 1))

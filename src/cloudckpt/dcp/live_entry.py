@@ -77,7 +77,8 @@ class LoadSource:
         """
         old_names = {} if self.renaming is None else self.renaming.old_names
         saved = {old_names.get(name, name): entry for name, entry in self.entries.items()}
-        maps = suggest_renames(saved, wanted) or [{}]
+        renamed = {old for new, old in old_names.items() if new != old}
+        maps = suggest_renames(saved, wanted, renamed=renamed) or [{}]
         of_groups = {name[: name.index(".param_groups.")] for name in saved if ".param_groups." in name}
         optimizer = dict.fromkeys(of_groups, *others) if len(of_groups) == 1 == len(others) else {}
         kept_pairs = {} if self.renaming is None else self.renaming.pairs_to(found_names)

@@ -366,11 +366,14 @@ def count_same_ends(first: Sequence[str], second: Sequence[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def suggest_renames(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[dict[str, str]]:
+def suggest_renames(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], *, renamed: Collection[str] = ()
+) -> list[dict[str, str]]:
     """Return maps of prefixes by which a checkpoint has more than half of the wanted entries, or whole parts of them.
 
     `saved` has torch's metadata by name, and `wanted` tensors and values. An entry fits only with the wanted shape.
-    Several maps are returned if they fit equally well, such as for two copies of a model; none if nothing fits.
+    `renamed` are names of `saved` that the load sees under others, such as those in safetensors files. Several maps are
+    returned if they fit equally well, such as for two copies of a model; none if nothing fits.
     """
     alike: dict[tuple[str, Any], list[list[str]]] = defaultdict(list)
     for name in itertools.islice(saved, _MAX_COMPARED_NAMES):
@@ -380,19 +383,25 @@ def suggest_renames(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list
     fits_of_pair: dict[_Pair, dict[str, int]] = defaultdict(dict)
     for name, size in sample.items():
         parts = name.split(".")
+        if name in renamed and _size_of(saved[name]) in {size, None}:
+            # It fits under its own name, and no other layer of the same shapes takes its place.
+            fits_of_pair[parts[0], parts[0]][name] = len(parts) - 1
+            continue
         for others in itertools.chain(*(alike[parts[-1], saved_size] for saved_size in {size, None})):
             num_same = count_same_ends(others, parts)
             pair = ".".join(others[: len(others) - num_same]), ".".join(parts[: len(parts) - num_same])
             if pair[0] != pair[1]:
                 fits_of_pair[pair][name] = num_same
-    ranks = {pair: (len(fits), max(fits.values())) for pair, fits in fits_of_pair.items()}
+    ranks = {pair: (len(fits), max(fits.values()), _keeps_place(*pair)) for pair, fits in fits_of_pair.items()}
     ranked = sorted(fits_of_pair, key=lambda pair: (ranks[pair], pair), reverse=True)
     best, num_left = _choose(ranked, fits_of_pair, sample)
     maps = [best]
 
     def is_tied(pair: _Pair, other: _Pair) -> bool:
         # A sample may have a name more of one of two equal parts.
-        return ranks[pair] == ranks[other] if step == 1 else abs(ranks[pair][0] - ranks[other][0]) <= 1
+        if step == 1:
+            return ranks[pair] == ranks[other]
+        return abs(ranks[pair][0] - ranks[other][0]) <= 1 and ranks[pair][2] == ranks[other][2]
 
     tied = (
         pair for pair in ranked if pair not in best.items() and any(is_tied(pair, chosen) for chosen in best.items())
@@ -402,6 +411,16 @@ def suggest_renames(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list
         if pair in other.items() and num_left_too <= num_left + (step > 1) and other not in maps:
             maps.append(other)
     return maps if best else []
+
+
+def _keeps_place(old: str, new: str) -> tuple[bool, bool]:
+    """Return if a part keeps its number, such as that of its layer, and if one name has the last part of the other.
+
+    Layers have the same shapes, so nothing else tells them apart. The first parts are keys of the load.
+    """
+    olds, news = old.split("."), new.split(".")
+    numbers, new_numbers = ([part for part in parts if part.isdigit()] for parts in (olds, news))
+    return numbers == new_numbers, olds[-1] in news[1:] or news[-1] in olds[1:]
 
 
 def _choose(

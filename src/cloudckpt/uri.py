@@ -124,6 +124,11 @@ class Location:
         return self.path if self.scheme == "file" else None
 
     @property
+    def is_hub(self) -> bool:
+        """True for a place on Hugging Face's hub, which publishes the SHA-256 of its large files."""
+        return self.scheme == "hf"
+
+    @property
     def service(self) -> Service:
         """The service that has the place."""
         return SERVICES.get(self.scheme, _FSSPEC)

@@ -403,7 +403,7 @@ def test_data_that_is_missing_in_the_base_is_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_", [True, False])
-def test_what_vanishes_from_the_base_during_the_save_is_sent(
+def test_data_that_vanishes_from_the_base_during_the_save_is_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, async_: bool
 ) -> None:
     """If this fails, a save is lost, or names what is gone, because an older step was removed beside it."""

@@ -102,7 +102,7 @@ def test_step_that_is_not_due_costs_nothing(memory: Memory) -> None:
 
 def test_each_step_keeps_the_metrics_of_the_steps_before(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, plots lack removed steps, have steps that failed or were abandoned, or manifests grow for ever."""
-    monkeypatch.setattr(save_history, "_MAX_EARLIER_VALUES", 4)
+    monkeypatch.setattr(save_history, "MAX_EARLIER_VALUES", 4)
 
     def earlier(step: int) -> Any:
         return cloudckpt.describe(memory.uri(f"step-{step}")).metadata.get("earlier_metrics")

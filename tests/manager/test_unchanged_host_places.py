@@ -185,7 +185,7 @@ def test_another_base_on_one_host_is_not_referred_to(tmp_path: Path, *, is_delet
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 @on_ranks(2)
-def test_what_vanishes_from_a_drive_during_a_save_is_sent(
+def test_data_that_vanishes_from_a_drive_during_a_save_is_sent(
     tmp_path: Path,
     rank: int,
     is_shared: bool,  # noqa: FBT001

@@ -26,7 +26,7 @@ from cloudckpt.report import Place
 
 _log = logging.getLogger("cloudckpt")
 
-_MAX_EARLIER_VALUES = 1000
+MAX_EARLIER_VALUES = 1000
 """The most values of earlier steps in a manifest, about 25 KB."""
 
 _with_resume_hint: weakref.WeakSet[SaveHistory] = weakref.WeakSet()
@@ -184,7 +184,7 @@ class SaveHistory:
         last, waits = self.last, self.in_flight is None or self._options.async_in_flight == "wait"
         if last is not None and last.metrics and last.reaches_root and waits and last.failure is None:
             self._metrics[last.step] = last.metrics
-        num_steps = _MAX_EARLIER_VALUES // max(map(len, self._metrics.values()), default=1)
+        num_steps = MAX_EARLIER_VALUES // max(map(len, self._metrics.values()), default=1)
         earlier = sorted((number for number in self._metrics if number < step), reverse=True)[:num_steps]
         return {str(number): self._metrics[number] for number in earlier}
 

@@ -147,7 +147,7 @@ def find_published_sha256(folder: Context, key: str) -> str | None:
     folder leaves it in ``.cache/huggingface/``: https://huggingface.co/docs/huggingface_hub/guides/download
     """
     path, client = folder.location.local_path, folder.client
-    if folder.location.scheme == "hf":
+    if folder.location.is_hub:
         told = client.require(key).version
     elif path is not None and Path(path, key).is_symlink():
         told = Path(path, key).readlink().name

@@ -31,8 +31,12 @@ from cloudckpt._clock import datetime_of
 from cloudckpt.commit.entries import encode_fence, new_fence
 from cloudckpt.errors import AccessDeniedError, StateDictMismatchError
 from cloudckpt.manager import save_history
+from cloudckpt.manager.policies import RetentionPolicy
+from cloudckpt.manager.retention import Retention
+from cloudckpt.manager.steps import Steps
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.uri import parse_location
 
 
 def committed(manager: CheckpointManager, step: int, **settings: Any) -> None:
@@ -1422,6 +1426,21 @@ def test_steps_of_another_run_are_named_and_stay(
         "root, or delete them (cloudckpt rm)"
     )
     assert sum("neither count" in message for message in warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_step_that_was_committed_a_moment_ago_is_not_named_as_anothers(
+    memory: Memory, caplog: pytest.LogCaptureFixture, *, has_begun: bool
+) -> None:
+    """If this fails, a user is told to delete a step of this run: retention has listed it just after its commit."""
+    save_all(CheckpointManager(memory.root, keep_last=3), 1, 2)
+    steps = Steps(parse_location(memory.root), make_options())
+    steps.run_uris.add(steps.uri_of(1))  # as before the manager has noted that step 2 is committed
+    steps.begun_uris |= {steps.uri_of(2)} if has_begun else set()
+    retention = Retention(steps, RetentionPolicy(keep_last=1, keep_every=None, keep_best=None), get_damaged_uris=tuple)
+    retention.start(steps.uri_of(1))
+    assert retention.wait(WAIT_S)
+    assert any("neither count" in message for message in warnings_in(caplog)) is not has_begun
 
 
 @pytest.mark.parametrize("step", [None, 2])

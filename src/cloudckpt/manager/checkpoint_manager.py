@@ -523,7 +523,9 @@ class CheckpointManager(OfThisProcess):
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save to the chosen place, or to the root if the fast place fails."""
         self._history.warn_of_dropped_metrics(saved)
-        note_own_uris(self._places.uris_of(folder))
+        uris = self._places.uris_of(folder)
+        note_own_uris(uris)
+        self._places.root.begun_uris.update(uris)
         call = async_save if self._is_async else save
         try:
             saved.result = call(state_dict, storage_writer=self._make_writer(saved, folder), **settings)

@@ -113,7 +113,7 @@ class Drain:
                 f"the fast place {location.uri} and the root {root_steps.location.uri} are the same, or one is inside "
                 "the other. Choose a fast place beside the root, on a faster drive"
             ) from None
-        self.steps.run_uris = root_steps.run_uris
+        self.steps.run_uris, self.steps.begun_uris = root_steps.run_uris, root_steps.begun_uris
         self.root_steps, self._root_policy = root_steps, root_policy
         self.get_damaged_uris, self._on_drained = get_damaged_uris, on_drained
         self._not_owed: set[tuple[datetime, str]] = set()

@@ -226,7 +226,8 @@ class Retention:
         if (is_own := self._is_own) is not None:
             folders = [folder for folder in folders if folder.info is None or folder.problem or is_own(folder)]
         run_uris = self._steps.run_uris
-        others = [folder.uri for folder in folders if folder.info and folder.uri not in run_uris]
+        own_uris = run_uris | self._steps.begun_uris
+        others = [folder.uri for folder in folders if folder.info and folder.uri not in own_uris]
         if others or not any(folder.denied for folder in folders):  # they may be others, too
             self._warn_of_others(others)
         folders = [folder for folder in folders if folder.info is None or folder.uri in run_uris]

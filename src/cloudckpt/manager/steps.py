@@ -178,6 +178,8 @@ class Steps:
         self.run_uris: set[str] = set()
         """URIs of the checkpoints in all places that the manager has saved, or found in a `restore`. Its rules hold for
         no others."""
+        self.begun_uris: set[str] = set()
+        """URIs to which the manager has begun a save, whose commit may be not yet in `run_uris`."""
         self.known_uris: set[str] = set()
         """URIs of all checkpoints that a look has found, or this process has made, also if they were removed since."""
         self.fenced_at: dict[str, datetime] = {}

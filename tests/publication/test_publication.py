@@ -554,3 +554,9 @@ def test_a_path_is_a_root(tmp_path: Path) -> None:
         cloudckpt.pull(tmp_path, model=reading)
         assert bits_of(reading) == bits_of(model)
     assert folders(str(tmp_path)) == [2, 3]
+
+
+def test_versions_that_are_pinned_come_as_a_function(tmp_path: Path) -> None:
+    """If this fails, a list of versions is accepted, and no version is ever removed."""
+    with pytest.raises(InvalidOptionError, match=r"pinned must be a function that takes a version's number, not \[2\]"):
+        cloudckpt.Publisher(tmp_path / "policy", pinned=[2])

@@ -120,6 +120,8 @@ class Publisher:
         for name, value in limits.items():
             if not (isinstance(value, int) and value >= 1) and (value is not None or name == "anchor_every"):
                 raise InvalidOptionError(f"{name} must be an integer of at least 1, not {value!r}")
+        if not callable(pinned):
+            raise InvalidOptionError(f"pinned must be a function that takes a version's number, not {pinned!r}")
         if anchor_every > 1:
             import_zstandard("Publisher(anchor_every=…) above 1")
         self._anchor_every, self._max_copy_bytes = anchor_every, max_copy_bytes

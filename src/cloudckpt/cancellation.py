@@ -70,6 +70,8 @@ class Cancellation(OfThisProcess):
         with self._lock:
             if not self._cancelled_by:
                 self._phase = phase
+            if phase == "planning":  # also of another try, after one that had come to its commit
+                self._is_sealed = self.is_committing = False
             if total_bytes is not None:
                 self._total_bytes, self._uploaded_bytes = total_bytes, 0  # another try of the save sends all again
         self.check()

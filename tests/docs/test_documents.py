@@ -76,7 +76,7 @@ def test_python_snippets_run(path: Path, tmp_path: Path, s3_bucket: S3Server) ->
     command = [sys.executable, "-c", _RUN, *map(str, files)]
     environment = {**os.environ, **_ONE_RANK}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -98,7 +98,7 @@ def test_the_program_of_the_readme_starts_and_resumes_as_told(tmp_path: Path, s3
             env={**(os.environ if "s3://" in text else clean_environment()), "PATH": path},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
@@ -146,7 +146,7 @@ def test_the_quickstart_runs(tmp_path: Path) -> None:
         path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
         environment = {**clean_environment(), "PATH": path}
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
         )
     assert done.returncode == 0, done.stderr[-4000:]
 

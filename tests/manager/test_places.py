@@ -35,6 +35,7 @@ from cloudckpt.errors import (
     StoreError,
     UnsupportedValueError,
 )
+from cloudckpt.events import Event
 from cloudckpt.manager.drain import drain
 from cloudckpt.stores.base import Store
 
@@ -828,6 +829,40 @@ def test_a_save_during_which_the_fast_place_fills_up_is_made_in_the_bucket(
     save_all(manager, 2, 10)
     manager.close(WAIT_S)
     assert (names(fast), names(root)) == (["step-2", "step-10"], ["step-1", "step-10"])
+
+
+@pytest.mark.parametrize("trouble", [full_for_data, full_for_manifest])
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_background_save_with_metrics_goes_on_in_the_bucket(
+    fast: Path, root: Path, trouble: Callable[[Call], Exception | None], *, cancels: bool
+) -> None:
+    """If this fails, a save whose drive fills up after the call waits for its own end, or cannot be cancelled."""
+    has_returned = threading.Event()
+    handles: list[AsyncSave] = []
+
+    def fail_after_the_call(call: Call) -> Exception | None:
+        error = trouble(call)
+        assert error is None or has_returned.wait(WAIT_S)
+        return error
+
+    def cancel(event: Event) -> None:
+        if cancels and event.name == "save.planned" and event.uri == str(root / "step-1"):
+            assert handles[0].cancel()
+
+    places = Places()
+    places.fail(fast, fail_after_the_call)
+    options = make_options(wrap_store=places, on_event=cancel, retries=0)
+    manager = CheckpointManager(root, save_every=2, fast=fast, fast_every=1, keep_last=3, options=options)
+    made = manager.save(1, state_of(1.0), metrics={"loss": 1.0})
+    assert isinstance(made, AsyncSave)
+    handles.append(made)
+    has_returned.set()
+    if cancels:
+        with pytest.raises(SaveCancelledError):
+            made.result(WAIT_S)
+    else:
+        made.result(WAIT_S)
+    assert names(root) == ["step-1"] * (not cancels)
 
 
 @pytest.mark.parametrize("async_", [True, False])

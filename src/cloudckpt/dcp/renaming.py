@@ -390,7 +390,7 @@ def suggest_renames(
         for others in itertools.chain(*(alike[parts[-1], saved_size] for saved_size in {size, None})):
             num_same = count_same_ends(others, parts)
             pair = ".".join(others[: len(others) - num_same]), ".".join(parts[: len(parts) - num_same])
-            if pair[0] != pair[1]:
+            if pair[0] != pair[1] and not _differs_in_number(*pair):
                 fits_of_pair[pair][name] = num_same
     ranks = {pair: (len(fits), max(fits.values()), _keeps_place(*pair)) for pair, fits in fits_of_pair.items()}
     ranked = sorted(fits_of_pair, key=lambda pair: (ranks[pair], pair), reverse=True)
@@ -414,13 +414,24 @@ def suggest_renames(
 
 
 def _keeps_place(old: str, new: str) -> tuple[bool, bool]:
-    """Return if a part keeps its number, such as that of its layer, and if one name has the last part of the other.
+    """Return if both names have the same numbers, such as a layer's, and if one has the last part of the other.
 
-    Layers have the same shapes, so nothing else tells them apart. The first parts are keys of the load.
+    Layers have the same shapes, so nothing else tells them apart. Of numbers, those count that both have. The first
+    parts are keys of the load.
     """
     olds, news = old.split("."), new.split(".")
-    numbers, new_numbers = ([part for part in parts if part.isdigit()] for parts in (olds, news))
-    return numbers == new_numbers, olds[-1] in news[1:] or news[-1] in olds[1:]
+    numbers = zip(*([part for part in parts if part.isdigit()] for parts in (olds, news)), strict=False)
+    old_words, new_words = ([part for part in parts if not part.isdigit()] or [""] for parts in (olds, news))
+    has_last = old_words[-1] in new_words[1:] or new_words[-1] in old_words[1:]
+    return all(number == other for number, other in numbers), has_last
+
+
+def _differs_in_number(old: str, new: str) -> bool:
+    """Return True for two layers of one list: a map of one to another is as wrong as right."""
+    olds, news = old.split("."), new.split(".")
+    return len(olds) == len(news) and all(
+        one == two or (one.isdigit() and two.isdigit()) for one, two in zip(olds, news, strict=True)
+    )
 
 
 def _choose(

@@ -572,6 +572,7 @@ class CheckpointManager(OfThisProcess):
             return None
         if saved.rank == 0:
             _log.warning("saving to %s, because the fast place failed: %s", self.root, failure)
+        self._history.note_saved(saved, failure)  # its commit may have arrived
         saved.is_fast = False
         return self._make_writer(saved, folder)
 

@@ -121,7 +121,7 @@ class SaveHistory:
 
     def note_refusal(self, saved: SavedStep, error: BaseException) -> SaveFailure | None:
         """Record a save that failed before it began or, without a background save, at all. None: `error` is raised."""
-        self._note_saved(saved, error)
+        self.note_saved(saved, error)
         with self._lock:
             failure = self._unraised = self.failures.record(saved.step, saved.uri, error)
         if failure is not None:
@@ -135,7 +135,7 @@ class SaveHistory:
         method that waits for it, call this. So a method that has waited finds the outcome recorded.
         """
         error, failure = saved.failure, None
-        self._note_saved(saved, error)
+        self.note_saved(saved, error)
         with self._lock:
             if saved.is_outcome_noted:
                 return
@@ -155,7 +155,7 @@ class SaveHistory:
         if failure is not None:
             self._log_tolerated(failure, saved.rank)
 
-    def _note_saved(self, saved: SavedStep, error: BaseException | None) -> None:
+    def note_saved(self, saved: SavedStep, error: BaseException | None) -> None:
         """Record that the rules of this manager hold for a step that it has committed, or may have committed."""
         if error is None or any(isinstance(cause, CommitUnknownError) for cause in causes_of(error)):
             self._places.root.run_uris.add(saved.uri)
@@ -182,11 +182,18 @@ class SaveHistory:
         if self._metrics is None:
             self._metrics = {} if self._last_restored is None else self._read_metrics(*self._last_restored)
         last, waits = self.last, self.in_flight is None or self._options.async_in_flight == "wait"
-        if last is not None and last.metrics and last.reaches_root and waits and last.failure is None:
-            self._metrics[last.step] = last.metrics
-        num_steps = MAX_EARLIER_VALUES // max(map(len, self._metrics.values()), default=1)
-        earlier = sorted((number for number in self._metrics if number < step), reverse=True)[:num_steps]
-        return {str(number): self._metrics[number] for number in earlier}
+        # A background save that goes on at the root asks for itself, and must not wait for its own end.
+        if last is not None and last.step != step and last.metrics and waits:
+            failure = last.failure  # waits: the place of the step is known at its end
+            if failure is None and last.reaches_root:
+                self._metrics[last.step] = last.metrics
+        earlier, num_values = dict[str, Mapping[str, float | None]](), 0
+        for number in sorted((number for number in self._metrics if number < step), reverse=True):
+            num_values += len(self._metrics[number])
+            if num_values > MAX_EARLIER_VALUES:
+                break
+            earlier[str(number)] = self._metrics[number]
+        return earlier
 
     def _read_metrics(self, step: int, uri: str) -> dict[int, Mapping[str, float | None]]:
         try:

@@ -528,7 +528,11 @@ class CheckpointManager(OfThisProcess):
         self._places.root.begun_uris.update(uris)
         call = async_save if self._is_async else save
         try:
-            saved.result = call(state_dict, storage_writer=self._make_writer(saved, folder), **settings)
+            metadata = build_metadata(saved.step, saved.metrics or {})
+            if saved.rank == 0 and (earlier := self._history.find_earlier_metrics(saved.step)):
+                metadata[EARLIER_KEY] = earlier
+            writer = self._make_writer(saved, folder, metadata)
+            saved.result = call(state_dict, storage_writer=writer, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
             failure = self._history.note_refusal(saved, error)
             if failure is None:
@@ -537,22 +541,20 @@ class CheckpointManager(OfThisProcess):
         self._history.note_begin(saved)
         return saved.result
 
-    def _make_writer(self, saved: SavedStep, folder: str) -> ObjectStoreWriter:
+    def _make_writer(self, saved: SavedStep, folder: str, metadata: Mapping[str, Any]) -> ObjectStoreWriter:
         """Make the writer of a step in the place that `saved` names."""
         root = self._places.root
         fast = self._places.fast if saved.is_fast else None
-        metadata = build_metadata(saved.step, saved.metrics or {})
-        if saved.rank == 0 and (earlier := self._history.find_earlier_metrics(saved.step)):
-            metadata[EARLIER_KEY] = earlier
+        record: dict[str, Any] = {}
         if fast is not None:
-            metadata[FAST_KEY] = make_record(
+            record[FAST_KEY] = make_record(
                 root.location,
                 is_owed=saved.is_owed,
                 may_overwrite=saved.may_overwrite,
                 host_names=() if fast.hosts is None else fast.hosts.names,
             )
         steps = root if fast is None else fast.steps
-        options = dataclasses.replace(steps.options, metadata={**steps.options.metadata, **metadata})
+        options = dataclasses.replace(steps.options, metadata={**steps.options.metadata, **metadata, **record})
         saved.uri = steps.location.child(folder).uri
         if saved.rank == 0 and folder != format_folder(saved.step):
             _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
@@ -561,12 +563,14 @@ class CheckpointManager(OfThisProcess):
             options=options,
             overwrite=saved.may_overwrite or (saved.is_fast and saved.replaces_unowed_step),
             _find_base=functools.partial(self._history.find_base, saved.uri),
-            _find_next=None if fast is None else functools.partial(self._leave_fast, saved, folder),
+            _find_next=None if fast is None else functools.partial(self._leave_fast, saved, folder, metadata),
             _via="manager" if self._has_restored else UNRESTORED,
             _hosts=None if fast is None else fast.hosts,
         )
 
-    def _leave_fast(self, saved: SavedStep, folder: str, failure: BaseException) -> ObjectStoreWriter | None:
+    def _leave_fast(
+        self, saved: SavedStep, folder: str, metadata: Mapping[str, Any], failure: BaseException
+    ) -> ObjectStoreWriter | None:
         """Return a writer to the root, for the same save, if the fast place has failed."""
         if not is_store_failure(failure) and not isinstance(failure, IncompleteSaveError):
             return None
@@ -574,7 +578,7 @@ class CheckpointManager(OfThisProcess):
             _log.warning("saving to %s, because the fast place failed: %s", self.root, failure)
         self._history.note_saved(saved, failure)  # its commit may have arrived
         saved.is_fast = False
-        return self._make_writer(saved, folder)
+        return self._make_writer(saved, folder, metadata)
 
     @suggest_keywords
     def restore(

@@ -182,8 +182,7 @@ class SaveHistory:
         if self._metrics is None:
             self._metrics = {} if self._last_restored is None else self._read_metrics(*self._last_restored)
         last, waits = self.last, self.in_flight is None or self._options.async_in_flight == "wait"
-        # A background save that goes on at the root asks for itself, and must not wait for its own end.
-        if last is not None and last.step != step and last.metrics and waits:
+        if last is not None and last.metrics and waits:
             failure = last.failure  # waits: the place of the step is known at its end
             if failure is None and last.reaches_root:
                 self._metrics[last.step] = last.metrics

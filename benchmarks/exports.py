@@ -14,7 +14,6 @@ seconds are those that the client needs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import cloudckpt
 from benchmarks import servers
-from benchmarks.provenance import provenance
+from benchmarks.provenance import write_results
 from benchmarks.sweeps import SLOW_BYTES_PER_S, SLOW_LATENCY_S
 from benchmarks.turns import rotated
 from cloudckpt.stores import open_store
@@ -180,8 +179,7 @@ def main(argv: list[str] | None = None) -> int:
                 flush=True,
             )
     if arguments.out:
-        document = {"provenance": provenance(ROOT), "arguments": {"layers": arguments.layers}, "runs": runs}
-        arguments.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        write_results(arguments.out, ROOT, arguments={"layers": arguments.layers}, runs=runs)
     return 0
 
 

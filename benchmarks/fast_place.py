@@ -36,7 +36,7 @@ import torch.distributed as dist
 import cloudckpt
 from benchmarks import servers
 from benchmarks.figures import Figure, text
-from benchmarks.provenance import provenance
+from benchmarks.provenance import write_results
 from benchmarks.sweeps import SLOW_BYTES_PER_S, SLOW_LATENCY_S
 from benchmarks.training import ALONE_S, compared
 
@@ -358,12 +358,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{figure.name}: {figure.formula}: {figure.verdict}", file=sys.stderr, flush=True)
             figures.append(figure)
             if arguments.results is not None:  # after each: a run that is interrupted keeps those that are complete
-                document = {
-                    "provenance": provenance(ROOT),
-                    "gb_per_s": bench.gb_per_s,
-                    "figures": [asdict(one) for one in figures],
-                }
-                arguments.results.write_text(json.dumps(document, indent=1) + "\n")
+                write_results(arguments.results, ROOT, gb_per_s=bench.gb_per_s, figures=[*map(asdict, figures)])
     print(text(figures, bench.gb_per_s))
     return int(any(figure.bar is not None and not figure.verdict.startswith("met") for figure in figures))
 

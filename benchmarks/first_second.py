@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import servers
 from benchmarks.envs import environment_of, is_installed_here, set_up
 from benchmarks.figures import Figure, text
-from benchmarks.provenance import provenance
+from benchmarks.provenance import write_results
 from benchmarks.turns import rotated
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,8 +153,7 @@ def main(argv: list[str] | None = None) -> int:
                 )
     print(text(figures, {}))
     if arguments.out:
-        document = {"provenance": provenance(ROOT), "samples": taken}
-        arguments.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        write_results(arguments.out, ROOT, samples=taken)
     return int(any(figure.verdict.startswith("MISSED") for figure in figures))
 
 

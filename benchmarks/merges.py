@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import servers
-from benchmarks.provenance import provenance
+from benchmarks.provenance import write_results
 from benchmarks.turns import rotated
 
 MIB = 1 << 20
@@ -149,8 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         spread = " ".join(f"{turn['wall_s']:.2f}" for turn in turns)
         print(f"{system}: {medians['wall_s']:.2f} s ({spread}), CPU {medians['cpu_s']:.2f} s, {medians['mib']:.0f} MiB")
     if arguments.out:
-        document = {"provenance": provenance(ROOT), "arguments": {"mib": arguments.mib}, "samples": taken}
-        arguments.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        write_results(arguments.out, ROOT, arguments={"mib": arguments.mib}, samples=taken)
     return 0
 
 

@@ -41,7 +41,7 @@ from torch import nn
 from benchmarks import servers
 from benchmarks.envs import RivalEnvironment, environment_of, is_installed_here, set_up
 from benchmarks.figures import Figure, text
-from benchmarks.provenance import provenance
+from benchmarks.provenance import write_results
 from benchmarks.sweeps import SLOW_BYTES_PER_S, SLOW_LATENCY_S
 from benchmarks.turns import rotated
 
@@ -367,13 +367,13 @@ def main(argv: list[str] | None = None) -> int:
                 figures += found
                 rates |= of_cell
                 if arguments.results is not None:  # after each: a run that is interrupted keeps those that are complete
-                    document = {
-                        "provenance": provenance(ROOT),
-                        "median_gb_per_s": {name: statistics.median(values) for name, values in rates.items()},
-                        "cells": cells,
-                        "figures": [asdict(one) for one in figures],
-                    }
-                    arguments.results.write_text(json.dumps(document, indent=1) + "\n")
+                    write_results(
+                        arguments.results,
+                        ROOT,
+                        median_gb_per_s={name: statistics.median(values) for name, values in rates.items()},
+                        cells=cells,
+                        figures=[*map(asdict, figures)],
+                    )
     print(text(figures, rates))
     return int(any(one.bar is not None and one.verdict != "met" for one in figures))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -24,6 +25,11 @@ def provenance(root: Path) -> dict[str, Any]:
             "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
         },
     }
+
+
+def write_results(path: Path, root: Path, **content: Any) -> None:
+    """Write `content` as JSON, with the machine and the versions behind it."""
+    path.write_text(json.dumps({"provenance": provenance(root), **content}, indent=1) + "\n", encoding="utf-8")
 
 
 def _memory_bytes() -> int | None:

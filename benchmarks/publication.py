@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from torch import nn
 import cloudckpt
 from benchmarks import servers
 from benchmarks.figures import Figure, text
-from benchmarks.provenance import provenance
+from benchmarks.provenance import write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -124,8 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         figures = list(figures_of(training, server.uri, options, repetitions=arguments.repetitions))
     print(text(figures, {}))
     if arguments.results is not None:
-        document = {"provenance": provenance(ROOT), "figures": [asdict(figure) for figure in figures]}
-        arguments.results.write_text(json.dumps(document, indent=1) + "\n")
+        write_results(arguments.results, ROOT, figures=[*map(asdict, figures)])
     return int(any(not figure.verdict.startswith("met") for figure in figures if figure.bar is not None))
 
 

@@ -36,7 +36,7 @@ from benchmarks import servers
 from benchmarks.envs import environment_of, is_installed_here, set_up
 from benchmarks.figures import Figure, text
 from benchmarks.outcomes import Settings
-from benchmarks.provenance import provenance
+from benchmarks.provenance import write_results
 from benchmarks.sweeps import SLOW_BYTES_PER_S, SLOW_LATENCY_S
 from benchmarks.turns import rotated
 
@@ -248,8 +248,7 @@ def main(argv: list[str] | None = None) -> int:
                 rates |= {f"{name}, {system}": values for system, values in of_cell.items()}
                 print(name, of_cell, os.getloadavg(), file=sys.stderr, flush=True)
                 if arguments.results is not None:  # after each: an interrupted run keeps those that are complete
-                    document = {"provenance": provenance(ROOT), "cells": cells, "figures": [*map(asdict, figures)]}
-                    arguments.results.write_text(json.dumps(document, indent=1) + "\n")
+                    write_results(arguments.results, ROOT, cells=cells, figures=[*map(asdict, figures)])
     print(text(figures, rates))
     return int(any(one.bar is not None and one.verdict != "met" for one in figures))
 

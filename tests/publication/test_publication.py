@@ -316,6 +316,14 @@ def test_pinned_versions_stay_readable(root: str) -> None:
     assert folders(root) == [12, 13, 14]
 
 
+def test_pinned_without_an_answer_removes_nothing(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a function that forgets its return unpins all versions, and they are deleted."""
+    publisher = cloudckpt.Publisher(root, anchor_every=1, keep_chains=1, pinned=lambda _version: None)  # type: ignore[arg-type,return-value]  # the mistake
+    publish(publisher, Policy(1), 1, 2)
+    assert folders(root) == [1, 2]
+    assert "pinned must return True or False, not None" in caplog.text
+
+
 def test_a_failed_removal_fails_no_version(root: str, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a publisher without the right to delete publishes nothing, or says nothing."""
     faults = Faults(Rule(fault=Fails(cloudckpt.errors.AccessDeniedError), operations={"delete"}, times=None))
@@ -535,7 +543,8 @@ def test_other_checkpoints_are_no_versions(root: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"anchor_every": 0}, {"keep_chains": 0}, {"max_copy_bytes": -1}, {"anchor_every": None}]
+    "settings",
+    [{"anchor_every": 0}, {"keep_chains": 0}, {"max_copy_bytes": -1}, {"anchor_every": None}, {"pinned": [2]}],
 )
 def test_wrong_settings_are_refused(root: str, settings: dict[str, Any]) -> None:
     """If this fails, a publisher begins that cannot go on."""

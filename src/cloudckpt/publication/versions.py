@@ -276,7 +276,11 @@ class VersionRetention:
         if not self._anchors:
             self._look()
         self._anchors[publication.version] = publication.anchor
-        pinned = [number for number in self._anchors if self._pinned(number)]
+        answers = {number: self._pinned(number) for number in self._anchors}
+        for number, answer in answers.items():
+            if answer not in (True, False):  # a None, of a function without return, would unpin everything
+                raise InvalidOptionError(f"pinned must return True or False, not {answer!r}, as for version {number}")
+        pinned = [number for number, answer in answers.items() if answer]
         superseded = find_superseded_versions(self._anchors, keep_chains=self._keep_chains, pinned=pinned)
         for number in superseded[:_MAX_REMOVED]:
             with contextlib.suppress(CheckpointNotFoundError):  # another publisher was faster

@@ -97,6 +97,7 @@ def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
         assert str(copy) == str(failure)
         place = "" if kind is RankLostError else "saving s3://bucket/run failed on ranks 0, 2: "
         assert str(copy) == f"{place}{cause}"
+        assert repr(copy) == f"{kind.__name__}({str(copy)!r})", "without the frames of the ranks"
 
 
 def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> None:
@@ -111,6 +112,7 @@ def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> 
         return str(failure_of(CheckpointException("read", failures), subject=subject, is_alone=is_alone))
 
     assert text_of(missing, is_alone=True) == str(missing)
+    assert text_of(missing, subject="pulling from s3://bucket/run", is_alone=True) == str(missing)
     assert text_of(denied, is_alone=True) == f"loading s3://bucket/run failed: {denied}"
     assert text_of(OSError("gone"), is_alone=True) == "loading s3://bucket/run failed: OSError: gone"
     assert text_of(missing, missing) == f"loading s3://bucket/run failed on ranks 0-1: {missing}"

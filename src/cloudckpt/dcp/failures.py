@@ -55,10 +55,12 @@ class SaveOrLoadError(CheckpointException):
             lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
             return "\n".join([f"{self.subject} {how}:", *lines])
         (text,) = ranks_by_text
-        uri = self.subject.partition(" ")[2]
-        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and uri in text
+        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and causes[0].uri in text
         # The error of a lost rank names the save or load that it failed.
         return text if names_it or isinstance(causes[0], RankLostError) else f"{self.subject} {how}: {text}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"  # args have the tracebacks of the ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.subject, self.step, dict(self.failures), self.is_alone)

@@ -88,10 +88,11 @@ def test_checkpoints_are_merged(run: Run, tmp_path: Path) -> None:
     a, b, mean = (str(tmp_path / name) for name in ("a", "b", "mean"))
     save(a, {"w": torch.zeros(3)})
     save(b, {"w": torch.ones(3)})
-    ended = run("merge", a, b, mean, "--weights", "1,3", "--json")
-    assert (ended.code, list(ended.document)) == (0, members_of("merge"))
-    assert ended.document["weights"] == [0.25, 0.75]
-    assert cloudckpt.read(mean)["w"].tolist() == [0.75] * 3
+    for weights in (["1,3"], ["1", "--weights", "3"]):
+        ended = run("merge", a, b, mean, "--weights", *weights, "--json", "--overwrite")
+        assert (ended.code, list(ended.document)) == (0, members_of("merge"))
+        assert ended.document["weights"] == [0.25, 0.75]
+        assert cloudckpt.read(mean)["w"].tolist() == [0.75] * 3
     for weights in ("1;3", "1", "0,0"):
         assert run("merge", a, b, mean, "--weights", weights, "--overwrite").code == 2
     assert run("merge", a, mean).code == 2

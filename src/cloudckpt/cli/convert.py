@@ -343,10 +343,11 @@ def merge(
     uris: Annotated[list[str], typer.Argument(metavar="SRC SRC… DST", help="The sources, and last the target.")],
     *,
     weights: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="W,W,…",
-            help="A number for each source, such as 0.7,0.3. They are divided by their sum. Default: equal weights.",
+            help="A number for each source, such as 0.7,0.3. They are divided by their sum. Default: equal weights; "
+            "may be given several times.",
             show_default=False,
         ),
     ] = None,
@@ -374,7 +375,7 @@ def merge(
         report = merge_checkpoints(
             sources,
             target,
-            weights=_parse_weights(weights),
+            weights=_parse_weights(",".join(weights or ())),
             include=include or (),
             from_first=from_first or (),
             overwrite=common.overwrite,
@@ -391,9 +392,9 @@ def merge(
     )
 
 
-def _parse_weights(text: str | None) -> list[float] | None:
+def _parse_weights(text: str) -> list[float] | None:
     try:
-        return None if text is None else [float(number) for number in text.split(",")]
+        return [float(number) for number in text.split(",")] if text else None
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.7,0.3", param_hint="--weights") from None
 

@@ -176,6 +176,33 @@ def test_files_of_the_model_are_copied_along(
     assert (len(again.files), len(contents(f"{root}/hub"))) == (3, 10)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_config_of_another_dtype_than_the_export_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    """If this fails, an export in bfloat16 is opened in float32 by its own config.json, without a word."""
+    save({"w": torch.ones(3)}, f"{tmp_path}/a")
+    config = tmp_path / "base" / "config.json"
+    config.parent.mkdir()
+    config.write_text(f'{{"{key}": "float32"}}')
+    for dtype in (None, "float32"):
+        cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / f"hub-{dtype}", dtype=dtype, config_from=config.parent)
+    assert "config.json" not in caplog.text
+    cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "hub", dtype="bfloat16", config_from=config.parent)
+    assert "config.json says dtype float32, and this export has bfloat16" in caplog.text
+    assert 'pass dtype="bfloat16" to from_pretrained' in caplog.text
+
+
+def test_a_hint_at_include_names_what_it_leaves_out(tmp_path: Path) -> None:
+    """If this fails, who follows the hint exports a model without its head, which has a "model" of its own."""
+    wrapped = {"model": {"w": torch.ones(2)}, "lm_head": {"weight": torch.ones(2)}}
+    save({"accelerator": {"models": [wrapped], "optimizers": [{"x": torch.ones(1)}]}}, f"{tmp_path}/a")
+    with pytest.raises(InvalidOptionError) as caught:
+        cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "hub", include="model", strip_prefix="model")
+    near = "accelerator.models.0"
+    assert f"(did you mean {near!r}, or '{near}.model' without '{near}.lm_head'?)" in str(caught.value)
+
+
 def test_links_of_a_hubs_cache_are_followed_and_others_are_refused(tmp_path: Path) -> None:
     """If this fails, a snapshot's config is left out without a word, or any file of the machine is copied along."""
     model = tmp_path / "models--org--name"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
+import json
 import logging
 import os
 import re
@@ -234,11 +236,13 @@ class ExportFolder:
         return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._patterns))
 
 
-def find_companions(conversion: Conversion, folder: str | os.PathLike[str]) -> dict[str, NewFile]:
+def find_companions(
+    conversion: Conversion, folder: str | os.PathLike[str], dtype: str | None = None
+) -> dict[str, NewFile]:
     """Find the files directly in `folder` that hold no weights, such as its ``config.json`` and its tokenizer's.
 
     The folder is opened with the options of the source if one service holds both, or else with those of the target.
-    Raises `InvalidOptionError` if there are none.
+    Raises `InvalidOptionError` if there are none. Warns of a ``config.json`` that names another dtype than `dtype`.
     """
     location = parse_location(folder)
     ends = (end for end in (conversion.source, conversion.target) if location.is_of_kind(end.location))
@@ -255,10 +259,28 @@ def find_companions(conversion: Conversion, folder: str | os.PathLike[str]) -> d
     if not names:
         raise InvalidOptionError(f"config_from={context.uri!r} has no file beside weights. Name the folder of a model")
     files = {name: head_file(context, name) for name in names}
+    if dtype is not None and "config.json" in files:
+        content = context.client.read("config.json", max_bytes=MIB) if files["config.json"].size_bytes <= MIB else None
+        found = _find_dtype(content or b"")
+        if found not in (None, dtype):
+            _log.warning(
+                "%s says dtype %s, and this export has %s: programs that follow the file cast the weights when they "
+                'load. Change the dtype in the exported config.json, or pass dtype="%s" to from_pretrained',
+                context.client.url("config.json"), found, dtype, dtype,
+            )  # fmt: skip
     return {
         name: NewFile(size_bytes=file.size_bytes, body_in=functools.partial(FileBody, context, file))
         for name, file in files.items()
     }
+
+
+def _find_dtype(config: bytes) -> str | None:
+    """Return the dtype that a ``config.json`` names; None if it names none, or is not one of transformers."""
+    with contextlib.suppress(ValueError):
+        match json.loads(config):
+            case {"dtype": str(name)} | {"torch_dtype": str(name)}:
+                return name.removeprefix("torch.")
+    return None
 
 
 def _is_left_out(name: str) -> bool:

@@ -267,7 +267,7 @@ def _export_safetensors(
     )
     if part is None:
         files.check()
-    companions = {} if config_from is None else find_companions(conversion, config_from)
+    companions = {} if config_from is None else find_companions(conversion, config_from, dtype)
     is_whole = True
     if part is not None:
         written, is_whole = files.write_part(part, new, index=index, companions=companions)

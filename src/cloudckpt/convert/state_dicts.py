@@ -103,10 +103,13 @@ def require_matches(option: str, patterns: Iterable[str], known: Sequence[str], 
     """Raise `InvalidOptionError` for a pattern that fits none of the `known` entries."""
     for pattern in patterns:
         if not any(matches(fqn, [pattern]) for fqn in known):
-            near = find_near_entry(pattern.rstrip("*").rstrip("."), known)
+            hint = did_you_mean(near := find_near_entry(name := pattern.rstrip("*").rstrip("."), known))
+            whole = near.removesuffix(f".{name}")
+            beside = [fqn for fqn in known if matches(fqn, [whole]) and not matches(fqn, [near])]
+            if near != whole and beside:  # a model of transformers has its own "model", beside the head
+                hint = f" (did you mean {whole!r}, or {near!r} without {quote_names(common_prefixes(beside, known))}?)"
             raise InvalidOptionError(
-                f"no entry of {uri} matches {option}={pattern!r}{did_you_mean(near)}. It has "
-                f"{quote_names(sorted(known))}"
+                f"no entry of {uri} matches {option}={pattern!r}{hint}. It has {quote_names(sorted(known))}"
             )
 
 

@@ -93,7 +93,7 @@ def test_checkpoints_are_merged(run: Run, tmp_path: Path) -> None:
         assert (ended.code, list(ended.document)) == (0, members_of("merge"))
         assert ended.document["weights"] == [0.25, 0.75]
         assert cloudckpt.read(mean)["w"].tolist() == [0.75] * 3
-    for weights in ("1;3", "1", "0,0"):
+    for weights in ("1;3", "1", "0,0", ""):
         assert run("merge", a, b, mean, "--weights", weights, "--overwrite").code == 2
     assert run("merge", a, mean).code == 2
     assert run("merge", a, b, mean).code == 6

@@ -375,7 +375,7 @@ def merge(
         report = merge_checkpoints(
             sources,
             target,
-            weights=_parse_weights(",".join(weights or ())),
+            weights=_parse_weights(None if weights is None else ",".join(weights)),
             include=include or (),
             from_first=from_first or (),
             overwrite=common.overwrite,
@@ -392,9 +392,9 @@ def merge(
     )
 
 
-def _parse_weights(text: str) -> list[float] | None:
+def _parse_weights(text: str | None) -> list[float] | None:
     try:
-        return [float(number) for number in text.split(",")] if text else None
+        return None if text is None else [float(number) for number in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.7,0.3", param_hint="--weights") from None
 

@@ -29,11 +29,11 @@ from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError, did_you_mean, quote_names
 from cloudckpt.format.model import (
     ITEMSIZE_BYTES,
-    PUBLICATION_KEY,
     SAFETENSORS_TAG,
     FilesManifest,
     Manifest,
     StoredTensor,
+    refuse_differences,
 )
 from cloudckpt.format.safetensors import INDEX_NAME, SINGLE_NAME, lay_out
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
@@ -210,7 +210,7 @@ def _export_safetensors(
         patterns = (glob.escape(single_name),) if single_name != SINGLE_NAME else _SAFETENSORS_PATTERNS
     context, resolved = find_source(source)
     manifest = resolved.manifest
-    _refuse_differences(manifest, source.uri)
+    refuse_differences(manifest, uri=source.uri)
     # One half is for the parts that are sent, the other for bytes that are read around them: whole tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
     reader = Reader(_limit_memory(context, budget_bytes // target.connections), manifest)
@@ -283,17 +283,6 @@ def _export_safetensors(
         is_whole=is_whole,
         contexts=(reader.context, target),
     )
-
-
-def _refuse_differences(manifest: Manifest, uri: str) -> None:
-    """Raise `UnsupportedValueError` if the source is a published version without the whole tensors."""
-    published = manifest.metadata.get(PUBLICATION_KEY)
-    if isinstance(published, dict) and published.get("anchor") != published.get("version"):
-        raise UnsupportedValueError(
-            f"{uri} is version {published.get('version')} of a publication, and has differences alone. Pull it into a "
-            f"folder (cloudckpt.pull with this version), or export its anchor, version {published.get('anchor')}",
-            uri=uri,
-        )
 
 
 def _in_memory(content: memoryview | torch.Tensor) -> NewFile:

@@ -19,7 +19,7 @@ from cloudckpt.dcp.renaming import common_prefixes, is_below
 from cloudckpt.dcp.torch_metadata import nesting_of
 from cloudckpt.errors import Hint, InvalidOptionError, InvalidURIError, UnsupportedValueError, join_first
 from cloudckpt.format.build import Content
-from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, StoredValue
+from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, StoredValue, refuse_differences
 from cloudckpt.format.nesting import Nesting
 from cloudckpt.inspect.comparison import compare_readers, open_reader
 from cloudckpt.inspect.description import matches
@@ -114,6 +114,7 @@ def merge(
     )
     readers = [open_reader(source, options or Options()) for source in sources]
     for reader in readers:
+        refuse_differences(reader.manifest, uri=reader.context.uri)
         check_apart(reader.context, conversion.target)
     _refuse_step_of_run(conversion.target.location, [reader.context.location for reader in readers])
     first = readers[0].manifest

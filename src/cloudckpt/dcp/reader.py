@@ -39,7 +39,7 @@ from cloudckpt.errors import (
     raised_via,
 )
 from cloudckpt.format.codec import decode, encode
-from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest
+from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest, refuse_differences
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.reader import CopyElsewhere, Reader, is_no_answer
@@ -585,6 +585,7 @@ class ObjectStoreReader(StorageReader):
         return Context(location, options, rank=0, recorder=self._recorder)
 
     def _use(self, context: Context, manifest: Manifest) -> Metadata:
+        refuse_differences(manifest, uri=context.uri)
         self._copy_elsewhere = None
         if self._copy is not None and context.location == self._location:
             self._copy_elsewhere = CopyElsewhere(self._new_context(is_of_copy=True), manifest)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+
+from cloudckpt.errors import UnsupportedValueError
 
 FORMAT_NAME = "cloudckpt"
 FORMAT_MAJOR = 1
@@ -23,6 +25,27 @@ JSON_VALUE = "value.json/1"
 """The last transform of a value that is stored as tagged JSON. All other values are pickles."""
 PUBLICATION_KEY = "publication"
 """The key in `Manifest.metadata` that describes a published version (``docs/format.md``)."""
+
+
+def find_published_numbers(metadata: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the number of a published version and that of its anchor, from `Manifest.metadata`; None for others."""
+    match metadata.get(PUBLICATION_KEY):
+        case {"version": int(version), "anchor": int(anchor)}:
+            return version, anchor
+    return None
+
+
+def refuse_differences(manifest: Manifest, *, uri: str) -> None:
+    """Raise `UnsupportedValueError` if the checkpoint at `uri` is a published version without the whole tensors."""
+    version, anchor = find_published_numbers(manifest.metadata) or (0, 0)
+    if version != anchor:
+        root = uri.rpartition("/")[0]
+        raise UnsupportedValueError(
+            f"{uri} is version {version} of a publication, and has differences alone. cloudckpt.pull({root!r}, "
+            f"model=model, version={version}) fills a model, and with a folder in place of the model it writes one. Or "
+            f"take the anchor, {root}/version-{anchor}, which has whole tensors",
+            uri=uri,
+        )
 
 
 CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

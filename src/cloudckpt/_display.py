@@ -162,7 +162,7 @@ def to_html(record: Any) -> str:
     """Return a dataclass as tables: its fields and numeric properties; below them, the dataclasses in it."""
     fields = ((field, _value_of(record, field)) for field in dataclasses.fields(record) if field.repr)
     values = {field.name: value for field, value in fields if value is False or not field.default == 0 == value}
-    for name, member in vars(type(record)).items():
+    for name, member in (item for kind in type(record).__mro__ for item in vars(kind).items()):
         if isinstance(member, property) and isinstance(value := getattr(record, name), (int, float)):
             values[name] = value
     return pairs_to_html(type(record).__name__, values)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cloudckpt.manager.restore import Restored
     from cloudckpt.manager.retention import RetentionReport
     from cloudckpt.manager.steps import StepInfo
+    from cloudckpt.publication.publisher import PublishReport
     from cloudckpt.publication.pull import PullReport
     from cloudckpt.removal import Garbage, GarbageReport, KeptObject
 
@@ -46,6 +47,7 @@ __all__ = [
     "ObjectDescription",
     "Preemption",
     "PreemptionReport",
+    "PublishReport",
     "PullReport",
     "Restored",
     "RetentionReport",
@@ -76,6 +78,7 @@ _LAZY = {
     "cloudckpt.manager.restore": "Restored",
     "cloudckpt.manager.retention": "RetentionReport",
     "cloudckpt.manager.steps": "StepInfo",
+    "cloudckpt.publication.publisher": "PublishReport",
     "cloudckpt.publication.pull": "PullReport",
 }
 

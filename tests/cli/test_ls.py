@@ -24,6 +24,18 @@ from cloudckpt.stores.base import Part, crc32c_of
 from cloudckpt.uri import parse_location
 
 
+def test_ls_tells_an_anchor_from_a_difference(local: LocalPlace, run: Run) -> None:
+    """If this fails, a user cannot see which version `load` and `export` take, or the checksums of all tensors."""
+    model, publisher = torch.nn.Linear(64, 64), cloudckpt.Publisher(local.root)
+    for version in (1, 2):
+        publisher.publish(model=model, version=version)
+    lines = run("ls", local.root, "--columns", "name,state", "--long").out.splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["version-1", "committed", "(anchor)"],
+        ["version-2", "committed", "(difference)"],
+    ]
+
+
 def test_ls_lists_checkpoints_in_each_state(local: LocalPlace, run: Run) -> None:
     """If this fails, a user takes for a checkpoint what is none, or misses one, or garbage."""
     save(local.uri("step-1"), options=cloudckpt.Options(metadata={"loss": 0.5}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,16 @@ def test_each_version_is_exact_and_read_in_the_least_bytes(root: str) -> None:
     """If this fails, a reader gets other bits than were published, or reads more than it lacks."""
     model, follower, late = Policy(1, size=64), Policy(2, size=64), Policy(3, size=64)
     publisher = cloudckpt.Publisher(root, anchor_every=5)
+    assert repr(publisher) == f"<Publisher of {root}: nothing published>"
     whole_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     for version in range(0, 36, 3):
         train(model, version)
         report = publisher.publish(model=model, version=version)
         is_anchor = version % 15 == 0
+        assert (report.version, report.is_anchor) == (version, is_anchor)
+        assert f"num_bytes={report.num_bytes:_}" in repr(report)
+        assert f"version={version}, is_anchor={is_anchor}" in repr(report)
+        assert repr(publisher) == f"<Publisher of {root}: version {version}, anchor {version - version % 15}>"
         assert bool(report.num_bytes_unchanged) != is_anchor
         assert (report.num_bytes > 0.5 * whole_bytes) == is_anchor
         weights = cloudckpt.pull(root, model=follower)
@@ -342,8 +348,10 @@ def test_a_reader_waits_for_the_next_version(root: str) -> None:
     assert "after" not in str(caught.value), "this pull did not wait"
     publish(publisher, model, 1)
     assert cloudckpt.pull(root, model=reading, newer_than=0).version == 1
-    with pytest.raises(CheckpointNotFoundError, match="no version above 1"):
-        cloudckpt.pull(root, model=reading, newer_than=1)
+    with pytest.raises(CheckpointNotFoundError, match="no version above 1") as caught:
+        cloudckpt.pull(root, model=reading, newer_than=1, timeout_s=1e-9)
+    assert str(caught.value) == f"after 1e-09 s, {root} has no version above 1"
+    assert repr(caught.value) == f"CheckpointNotFoundError({str(caught.value)!r})"
     looks = Rule(fault=Tell(before=lambda _call: publish(publisher, model, 2)), operations={"list_directories"}, skip=1)
     options = make_options(wrap_store=Faults(looks))
     assert cloudckpt.pull(root, model=reading, newer_than=1, timeout_s=60, options=options).version == 2
@@ -505,29 +513,39 @@ def test_a_model_with_python_objects_is_published_whole(root: str) -> None:
     assert bits_of(reading)[0] == bits_of(model)[0]
 
 
-def test_versions_are_checkpoints(root: str) -> None:
-    """If this fails, other calls cannot read an anchor, or take a difference for weights."""
+def test_an_anchor_is_a_checkpoint(root: str, tmp_path: Path) -> None:
+    """If this fails, other calls cannot read an anchor."""
     model, reading = Policy(1), Policy(2)
     publish(cloudckpt.Publisher(root), model, 1)
     cloudckpt.load(f"{root}/version-1", model=reading)
     assert bits_of(reading) == bits_of(model)
-    before = bits_of(reading)
-    publisher = cloudckpt.Publisher(root)
-    publish(publisher, model, 2, 3)
-    for strict in (None, False):
-        with pytest.raises(StateDictMismatchError, match=r"version-3 has no 'model'"):
-            cloudckpt.load(f"{root}/version-3", model=reading, strict=strict)
-    assert bits_of(reading) == before
-
-
-def test_a_version_of_differences_is_not_exported(root: str, tmp_path: Path) -> None:
-    """If this fails, a folder for other programs has differences in place of weights."""
-    publisher, model = cloudckpt.Publisher(root), Policy(1)
-    publish(publisher, model, 1, 2)
-    for settings in ({}, {"skip_non_tensors": True}):
-        with pytest.raises(UnsupportedValueError, match=r"version 2 of a publication.* export its anchor, version 1"):
-            cloudckpt.export_checkpoint(f"{root}/version-2", tmp_path / "hub", **settings)
     cloudckpt.export_checkpoint(f"{root}/version-1", tmp_path / "hub", include="model")
+
+
+CALLS: dict[str, Callable[[str, Path, nn.Module], object]] = {
+    "load": lambda root, _, model: cloudckpt.load(f"{root}/version-2", model=model),
+    "not strict": lambda root, _, model: cloudckpt.load(f"{root}/version-2", model=model, strict=False),
+    "load_latest": lambda root, _, model: cloudckpt.load_latest(root, model=model),
+    "dict": lambda root, _, model: cloudckpt.load({"model": model.state_dict()}, f"{root}/version-2", no_dist=True),
+    "read": lambda root, *_: cloudckpt.read(f"{root}/version-2"),
+    "export": lambda root, hub, _: cloudckpt.export_checkpoint(f"{root}/version-2", hub, skip_non_tensors=True),
+    "torch": lambda root, hub, _: cloudckpt.export_checkpoint(f"{root}/version-2", hub, format="torch"),
+    "merge": lambda root, hub, _: cloudckpt.merge([f"{root}/version-1", f"{root}/version-2"], hub),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_differences_are_not_taken_for_weights(call: str, root: str, tmp_path: Path) -> None:
+    """If this fails, a program gets differences in place of weights, or advice that fails, too."""
+    publisher, model, reading = cloudckpt.Publisher(root), Policy(1), Policy(2)
+    publish(publisher, model, 1, 2)
+    before = bits_of(reading)
+    with pytest.raises(UnsupportedValueError) as caught:
+        CALLS[call](root, tmp_path / "hub", reading)
+    told = f"{root}/version-2 is version 2 of a publication, and has differences alone. cloudckpt.pull({root!r}, model="
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith(f"Or take the anchor, {root}/version-1, which has whole tensors")
+    assert bits_of(reading) == before
 
 
 def test_other_checkpoints_are_no_versions(root: str) -> None:
@@ -543,8 +561,7 @@ def test_other_checkpoints_are_no_versions(root: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"anchor_every": 0}, {"keep_chains": 0}, {"max_copy_bytes": -1}, {"anchor_every": None}, {"pinned": [2]}],
+    "settings", [{"anchor_every": 0}, {"keep_chains": 0}, {"max_copy_bytes": -1}, {"anchor_every": None}]
 )
 def test_wrong_settings_are_refused(root: str, settings: dict[str, Any]) -> None:
     """If this fails, a publisher begins that cannot go on."""

@@ -45,7 +45,7 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
     "age": lambda info: "" if info.state == "denied" else age(info.committed_at),
     "size": lambda info: "" if info.num_bytes is None else size(info.num_bytes),
     "ranks": lambda info: _number(info.world_size),
-    "state": lambda info: info.state + (f" ({count(info.num_uploads, 'upload')})" if info.num_uploads else ""),
+    "state": lambda info: info.state + _describe(info),
     "committed_at": lambda info: "" if info.state == "denied" else date(info.committed_at),
     "objects": lambda info: _number(info.num_objects),
     "tensors": lambda info: _number(info.num_tensors),
@@ -57,12 +57,23 @@ _COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
 }
 
 
+def _describe(info: CheckpointInfo) -> str:
+    """Return what else to say of the state of a checkpoint, in parentheses; "" if there is nothing."""
+    from cloudckpt.format.model import find_published_numbers
+
+    if info.num_uploads:
+        return f" ({count(info.num_uploads, 'upload')})"
+    numbers = find_published_numbers(info.metadata)
+    return "" if numbers is None else f" ({'anchor' if numbers[0] == numbers[1] else 'difference'})"
+
+
 def users_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata without the manager's records of a fast place and of earlier steps."""
+    """Return the metadata without the records of a manager and of a publisher."""
+    from cloudckpt.format.model import PUBLICATION_KEY
     from cloudckpt.inspect.catalog import EARLIER_KEY
     from cloudckpt.report import FAST_KEY
 
-    records = (FAST_KEY, EARLIER_KEY)
+    records = (FAST_KEY, EARLIER_KEY, PUBLICATION_KEY)
     return {key: value for key, value in metadata.items() if key not in records or not isinstance(value, dict)}
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from cloudckpt._display import transferred
+from cloudckpt._display import transferred, with_short_repr
 from cloudckpt._workers import logging_failures, start_beside
 from cloudckpt.api import save
 from cloudckpt.dcp.live_objects import Model
@@ -52,6 +52,17 @@ _MAX_DELTA_SHARE = 0.5
 """A difference of a larger share of the whole is not sent: the version is an anchor."""
 
 
+@with_short_repr
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport(SaveReport):
+    """Report of the save of one version on one rank. `Publisher.publish` returns it."""
+
+    version: int
+    """Number of the version."""
+    is_anchor: bool
+    """True if the version has the whole tensors, False if it has differences alone."""
+
+
 class _Sent(NamedTuple):
     """The version that this publisher has committed last."""
 
@@ -86,7 +97,8 @@ class Publisher:
         root: The folder of the versions. It has no other checkpoints.
         anchor_every: Every n-th version is an anchor. With 1, no copy of the shard is kept to compare with.
         keep_chains: How many anchors to keep, the newest, with the versions up to the next one; None keeps all.
-        pinned: Returns True for a version that stays, with all versions from its anchor to the next.
+        pinned: Returns True for a version that stays, with all versions from its anchor to the next, and else False.
+            After any other answer, nothing is removed, and the log tells why.
         max_copy_bytes: The most host memory for the copy of a rank's shard. If a rank needs more, all versions are
             anchors. None for no limit.
         process_group: Group of the ranks; None for all.
@@ -138,12 +150,17 @@ class Publisher:
         self._copied: object = None
         """The `_form_of` the pieces in the copy; None without a copy."""
 
+    def __repr__(self) -> str:
+        sent = None if self._sent is None else self._sent.publication
+        state = "nothing published" if sent is None else f"version {sent.version}, anchor {sent.anchor}"
+        return f"<Publisher of {self._versions.location.uri}: {state}>"
+
     @property
     def copy_bytes(self) -> int:
         """Host memory of the copy of this rank's shard, with which the next version is compared."""
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self._copy.values()}.values())
 
-    def publish(self, *, model: Model, version: int) -> SaveReport:
+    def publish(self, *, model: Model, version: int) -> PublishReport:
         """Publish a version from all ranks, and return once it is committed.
 
         Readers see the version before until then. Afterwards, superseded versions are removed.
@@ -153,7 +170,8 @@ class Publisher:
             version: Number of the version, such as the step of training. It must be higher than all before.
 
         Returns:
-            This rank's report. ``num_bytes_unchanged`` are the bytes that a difference saves; 0 for an anchor.
+            This rank's report. It tells an anchor from a difference. ``num_bytes_unchanged`` are the bytes that a
+            difference saves; 0 for an anchor.
 
         Raises:
             CheckpointExistsError: The version, or a higher one, is published already; or another publisher has taken
@@ -176,7 +194,7 @@ class Publisher:
             self._copy, self._copied = {}, None  # so that the next version is an anchor
             raise
 
-    def _publish(self, model: Model, version: int) -> SaveReport:
+    def _publish(self, model: Model, version: int) -> PublishReport:
         begun_s, sent = time.monotonic(), self._sent
         uri = self._versions.place_of(version).uri
         group, no_dist = self._process_group, self._no_dist
@@ -243,12 +261,11 @@ class Publisher:
         if calls.rank == 0:
             with logging_failures("superseded versions under %s were not removed", self._versions.location.uri):
                 self._retention.run_after(publication)
-        report = saved.report
+        fields = dataclasses.asdict(saved.report)
         if not publication.is_anchor:
-            num_bytes_unchanged = max(0, states[calls.rank].num_bytes - report.num_bytes)
-            report = dataclasses.replace(report, num_bytes_unchanged=num_bytes_unchanged)
-        _log.info("published %s%s", uri, transferred(report.num_bytes, time.monotonic() - begun_s))
-        return report
+            fields["num_bytes_unchanged"] = max(0, states[calls.rank].num_bytes - saved.report.num_bytes)
+        _log.info("published %s%s", uri, transferred(saved.report.num_bytes, time.monotonic() - begun_s))
+        return PublishReport(**fields, version=version, is_anchor=publication.is_anchor)
 
     def _renew_copy(self, states: list[_RankState], pieces: list[HeldPiece]) -> None:
         """Make the copy that of `pieces`, unless there are no differences, or it was compared with them."""

@@ -148,6 +148,7 @@ def pull(
     """
     version, newer_than = _check_arguments(folder, model, version, newer_than, timeout_s)
     versions = Versions(parse_location(root), require_options(options))
+    held_folder = None
     if folder is not None:
         held_folder = ModelFolder(
             versions.location.uri,
@@ -158,16 +159,23 @@ def pull(
             options=versions.options,
             target_options=target_options,
         )
-        return _pull_folder(versions, held_folder, _wait_for(versions, version, newer_than, timeout_s))
-    assert model is not None  # noqa: S101  # `_check_arguments` has checked it
     calls = RankCalls(
         process_group,
-        no_dist=no_dist,
+        no_dist=no_dist or folder is not None,
         root=versions.location.uri,
         timeout_s=versions.options.timeout_s,
         doing=_DOING,
     )
-    (target,) = _broadcast(calls, lambda: [_wait_for(versions, version, newer_than, timeout_s)])
+    found = _broadcast(calls, lambda: _wait_for(versions, version, newer_than, timeout_s))
+    if not found:  # which is no failure of a rank
+        which = "version" if newer_than is None else f"version above {newer_than}"
+        which = which if version == "latest" else f"version {version}, or retention has removed it"
+        since, uri = f"after {timeout_s:g} s, " if timeout_s else "", versions.location.uri
+        raise CheckpointNotFoundError(f"{since}{uri} has no {which}", uri=uri)
+    (target,) = found
+    if held_folder is not None:
+        return _pull_folder(calls, versions, held_folder, target)
+    assert model is not None  # noqa: S101  # `_check_arguments` has checked it
     begun_s, uri, published = time.monotonic(), target.location.uri, target.publication.tensors
     base, guess = target.publication.base, None
     if base is not None and base.version == newer_than:
@@ -224,7 +232,7 @@ def _check_arguments(
     )
 
 
-def _pull_folder(versions: Versions, folder: ModelFolder, target: Version) -> PullReport:
+def _pull_folder(calls: RankCalls, versions: Versions, folder: ModelFolder, target: Version) -> PullReport:
     begun_s, uri, published = time.monotonic(), target.location.uri, target.publication.tensors
     chain = versions.find_chain(target, held=folder.state_hash)
     num_bytes, starts_at_anchor = 0, False
@@ -239,7 +247,6 @@ def _pull_folder(versions: Versions, folder: ModelFolder, target: Version) -> Pu
             read_pieces(reader, pieces, {name: name for name in published})
             return sum(piece.tensor.nbytes for piece in pieces)
 
-        calls = RankCalls(None, no_dist=True, root=uri, timeout_s=versions.options.timeout_s, doing=_DOING)
         with _explaining_removal(target):
             num_bytes, starts_at_anchor = _read_chain(
                 calls,
@@ -346,21 +353,19 @@ def _broadcast(calls: RankCalls, find: Callable[[], Sequence[Version]]) -> list[
     return [parse_version(decode(document, uri=location.uri), location) for location, document in sent]
 
 
-def _wait_for(versions: Versions, number: int | Literal["latest"], newer_than: int | None, timeout_s: float) -> Version:
-    """Return the version to pull. Raises `CheckpointNotFoundError` if there is none after `timeout_s`."""
+def _wait_for(
+    versions: Versions, number: int | Literal["latest"], newer_than: int | None, timeout_s: float
+) -> list[Version]:
+    """Return the version to pull; nothing if there is none after `timeout_s`."""
     deadline_s, wait_s = time.monotonic() + timeout_s, _FIRST_POLL_S
     above = -1 if newer_than is None else newer_than
     while True:
         target = versions.find_newest(above=above) if number == "latest" else versions.read(number)
         if target is not None:
-            return target
+            return [target]
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            which = "version" if newer_than is None else f"version above {newer_than}"
-            which = which if number == "latest" else f"version {number}, or retention has removed it"
-            uri = versions.location.uri
-            since = f"after {timeout_s:g} s, " if timeout_s else ""
-            raise CheckpointNotFoundError(f"{since}{uri} has no {which}", uri=uri)
+            return []
         time.sleep(min(wait_s, left_s))
         wait_s = min(wait_s * _POLL_GROWTH, _MAX_POLL_S)
 

@@ -113,6 +113,8 @@ def test_failure_is_told_once_and_names_ranks_only_where_there_are_several() -> 
 
     assert text_of(missing, is_alone=True) == str(missing)
     assert text_of(missing, subject="pulling from s3://bucket/run", is_alone=True) == str(missing)
+    base = CheckpointNotFoundError("s3://bucket/base has no checkpoint", uri="s3://bucket/base")
+    assert text_of(base, is_alone=True) == f"loading s3://bucket/run failed: {base}"
     assert text_of(denied, is_alone=True) == f"loading s3://bucket/run failed: {denied}"
     assert text_of(OSError("gone"), is_alone=True) == "loading s3://bucket/run failed: OSError: gone"
     assert text_of(missing, missing) == f"loading s3://bucket/run failed on ranks 0-1: {missing}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from cloudckpt.errors import (
     limit_text,
     name_ranks,
 )
+
+_DOING = re.compile("[a-z ]+ ")
+"""The words before the URI in a subject, such as "pulling from "."""
 
 
 class SaveOrLoadError(CheckpointException):
@@ -55,7 +59,8 @@ class SaveOrLoadError(CheckpointException):
             lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
             return "\n".join([f"{self.subject} {how}:", *lines])
         (text,) = ranks_by_text
-        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and causes[0].uri in text
+        uri = _DOING.sub("", self.subject, count=1)
+        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and uri in text
         # The error of a lost rank names the save or load that it failed.
         return text if names_it or isinstance(causes[0], RankLostError) else f"{self.subject} {how}: {text}"
 

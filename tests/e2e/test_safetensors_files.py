@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import struct
 import sys
@@ -270,13 +271,17 @@ def put_cache(root: Path, files: Files) -> str:
     return str(snapshot)
 
 
+DOWNLOADED_S = 1732795200.5
+
+
 def put_download(root: Path, files: Files) -> str:
     """Lay the files out as `hf download --local-dir` does."""
     notes = root / ".cache" / "huggingface" / "download"
     notes.mkdir(parents=True)
     for name, body in files.items():
         (root / name).write_bytes(body)
-        (notes / f"{name}.metadata").write_text(f"1f2e\n{hashlib.sha256(body).hexdigest()}\n1732795200.5\n")
+        os.utime(root / name, (DOWNLOADED_S, DOWNLOADED_S))
+        (notes / f"{name}.metadata").write_text(f"1f2e\n{hashlib.sha256(body).hexdigest()}\n{DOWNLOADED_S}\n")
     return str(root)
 
 
@@ -304,9 +309,25 @@ def test_verify_compares_files_with_the_hash_that_the_hub_has_published(
         Hub().pipe(f"{uri}/{FIRST}", damaged)
     else:
         Path(uri, FIRST).write_bytes(damaged)  # through the link
+        os.utime(Path(uri, FIRST), (DOWNLOADED_S, DOWNLOADED_S))  # a drive that loses a bit keeps the time
     with pytest.raises(CorruptCheckpointError, match=f"{FIRST} has another SHA-256.*Download it again") as caught:
         cloudckpt.verify(uri, options=options)
     assert len(caught.value.problems) == 1
+
+
+def test_a_hash_of_before_the_last_write_proves_no_damage(tmp_path: Path) -> None:
+    """If this fails, a file that a user has changed is called damaged, or no copy of a download can be proven."""
+    uri = put_download(tmp_path, WHOLE)
+    os.utime(tmp_path / FIRST)
+    assert cloudckpt.verify(uri).num_objects == 2, "a copy, which is the same"
+    changed = save_bytes({name: tensor + 1 for name, tensor in load_bytes(WHOLE[FIRST]).items()})
+    (tmp_path / FIRST).write_bytes(changed)
+    os.utime(tmp_path / FIRST, (DOWNLOADED_S + 1.5, DOWNLOADED_S + 1.5))
+    with pytest.raises(CheckpointNotFoundError, match=f"not proven: .*{FIRST} has another SHA-256.*changed on purpose"):
+        cloudckpt.verify(uri)
+    os.utime(tmp_path / FIRST, (DOWNLOADED_S + 0.5, DOWNLOADED_S + 0.5))  # as huggingface_hub compares them
+    with pytest.raises(CorruptCheckpointError, match=f"{FIRST} has another SHA-256"):
+        cloudckpt.verify(uri)
 
 
 def test_verify_says_nothing_of_files_whose_hash_is_unknown(tmp_path: Path) -> None:

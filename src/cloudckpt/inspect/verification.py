@@ -59,7 +59,8 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
     manifest and the headers.
 
     Safetensors files of other programs have no checksums, but Hugging Face's hub publishes their SHA-256. It is known
-    from ``hf://``, in a snapshot of the hub's cache, and in a folder that ``hf download --local-dir`` has made.
+    from ``hf://``, in a snapshot of the hub's cache, and in a folder that ``hf download --local-dir`` has made. A file
+    in such a folder that was written after its download, and is another one, proves nothing.
 
     Args:
         uri: The checkpoint.
@@ -71,7 +72,7 @@ def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> Ve
     Raises:
         CorruptCheckpointError: Something differs. ``problems`` has all differences, each with its object and tensors.
         CheckpointNotFoundError: No checkpoint exists at `uri`, or only one of torch's own writer, without checksums,
-            or safetensors files whose SHA-256 is unknown.
+            or safetensors files whose SHA-256 is unknown, or that were changed after their download.
         CheckpointChangedError: The checkpoint was overwritten twice during the call.
         UnsupportedFormatError: A newer cloudckpt wrote it.
         StoreError: A request failed, which proves no damage.
@@ -125,8 +126,9 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
 def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
     """Compare whole safetensors files with the SHA-256 that Hugging Face's hub has published of each."""
     context, files = reader.context, reader.manifest.objects
-    published = {file.key: find_published_sha256(context, file.key) for file in files}
-    if unknown := [key for key, sha256 in published.items() if sha256 is None]:
+    found = {file.key: find_published_sha256(context, file.key) for file in files}
+    published = {key: sha256 for key, sha256 in found.items() if sha256 is not None}
+    if unknown := [*found.keys() - published.keys()]:
         raise CheckpointNotFoundError(
             f"{uri} has no checksums: nothing tells the SHA-256 that the hub published of {quote_names(unknown)}. "
             "The headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, with checksums",
@@ -135,6 +137,7 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
     context.emit("verify.planned", num_bytes=sum(file.size for file in files))
     arena, read_bytes = Arena(budget_bytes=context.options.read_bytes), _choose_read_bytes(context)
     problems: dict[str, str] = {}
+    changed: dict[str, str] = {}
 
     def check(file: StoredObject) -> None:
         def look() -> None:
@@ -147,7 +150,7 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
                         digest.update(view)
             except (ObjectNotFoundError, ShortObjectError) as error:
                 raise _DamagedUnitError(str(error)) from error
-            if digest.hexdigest() != published[file.key]:
+            if digest.hexdigest() != published[file.key].digest:
                 raise _DamagedUnitError(
                     f"{context.client.url(file.key)} has another SHA-256 than the hub has published"
                 )
@@ -155,10 +158,16 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
         try:
             context.client.confirm(look, errors=_DamagedUnitError)
         except _DamagedUnitError as error:
-            problems[file.key] = str(error)
+            (changed if published[file.key].is_outdated else problems)[file.key] = str(error)
         context.emit("verify.range_read", key=file.key, num_bytes=file.size)
 
     run_all(files, check, num_threads=context.connections, name="cloudckpt-verify", on_failure=context.stop)
+    if changed and not problems:
+        raise CheckpointNotFoundError(
+            f"{uri} is not proven: {join_first([*changed.values()])}. That was written after the download, so it was "
+            "changed on purpose, or is damaged, and nothing here tells which. If it was not changed, download it again",
+            uri=uri,
+        )
     return [problems[file.key] for file in files if file.key in problems]
 
 

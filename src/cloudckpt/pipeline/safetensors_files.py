@@ -140,13 +140,22 @@ def list_source(source: Context) -> SafetensorsFiles:
     return SafetensorsFiles(context, name, uri=source.uri)
 
 
-def find_published_sha256(folder: Context, key: str) -> str | None:
+class PublishedSha256(NamedTuple):
+    """The SHA-256 that Hugging Face's hub has published of a file."""
+
+    digest: str
+    is_outdated: bool = False
+    """True if the file was written later, such as changed or copied: another SHA-256 then proves no damage."""
+
+
+def find_published_sha256(folder: Context, key: str) -> PublishedSha256 | None:
     """Return the SHA-256 that Hugging Face's hub has published of a file; None if nothing here tells it.
 
     A snapshot in the hub's cache links to a blob of that name, and ``hf://`` has it as the version. A download into a
     folder leaves it in ``.cache/huggingface/``: https://huggingface.co/docs/huggingface_hub/guides/download
+    Beside it is the time of the download. As ``huggingface_hub`` does, a time up to a second before the file's counts.
     """
-    path, client = folder.location.local_path, folder.client
+    path, client, is_outdated = folder.location.local_path, folder.client, False
     if folder.location.is_hub:
         told = client.require(key).version
     elif path is not None and Path(path, key).is_symlink():
@@ -156,8 +165,12 @@ def find_published_sha256(folder: Context, key: str) -> str | None:
             note = client.call(client.store.read, f".cache/huggingface/download/{key}.metadata", max_bytes=MIB)
         except ObjectNotFoundError:
             return None
-        told = [*note.decode(errors="replace").splitlines(), "", ""][1]  # after the commit
-    return told if _SHA256.fullmatch(told) else None
+        _commit, told, time, *_ = [*note.decode(errors="replace").splitlines(), "", "", ""]
+        try:
+            is_outdated = not client.require(key).modified_at.timestamp() - 1 <= float(time)
+        except ValueError:
+            is_outdated = True
+    return PublishedSha256(told, is_outdated) if _SHA256.fullmatch(told) else None
 
 
 class _Entry(NamedTuple):

@@ -106,7 +106,7 @@ def require_matches(option: str, patterns: Iterable[str], known: Sequence[str], 
             hint = did_you_mean(near := find_near_entry(name := pattern.rstrip("*").rstrip("."), known))
             whole = near.removesuffix(f".{name}")
             beside = [fqn for fqn in known if matches(fqn, [whole]) and not matches(fqn, [near])]
-            if near != whole and beside:  # a model of transformers has its own "model", beside the head
+            if name == "model" and near != whole and beside:  # one of transformers has its own "model", beside the head
                 hint = f" (did you mean {whole!r}, or {near!r} without {quote_names(common_prefixes(beside, known))}?)"
             raise InvalidOptionError(
                 f"no entry of {uri} matches {option}={pattern!r}{hint}. It has {quote_names(sorted(known))}"

@@ -462,8 +462,10 @@ def offer_renames(
 ) -> str:
     """Return the advice to load under other names: the first of `maps`, each with what else it needs.
 
-    Returns "" if none can be used. A map that lacks a `wanted` name comes with `partial`. One that leaves behind
-    what the load must take comes with ``strict=False`` and the prefixes that stay behind.
+    Returns "" if none can be used. If maps differ in the order of the new names alone, such as of two layers of one
+    shape, one at most is right: the advice then leaves these names to the user. A map that lacks a `wanted` name comes
+    with `partial`. One that leaves behind what the load must take comes with ``strict=False`` and the prefixes that
+    stay behind.
 
     Args:
         maps: Maps that fit equally well.
@@ -475,6 +477,17 @@ def offer_renames(
         say_rename: Returns the words that say how to pass a map.
 
     """
+    if len(maps) > len({(frozenset(renames), frozenset(renames.values())) for renames in maps}):
+        all_news: dict[str, set[str]] = defaultdict(set)
+        for old, new in sorted(itertools.chain(*(renames.items() for renames in maps))):
+            all_news[old].add(new)
+        open_news = {new for news in all_news.values() if len(news) > 1 for new in news}
+        parts = (f"{old!r}: {min(news)!r}" if len(news) == 1 else f"{old!r}: …" for old, news in all_news.items())
+        fitting = quote_names([old for old, news in all_news.items() if len(news) > 1])
+        return (
+            f"choose, since several parts fit equally well ({fitting} as {quote_names(sorted(open_news))}): "
+            + say_rename(f"{{{', '.join(parts)}}}")
+        )
     offers = []
     for renames in maps[: _MAX_SHOWN + 1]:
         try:

@@ -30,6 +30,7 @@ Classes follow what a handler would do, not where the error came from::
         ├── SaveCancelledError              `AsyncSave.cancel` ended the save: .ranks; save again if it was wrong
         ├── GarbageLeftError                gc could not remove everything: .report says what is left
         ├── IncompleteSaveError             the ranks did not write what was planned
+        │   └── RemovedObjectsError         what they wrote was removed before the commit
         ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
         │   └── InvalidManifestError        the manifest itself is damaged or not cloudckpt's
         ├── UnsupportedFormatError          written by a newer cloudckpt: upgrade
@@ -79,6 +80,7 @@ __all__ = [
     "ObjectExistsError",
     "ObjectNotFoundError",
     "RankLostError",
+    "RemovedObjectsError",
     "SaveCancelledError",
     "SaveInFlightError",
     "ShortObjectError",
@@ -497,6 +499,10 @@ class GarbageLeftError(CheckpointError):
 
 class IncompleteSaveError(CheckpointError):
     """The ranks did not write all planned items, or their objects were damaged or removed. Nothing was committed."""
+
+
+class RemovedObjectsError(IncompleteSaveError):
+    """Objects that the save has written, or refers to, were removed or replaced. Nothing was committed."""
 
 
 class CorruptCheckpointError(CheckpointError):

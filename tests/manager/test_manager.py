@@ -122,6 +122,9 @@ def test_each_step_keeps_the_metrics_of_the_steps_before(memory: Memory, monkeyp
     manager.save(2, state_of(), overwrite=True)
     manager.wait(WAIT_S)
     assert sorted(earlier(2)) == ["0", "1"]
+    manager.save(8, state_of())
+    manager.wait(WAIT_S)
+    assert sorted(earlier(8)) == ["0", "1"]
     resumed = CheckpointManager(memory.root, keep_last=9)
     assert resumed.restore(state_of(), step=3)
     resumed.save(4, state_of())

@@ -22,8 +22,8 @@ from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
-    IncompleteSaveError,
     NoConditionalCommitError,
+    RemovedObjectsError,
     StoreError,
     UnsupportedValueError,
     gc_advice,
@@ -230,7 +230,7 @@ def _unknown_error(client: StoreClient, number: int, why: object) -> CommitUnkno
 def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | None:
     """Return the time of the newest data object of `manifest`, as the store lists it; None if it lists none.
 
-    Raises `IncompleteSaveError` unless each object exists in its folder with its size. Makes one listing for each
+    Raises `RemovedObjectsError` unless each object exists in its folder with its size. Makes one listing for each
     folder, and a HEAD for each object that the listing lacks, since a listing may lag.
     """
     problems: dict[str, str] = {}
@@ -251,9 +251,9 @@ def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | 
 
 
 def check_missing(problems: Mapping[str, str], *, uri: str, cause: str = "Something") -> None:
-    """Raise `IncompleteSaveError` if `find_missing` has found a problem."""
+    """Raise `RemovedObjectsError` if `find_missing` has found a problem."""
     if problems:
-        raise IncompleteSaveError(
+        raise RemovedObjectsError(
             f"nothing was committed at {uri}: {join_first([*problems.values()], _MAX_SHOWN_PROBLEMS)}. {cause} removed "
             "or replaced what this save wrote or refers to (a gc with a short older_than, a lifecycle rule?): save "
             "again",

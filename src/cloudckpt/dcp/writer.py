@@ -31,6 +31,7 @@ from cloudckpt.errors import (
     CloudckptError,
     IncompleteSaveError,
     InvalidOptionError,
+    RemovedObjectsError,
     UnsupportedValueError,
     join_first,
     make_picklable,
@@ -226,7 +227,7 @@ class ObjectStoreWriter(StorageWriter):
             The writer, which may be this one.
 
         """
-        are_gone = all(isinstance(cause, IncompleteSaveError) for cause in causes_of(failure))
+        are_gone = all(isinstance(cause, RemovedObjectsError) for cause in causes_of(failure))
         if are_gone and self._may_refer and self._options.unchanged == "reference":
             if self._commits:
                 _log.warning("saving %s again, whole: %s", self.checkpoint_id, failure)
@@ -414,7 +415,7 @@ class ObjectStoreWriter(StorageWriter):
         return None if draft.base is None else draft.base.known_chunks(_chunk_keys_of(plan))
 
     def check_references(self, results: Sequence[WriteResult]) -> None:
-        """Raise `IncompleteSaveError` unless all that this rank refers to still exists, if each host has a directory.
+        """Raise `RemovedObjectsError` unless all that this rank refers to still exists, if each host has a directory.
 
         The coordinator sees only that of its own host.
 

@@ -33,8 +33,8 @@ from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import (
     UNRESTORED,
-    IncompleteSaveError,
     InvalidOptionError,
+    RemovedObjectsError,
     SaveInFlightError,
     did_you_mean,
     find_near,
@@ -572,7 +572,7 @@ class CheckpointManager(OfThisProcess):
         self, saved: SavedStep, folder: str, metadata: Mapping[str, Any], failure: BaseException
     ) -> ObjectStoreWriter | None:
         """Return a writer to the root, for the same save, if the fast place has failed."""
-        if not is_store_failure(failure) and not isinstance(failure, IncompleteSaveError):
+        if not is_store_failure(failure) and not isinstance(failure, RemovedObjectsError):
             return None
         if saved.rank == 0:
             _log.warning("saving to %s, because the fast place failed: %s", self.root, failure)

@@ -170,6 +170,7 @@ class SaveHistory:
         """Record that the job's state is that of a step. `is_whole` is False if a part was read from its copy."""
         self.current = SavedStep(step=step, is_fast=not reaches_root)
         self._last_restored = step, uri
+        self._metrics = None
         self._base_uris[uri.rpartition("/")[0]] = uri if is_whole and not self.damaged_uris else None
 
     def find_earlier_metrics(self, step: int) -> dict[str, Mapping[str, float | None]]:
@@ -186,8 +187,10 @@ class SaveHistory:
             failure = last.failure  # waits: the place of the step is known at its end
             if failure is None and last.reaches_root:
                 self._metrics[last.step] = last.metrics
+        # After a restore of an earlier step, higher ones are no part of this run's past.
+        self._metrics = {number: values for number, values in self._metrics.items() if number < step}
         earlier, num_values = dict[str, Mapping[str, float | None]](), 0
-        for number in sorted((number for number in self._metrics if number < step), reverse=True):
+        for number in sorted(self._metrics, reverse=True):
             num_values += len(self._metrics[number])
             if num_values > MAX_EARLIER_VALUES:
                 break

@@ -144,10 +144,10 @@ class AdvancedOptions:
     request_bytes: int = 64 * MIB
     """Maximum size of a ranged read. Longer ranges are read in parallel. Small loads use smaller reads, down to 8
     MiB."""
-    max_gap_bytes: int = 512 * KIB
+    max_gap_bytes: int = 256 * KIB
     """Maximum gap between two ranges that are read with one request. With 0, a load reads fewer bytes with more
     requests."""
-    max_over_read: float = 0.1
+    max_over_read: float = 0.05
     """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes.
     With 0.0, a load reads fewer bytes with more requests."""
     wrap_store: Callable[[Store], Store] | None = None

@@ -246,10 +246,14 @@ def combine_sums(
 
 def check_form(held: Mapping[str, PublishedTensor], published: Mapping[str, PublishedTensor], *, uri: str) -> None:
     """Raise `StateDictMismatchError` unless the model has the tensors that are published."""
-    forms = [{name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} for tensors in (held, published)]
-    if different := sorted(name for name, _ in forms[0].items() ^ forms[1].items()):
+    forms = [
+        {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors.items()} for tensors in (published, held)
+    ]
+    if different := sorted({name for name, _ in forms[0].items() ^ forms[1].items()}):
+        there, own = (form.get(different[0], "no such tensor") for form in forms)
         raise StateDictMismatchError(
-            f"{uri} and the model differ in the names, shapes or dtypes of {quote_names([*dict.fromkeys(different)])}. "
-            "Nothing was changed. Pull into a model that has those of the publisher's",
+            f"{uri} and the model differ in the names, shapes or dtypes of {quote_names(different)}. The first is "
+            f"{there} there, and {own} in the model. Nothing was changed. Pull into a model that has those of the "
+            "publisher's",
             uri=uri,
         )

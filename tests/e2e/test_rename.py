@@ -199,6 +199,14 @@ def test_a_value_beside_renamed_objects_is_taken_into_extra_as_the_error_says(tm
     assert extra == {"step": 7}
 
 
+def test_tensors_of_a_flat_model_are_not_advised_to_be_extra(tmp_path: Path) -> None:
+    """If this fails, who loads a mean of files reads of a map that puts a model's weights into extra."""
+    cloudckpt.save({f"net.{name}": value for name, value in NET.state_dict().items()}, tmp_path / "a", no_dist=True)
+    with pytest.raises(StateDictMismatchError, match=r"pass rename=\{'net': 'model'\}\. Otherwise") as caught:
+        cloudckpt.load(tmp_path / "a", model=Net(), no_dist=True)
+    assert "extra" not in str(caught.value)
+
+
 MENDED: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("dict", {"nett": "model", "optimm": "optimizer"}, {"net": "model", "optim": "optimizer"}),
     ("dict", {"nett": "modle", "optim": "optimizer", "stp": "extra.step"}, {"net": "model", "optim": "optimizer"}),

@@ -286,7 +286,8 @@ def _advise_rename(
     found_names = [f"{where}{key}" for key in found_names]
     where_of_one = where if len(entries) == 1 else ""
     renamed = source.advise_rename(wanted, *optimizers, found_names=found_names, where=where_of_one)
-    values = [key for key in saved if key not in entries and not isinstance(saved[key], Mapping)]
+    others = [key for key in saved if key not in entries and not isinstance(saved[key], Mapping)]
+    values = [key for key in others if "." not in str(key)]  # the others are a flat model's, which the map takes
     if missing == ["extra"] and not renamed:
         return advise_extra(values).removeprefix(". ")
     if renamed and values and not where and source.renaming is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Inside, Replayed, World
 
-from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
+from cloudckpt.commit.commit import OvertakenError, put_and_check_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key, manifest_number
 from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint, remove_garbage, walk
 from cloudckpt.commit.log import read_log, resolve
@@ -86,7 +86,7 @@ def zombie(attempt: str, *, number: int) -> Actor:
     def act(store: Replayed, client: StoreClient) -> str:
         manifest = manifest_for(attempt)
         try:
-            put_manifest(client, manifest, number=number, conditional=True)
+            put_and_check_manifest(client, manifest, number=number, conditional=True)
         except OvertakenError:
             return f"{attempt} overtaken"
         except CommitUnknownError:

@@ -12,7 +12,7 @@ from tests.kit.clock import skip_waits
 from tests.kit.wrapped import FaultyStore, permanent
 
 from cloudckpt.commit.attempts import ATTEMPT, copy_suffix, data_key, data_prefix, new_attempt_id, parse_number
-from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
+from cloudckpt.commit.commit import OvertakenError, put_and_check_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.log import list_entries, resolve
 from cloudckpt.errors import (
@@ -49,7 +49,7 @@ def put_commit(store: FaultyStore, number: int, attempt: str) -> None:
 
 
 def commit(store: FaultyStore, attempt: str = "ours", *, number: int = 0, conditional: bool = True) -> None:
-    put_manifest(client_of(store), manifest_for(attempt), number=number, conditional=conditional)
+    put_and_check_manifest(client_of(store), manifest_for(attempt), number=number, conditional=conditional)
 
 
 def client_of(store: Store) -> StoreClient:
@@ -83,7 +83,7 @@ def test_a_manifest_that_is_damaged_on_its_way_is_read_again() -> None:
     """If this fails, one flipped bit makes a good checkpoint look damaged, and a job go back to an older one."""
     faults = Faults(Rule(fault=FlippedBits(), operations={"read"}))
     inner = MemoryStore("damaged-on-its-way")
-    put_manifest(client_of(inner), manifest_for("ours"), number=0, conditional=True)
+    put_and_check_manifest(client_of(inner), manifest_for("ours"), number=0, conditional=True)
     assert resolve(client_of(faults(inner))).manifest.attempt == "ours"
     assert faults.num_injected["FlippedBits"] == 1
 

@@ -17,7 +17,7 @@ from tests.commit.model import IDS, Actor, Check, Progress, Replayed, Result, Wo
 from tests.kit.clock import skip_waits
 from tests.kit.options import make_options
 
-from cloudckpt.commit.commit import OvertakenError, put_manifest, remove_superseded
+from cloudckpt.commit.commit import OvertakenError, put_and_check_manifest, remove_superseded
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.log import read_log
 from cloudckpt.commit.references import claim_key, put_claims
@@ -146,7 +146,7 @@ def borrower(folder: str, name: str, *, source: str, own: Sequence[int] = ()) ->
             for written in own_keys:
                 store.put(written, [], crc32c=0)
             base.keep_claims(manifest)
-            put_manifest(mine, manifest, number=number, conditional=True)
+            put_and_check_manifest(mine, manifest, number=number, conditional=True)
         except CommitUnknownError as error:
             return f"{name} {'overtaken' if isinstance(error, OvertakenError) else 'unknown'}"
         except (CheckpointExistsError, StoreError) as error:
@@ -174,7 +174,7 @@ def overwriter(folder: str, name: str) -> Actor:
         number = read_log(mine).highest_number + 1
         try:
             store.put(f"{folder}/{key_of(name)}", [], crc32c=0)
-            put_manifest(mine, manifest, number=number, conditional=True)
+            put_and_check_manifest(mine, manifest, number=number, conditional=True)
         except CommitUnknownError:
             return f"{name} unknown"
         except (CheckpointExistsError, StoreError):

@@ -18,7 +18,7 @@ from tests.commit.model import IDS, Actor, Check, Inside, Progress, Replayed, Wo
 from tests.kit.clock import skip_waits
 from tests.kit.options import make_options
 
-from cloudckpt.commit.commit import put_manifest
+from cloudckpt.commit.commit import put_and_check_manifest
 from cloudckpt.commit.log import read_log
 from cloudckpt.errors import CheckpointChangedError, CheckpointExistsError, CloudckptError, ObjectNotFoundError
 from cloudckpt.format.model import PUBLICATION_KEY
@@ -115,7 +115,7 @@ def commit(place: Store, client: StoreClient, publication: Publication) -> None:
     metadata = {PUBLICATION_KEY: msgspec.to_builtins(publication)}
     manifest = msgspec.structs.replace(manifest_for(attempt), metadata=metadata)
     place.put(data_key_of(attempt), [], crc32c=0)
-    put_manifest(mine, manifest, number=log.highest_number + 1, conditional=True)
+    put_and_check_manifest(mine, manifest, number=log.highest_number + 1, conditional=True)
 
 
 def reader(held: str = "") -> Actor:

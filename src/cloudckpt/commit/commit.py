@@ -47,7 +47,7 @@ class OvertakenError(CheckpointExistsError, CommitUnknownError):
     """
 
 
-def put_manifest(
+def put_and_check_manifest(
     client: StoreClient,
     manifest: Manifest,
     *,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 
 from cloudckpt.commit.attempts import rank_of_key
-from cloudckpt.commit.commit import find_listed, put_manifest, remove_superseded
+from cloudckpt.commit.commit import find_listed, put_and_check_manifest, remove_superseded
 from cloudckpt.commit.entries import read_entry
 from cloudckpt.commit.log import read_log
 from cloudckpt.commit.references import put_claims
@@ -93,7 +93,7 @@ def mend_manifest(context: Context, document: bytes, hosts: HostGroups) -> None:
             _claim(context, manifest, folder)
         here = [manifest.objects[index] for index in find_held(context, manifest, (), hosts).found]
         sizes_bytes = [stored.size for stored in here if not stored.folder]
-        put_manifest(client, manifest, number=number, conditional=True, sizes_bytes=sizes_bytes)
+        put_and_check_manifest(client, manifest, number=number, conditional=True, sizes_bytes=sizes_bytes)
         remove_superseded(client, manifest, number=number, on_removing=lambda _: None)
     except CloudckptError as error:
         _log.warning("%s is committed on another host, and not here: %s", client.uri, error)

@@ -19,7 +19,7 @@ from cloudckpt.commit.commit import (
     check_conditional_create,
     check_objects_present,
     check_still_next,
-    put_manifest,
+    put_and_check_manifest,
     remove_superseded,
 )
 from cloudckpt.commit.entries import (
@@ -345,7 +345,7 @@ class Draft:
     def _put_manifest(self, manifest: Manifest, keys: Iterable[str]) -> None:
         context = self.context
         try:
-            put_manifest(
+            put_and_check_manifest(
                 context.client,
                 manifest,
                 number=self.number,

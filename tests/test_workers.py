@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from cloudckpt._workers import WorkQueue, each_done
+from cloudckpt._workers import WorkQueue, run_as_completed
 
 WAIT_S = 60.0
 
@@ -26,14 +26,14 @@ def test_the_first_failure_stops_what_has_not_begun_and_unblocks_what_waits():
         assert released.wait(WAIT_S)  # as a call that waits for its next try
 
     with pytest.raises(ValueError, match="broken"):
-        list(each_done(range(50), work, num_threads=2, name="t", on_failure=released.set))
+        list(run_as_completed(range(50), work, num_threads=2, name="t", on_failure=released.set))
     assert len(begun) < 50
 
 
 def test_closing_the_iterator_early_ends_the_threads():
     """A planner that raises while items are finished must not leave threads writing into tensors."""
     before = set(threading.enumerate())
-    done = each_done(range(100), lambda _: None, num_threads=4, name="t", on_failure=lambda: None)
+    done = run_as_completed(range(100), lambda _: None, num_threads=4, name="t", on_failure=lambda: None)
     with contextlib.closing(done):
         next(done)
     assert set(threading.enumerate()) <= before

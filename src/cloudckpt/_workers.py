@@ -197,7 +197,7 @@ def logging_failures(text: str, *values: object) -> Iterator[None]:
         _log.exception(text, *values)
 
 
-def each_done(
+def run_as_completed(
     items: Sequence[_T],
     work: Callable[[_T], None],
     *,
@@ -245,8 +245,8 @@ def run_all(
     name: str,
     on_failure: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `work` on all `items` in threads, as `each_done` does, and return when all are done."""
-    for _ in each_done(items, work, num_threads=num_threads, name=name, on_failure=on_failure):
+    """Run `work` on all `items` in threads, as `run_as_completed` does, and return when all are done."""
+    for _ in run_as_completed(items, work, num_threads=num_threads, name=name, on_failure=on_failure):
         pass
 
 

@@ -176,7 +176,7 @@ def test_a_load_that_ends_early_is_no_success(tmp_path: Path, monkeypatch: pytes
     """If this fails, tensors keep some of their old values, and nobody is told (G3, G4)."""
     cloudckpt.save({"w": torch.ones(4)}, tmp_path / "c", no_dist=True)
     nothing_done: Iterator[Any] = (request for request in ())
-    monkeypatch.setattr("cloudckpt.pipeline.reader.each_done", lambda *_, **__: nothing_done)
+    monkeypatch.setattr("cloudckpt.pipeline.reader.run_as_completed", lambda *_, **__: nothing_done)
     with pytest.raises(cloudckpt.errors.CheckpointError, match="ended before all was read"):
         cloudckpt.load({"w": torch.zeros(4)}, tmp_path / "c", no_dist=True)
 

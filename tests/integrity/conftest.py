@@ -27,8 +27,8 @@ def _done_here(items: Sequence[Any], work: Callable[[Any], None], **settings: ob
 @pytest.fixture
 def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in the test's own thread: starting others takes longer than all the rest of a small load."""
-    monkeypatch.setattr("cloudckpt.pipeline.reader.each_done", _done_here)
-    monkeypatch.setattr("cloudckpt._workers.each_done", _done_here)
+    monkeypatch.setattr("cloudckpt.pipeline.reader.run_as_completed", _done_here)
+    monkeypatch.setattr("cloudckpt._workers.run_as_completed", _done_here)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from awscrt.checksums import combine_crc32c
 
-from cloudckpt._workers import each_done
+from cloudckpt._workers import run_as_completed
 from cloudckpt.convert.bodies import TensorFile
 from cloudckpt.errors import CheckpointError, StoreError, UnsupportedOperationError
 from cloudckpt.format.model import ITEMSIZE_BYTES, StoredTensor
@@ -197,7 +197,7 @@ class Assembler:
                 self._refusals.append(error)
 
         try:
-            threads = each_done(
+            threads = run_as_completed(
                 copies, copy, num_threads=target.connections, name="cloudckpt-assembly", on_failure=target.stop
             )
             with contextlib.closing(threads):

@@ -17,7 +17,7 @@ import msgspec
 
 from cloudckpt._clock import ns_of
 from cloudckpt._display import transferred
-from cloudckpt._workers import each_done
+from cloudckpt._workers import run_as_completed
 from cloudckpt.commit.attempts import ATTEMPT, RECEIPT_SUFFIX, copy_suffix, data_prefix, new_attempt_id, receipt_key
 from cloudckpt.commit.commit import find_listed
 from cloudckpt.commit.entries import manifest_key, read_manifest
@@ -459,7 +459,7 @@ class CopyJob:
                 # a wrong checksum is not kept either, because other clients would refuse to read it.
                 self._draft.remove([keys[number]])
 
-        for number in each_done(
+        for number in run_as_completed(
             [number for number in range(len(objects)) if number not in self._refs],
             ask,
             num_threads=target.connections,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from cloudckpt._this_process import rare_collections
-from cloudckpt._workers import each_done, requests_per_connection, run_all
+from cloudckpt._workers import requests_per_connection, run_all, run_as_completed
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -146,7 +146,7 @@ class Reader:
                 event="load.range_read",
             )
             read_all = functools.partial(
-                each_done, num_threads=self._num_connections, name="cloudckpt-read", on_failure=self._stop
+                run_as_completed, num_threads=self._num_connections, name="cloudckpt-read", on_failure=self._stop
             )
             reads = read_all(requests, read) if shared is None else shared.run(read, read_all, self._stop)
             # Python leaves the contexts in reverse order: the reads, which use the other two, end first.

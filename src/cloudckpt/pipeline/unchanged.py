@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from cloudckpt._workers import each_done
+from cloudckpt._workers import run_as_completed
 from cloudckpt.commit.commit import find_missing
 from cloudckpt.commit.log import read_current
 from cloudckpt.commit.references import drop_claims, is_current, put_claims
@@ -75,7 +75,9 @@ def hash_chunks(
                 chunks[position] = _hash_item(items[position], dtype, arena, snapshot, streams)
 
     groups = pack(sizes_bytes, object_bytes=_GROUP_BYTES)
-    for _ in each_done(groups, hash_group, num_threads=num_threads, name="cloudckpt-hash", on_failure=lambda: None):
+    for _ in run_as_completed(
+        groups, hash_group, num_threads=num_threads, name="cloudckpt-hash", on_failure=lambda: None
+    ):
         check()
     return chunks
 

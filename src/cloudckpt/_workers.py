@@ -250,7 +250,7 @@ def run_all(
         pass
 
 
-def start_beside(call: Callable[[], _T], *, name: str) -> concurrent.futures.Future[_T]:
+def start_in_thread(call: Callable[[], _T], *, name: str) -> concurrent.futures.Future[_T]:
     """Return a future of `call`, which runs in a thread. The end of the interpreter does not wait for it.
 
     So Ctrl-C ends the wait for the result at once, even if a store does not answer.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cloudckpt._workers import start_beside
+from cloudckpt._workers import start_in_thread
 from cloudckpt.commit.entries import (
     MANIFEST_PREFIX,
     Entry,
@@ -184,7 +184,7 @@ def _list_and_read_first(client: StoreClient, prefix: str) -> tuple[tuple[Entry,
     """Return the entries, and entry 0 from a far store: most checkpoints have it alone, and it saves a round trip."""
     if client.store.capabilities.is_near:
         return _list_once(client, prefix), None
-    first = start_beside(functools.partial(try_to_read_first, client, prefix=prefix), name="cloudckpt-look")
+    first = start_in_thread(functools.partial(try_to_read_first, client, prefix=prefix), name="cloudckpt-look")
     entries = _list_once(client, prefix)
     return entries, first.result() if entries and not entries[-1].number else None
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cloudckpt._workers import start_beside
+from cloudckpt._workers import start_in_thread
 from cloudckpt.errors import CheckpointError
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.options import MIB
@@ -197,7 +197,7 @@ class SharedReads:
                 pass
             return memory
 
-        return start_beside(fetch_all, name="cloudckpt-share")
+        return start_in_thread(fetch_all, name="cloudckpt-share")
 
     def _exchange(
         self,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt._display import transferred, with_short_repr
-from cloudckpt._workers import logging_failures, start_beside
+from cloudckpt._workers import logging_failures, start_in_thread
 from cloudckpt.api import save
 from cloudckpt.dcp.live_objects import Model
 from cloudckpt.dcp.rank_calls import RankCalls, num_ranks_of
@@ -207,7 +207,7 @@ class Publisher:
 
         def describe() -> _RankState:
             # The store answers while the bytes are compared.
-            newest = start_beside(find_newest, name="cloudckpt-look") if calls.rank == 0 else None
+            newest = start_in_thread(find_newest, name="cloudckpt-look") if calls.rank == 0 else None
             held = find_pieces(model, rank=calls.rank, uri=uri)
             pieces.extend(held.pieces)
             num_bytes = sum(piece.tensor.nbytes for piece in pieces)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt._display import transferred, with_short_repr
-from cloudckpt._workers import start_beside
+from cloudckpt._workers import start_in_thread
 from cloudckpt.api import load
 from cloudckpt.convert.exports import MAX_SHARD_BYTES
 from cloudckpt.dcp.live_objects import Model
@@ -334,7 +334,7 @@ def _describe(
         found.append(find_pieces(model, rank=calls.rank, uri=uri, published=published))
         pieces = found[0].pieces
         reading = (
-            None if guess is None else start_beside(lambda: guess.try_to_read(pieces), name="cloudckpt-publication")
+            None if guess is None else start_in_thread(lambda: guess.try_to_read(pieces), name="cloudckpt-publication")
         )
         sums = sum_pieces(pieces)
         if reading is not None:

@@ -42,7 +42,7 @@ from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest, refuse_differences
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.reader import CopyElsewhere, Reader, is_no_answer
+from cloudckpt.pipeline.reader import FallbackCopy, Reader, is_no_answer
 from cloudckpt.pipeline.safetensors_files import find_source, folder_of
 from cloudckpt.pipeline.wanted_items import WantedItems
 from cloudckpt.report import LoadReport, place_of
@@ -149,7 +149,7 @@ class ObjectStoreReader(StorageReader):
     _context: Context | None
     _manifest: Manifest | None
     _torch_reader: TorchCheckpointReader | None
-    _copy_elsewhere: CopyElsewhere | None
+    _copy_elsewhere: FallbackCopy | None
     _shared: SharedReads | None
     _failure: Exception | None
     """The error of `read_metadata`, which torch calls twice. `set_up_storage_reader` raises it."""
@@ -588,7 +588,7 @@ class ObjectStoreReader(StorageReader):
         refuse_differences(manifest, uri=context.uri)
         self._copy_elsewhere = None
         if self._copy is not None and context.location == self._location:
-            self._copy_elsewhere = CopyElsewhere(self._new_context(is_of_copy=True), manifest)
+            self._copy_elsewhere = FallbackCopy(self._new_context(is_of_copy=True), manifest)
         names, is_of_model = [*manifest.tensors, *manifest.values], isinstance(manifest, FilesManifest)
         self._renaming = self._new_renaming(names, uri=context.uri, is_of_model=is_of_model)
         if self._renaming is not None:

@@ -106,7 +106,7 @@ class Reader:
         context: Context,
         manifest: Manifest,
         *,
-        copy_elsewhere: CopyElsewhere | None = None,
+        copy_elsewhere: FallbackCopy | None = None,
         transforms: ReadTransforms | None = None,
         is_of_other_host: bool = False,
     ) -> None:
@@ -232,7 +232,7 @@ class Reader:
                     is_verified=is_verified,
                 )
 
-            with self._reading_copy_on_failure(request.object_index, read_copy, names):
+            with self._falling_back_to_copy(request.object_index, read_copy, names):
                 self._raise_known_failure(request.object_index)
                 if received is None:
                     download_range(client, key=key, begin=request.begin, views=views)
@@ -263,7 +263,7 @@ class Reader:
         )
 
     @contextlib.contextmanager
-    def _reading_copy_on_failure(
+    def _falling_back_to_copy(
         self, index: int, read: Callable[[Reader], None], names: Callable[[], str]
     ) -> Iterator[None]:
         """Let the body read object `index` here. If it fails, call `read` with the reader of the copy.
@@ -450,7 +450,7 @@ class Reader:
             check = functools.partial(
                 Reader._check_size, index=index, claimed_bytes=claimed_bytes.get(index, 0), names=names
             )
-            with self._reading_copy_on_failure(index, check, functools.partial(str, names)):
+            with self._falling_back_to_copy(index, check, functools.partial(str, names)):
                 self._raise_known_failure(index)
                 check(self)
 
@@ -582,7 +582,7 @@ class Reader:
             self._unpacked.pop(next(iter(self._unpacked)))
 
 
-class CopyElsewhere:
+class FallbackCopy:
     """The copy of a save at a farther place, for objects that cannot be read at the reader's own, nearer place.
 
     `Reader` opens the copy for the first such object. `context` is the place of the copy, and `manifest` the manifest

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt import CheckpointManager
 from cloudckpt._clock import note_commit_time_ns
-from cloudckpt.dcp.hosts import HeldObjects, HostTransfer, choose_groups, plan_transfers
+from cloudckpt.dcp.hosts import HostTransfer, WantedAndHeld, choose_groups, plan_transfers
 from cloudckpt.errors import CorruptCheckpointError, StoreError
 from cloudckpt.testing.faults import Call
 
@@ -473,8 +473,8 @@ def test_transfers_bring_each_object_where_it_is_wanted_from_the_lowest_rank_tha
     """If this fails, a host gets what it has, or waits for what no host has."""
     leaders = (0, 0, 2, 3)
 
-    def held(wanted: set[int], found: set[int]) -> HeldObjects:
-        return HeldObjects(wanted=frozenset(wanted), found=frozenset(found))
+    def held(wanted: set[int], found: set[int]) -> WantedAndHeld:
+        return WantedAndHeld(wanted=frozenset(wanted), found=frozenset(found))
 
     ranks = [held({0}, {0, 4}), held({1, 9}, set()), held({0, 2}, {1, 2, 4}), held({4}, {1})]
     assert plan_transfers(ranks, leaders) == [

@@ -58,7 +58,7 @@ class HostGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldObjects:
+class WantedAndHeld:
     """The objects of a manifest, by index, that one rank wants, and those that it has found in its directory."""
 
     wanted: frozenset[int]
@@ -66,7 +66,9 @@ class HeldObjects:
     """Only of a rank that leads its group."""
 
 
-def find_held(context: Context, manifest: Manifest, wanted: Collection[int], hosts: HostGroups) -> HeldObjects:
+def find_wanted_and_held(
+    context: Context, manifest: Manifest, wanted: Collection[int], hosts: HostGroups
+) -> WantedAndHeld:
     """Return what this rank wants, and what its directory has: listed, with the size that was saved."""
     found: frozenset[int] = frozenset()
     if hosts.leads:
@@ -74,7 +76,7 @@ def find_held(context: Context, manifest: Manifest, wanted: Collection[int], hos
             found = frozenset(find_listed(context.client_at, manifest))
         except StoreError as error:
             _log.warning("using no object in %s, because it cannot be listed: %s", context.uri, error)
-    return HeldObjects(wanted=frozenset(wanted), found=found)
+    return WantedAndHeld(wanted=frozenset(wanted), found=found)
 
 
 def mend_manifest(context: Context, document: bytes, hosts: HostGroups) -> None:
@@ -91,7 +93,7 @@ def mend_manifest(context: Context, document: bytes, hosts: HostGroups) -> None:
         number = log.highest_number + 1
         for folder in {stored.folder for stored in manifest.objects} - {""}:
             _claim(context, manifest, folder)
-        here = [manifest.objects[index] for index in find_held(context, manifest, (), hosts).found]
+        here = [manifest.objects[index] for index in find_wanted_and_held(context, manifest, (), hosts).found]
         sizes_bytes = [stored.size for stored in here if not stored.folder]
         put_and_check_manifest(client, manifest, number=number, conditional=True, sizes_bytes=sizes_bytes)
         remove_superseded(client, manifest, number=number, on_removing=lambda _: None)
@@ -114,7 +116,7 @@ class HostTransfer:
     targets: frozenset[int]
 
 
-def plan_transfers(held: Sequence[HeldObjects], leaders: Sequence[int]) -> list[HostTransfer]:
+def plan_transfers(held: Sequence[WantedAndHeld], leaders: Sequence[int]) -> list[HostTransfer]:
     """Plan how each group gets the objects that its ranks want and do not have. Objects of no group are left out."""
     targets: dict[int, set[int]] = {}
     for leader, held_by_rank in zip(leaders, held, strict=True):

@@ -22,7 +22,7 @@ from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.collectives import CollectiveCall, refuse_other_calls
 from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_unasked_entries
-from cloudckpt.dcp.hosts import HeldObjects, HostGroups, find_held, plan_transfers, run_transfers
+from cloudckpt.dcp.hosts import HostGroups, WantedAndHeld, find_wanted_and_held, plan_transfers, run_transfers
 from cloudckpt.dcp.load_items import find_wanted_items, log_dropped
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed_rename
@@ -288,10 +288,10 @@ class ObjectStoreReader(StorageReader):
             return  # all ranks decide alike
         assert isinstance(ranks, CollectiveCall)  # noqa: S101  # else there are no `HostGroups`
 
-        def find() -> HeldObjects:
+        def find() -> WantedAndHeld:
             locations = map(metadata.storage_data.get, (item.storage_index for item in plan.items))
             needed = {location.object_index for location in locations if location is not None}
-            return find_held(context, manifest, needed, hosts)
+            return find_wanted_and_held(context, manifest, needed, hosts)
 
         held = ranks.all_gather("read", find)
         run_transfers(ranks, context, manifest, plan_transfers(held, hosts.leaders))

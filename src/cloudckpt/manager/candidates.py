@@ -18,7 +18,7 @@ from cloudckpt.api import check_reader, load, resolve_state_dict
 from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.dcp import LoadPlanner
 from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
-from cloudckpt.dcp.hosts import HostGroups, find_held
+from cloudckpt.dcp.hosts import HostGroups, find_wanted_and_held
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.rank_calls import RankCalls
@@ -319,7 +319,7 @@ def _find_damage_on_hosts(
             return None
         if manifest is None:
             return None
-        indices_here = find_held(context, manifest, (), hosts).found
+        indices_here = find_wanted_and_held(context, manifest, (), hosts).found
         problems = Verification(Reader(context, manifest)).run_each()
         keys = [stored.key for stored in manifest.objects]
         return _HostProblems(

@@ -393,7 +393,7 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
         target.load_state_dict(state)
 
 
-def tell_changed_settings(
+def log_changed_settings(
     target: Any, live: Iterable[Mapping[str, Any]], loaded: Iterable[Mapping[str, Any]]
 ) -> Collection[str]:
     """Log the settings in which what is loaded differs from what the script has set. Return their names."""

@@ -33,9 +33,9 @@ from cloudckpt.dcp.live_entry import (
     has_parts_of_ranks,
     kind_of,
     load_object,
+    log_changed_settings,
     make_empty,
     refuse_class,
-    tell_changed_settings,
     tensors_in,
 )
 from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
@@ -200,7 +200,7 @@ class StatefulEntry(LiveEntry):
             state = _with_types_of(self._value.state_dict(), state)
         load_object(self._value, state, where=where)
         if self._is_logged:
-            tell_changed_settings(self._value, live, _settings_in(self._value))
+            log_changed_settings(self._value, live, _settings_in(self._value))
 
     def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, source: LoadSource) -> None:
         """Raise `StateDictMismatchError` if `saved` are the states of several objects.

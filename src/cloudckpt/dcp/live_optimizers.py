@@ -29,9 +29,9 @@ from cloudckpt.dcp.live_entry import (
     get_model_state,
     kind_of,
     load_object,
+    log_changed_settings,
     make_empty,
     part_of,
-    tell_changed_settings,
 )
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, name_all, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
@@ -283,7 +283,7 @@ class OptimizerEntry(LiveEntry):
             sources.append(saved_positions)
         if self._rank == 0:
             _warn_of_equal_groups(optimizer.param_groups, groups, sources)
-            _tell_changed_settings(optimizer, groups)
+            _log_changed_settings(optimizer, groups)
         return groups
 
     @cached_property
@@ -561,9 +561,9 @@ def _restore_devices(loaded: Any, cast: Any) -> Any:
     return loaded if isinstance(loaded, Iterable) else cast
 
 
-def _tell_changed_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def _log_changed_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Log the settings in which the loaded groups differ from the script's. Warn if Adam takes AdamW's decay."""
-    changed = tell_changed_settings(optimizer, optimizer.param_groups, groups)
+    changed = log_changed_settings(optimizer, optimizer.param_groups, groups)
     if "decoupled_weight_decay" in changed:
         _log.warning(
             "the state of Adam is loaded into AdamW, or the reverse: from now on, the weight decay of this %s is that "

@@ -75,7 +75,7 @@ _TRY_AGAIN = "No data was removed there. Try again when the store answers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class LogEntry:
     """One entry of a checkpoint's log, as a listing shows it: a manifest or a fence."""
 
     number: int
@@ -99,12 +99,12 @@ def manifest_number(key: str) -> int | None:
     return int(match.group(1) or 0) if match else None
 
 
-def parse_entry(key: str, info: ObjectInfo) -> Entry | None:
+def parse_entry(key: str, info: ObjectInfo) -> LogEntry | None:
     """Return the entry at `key`, relative to the checkpoint; None for the key of another object."""
     number = manifest_number(key)
     if number is None:
         return None
-    return Entry(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
+    return LogEntry(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
 
 
 def read_entry(client: StoreClient, number: int, *, prefix: str = "") -> Manifest | Fence | None:
@@ -178,7 +178,7 @@ def read_manifest(client: StoreClient, number: int, *, prefix: str = "") -> Mani
     return None if isinstance(entry, Fence) else entry
 
 
-def refuse_foreign_entries(client: StoreClient, entries: Iterable[Entry]) -> None:
+def refuse_foreign_entries(client: StoreClient, entries: Iterable[LogEntry]) -> None:
     """Raise `InvalidManifestError` for an entry that another program wrote, by its first bytes."""
     for entry in entries:
         key = manifest_key(entry.number)
@@ -285,7 +285,7 @@ class SummaryReader:
         self._check = check
         self._large_lock = threading.Lock()
 
-    def read(self, client: StoreClient, entry: Entry) -> Summary | None:
+    def read(self, client: StoreClient, entry: LogEntry) -> Summary | None:
         """Return the summary of a manifest; None if it has vanished. Raises as `decode_summary`."""
         # Many large manifests would take gigabytes together.
         with self._large_lock if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
@@ -310,7 +310,7 @@ class CommitTimes:
         self._time_by_version: dict[tuple[str, datetime, int], datetime] = {}
         self._num_vanished: Counter[str] = Counter()
 
-    def read(self, client: StoreClient, key: str, entry: Entry) -> datetime | None:
+    def read(self, client: StoreClient, key: str, entry: LogEntry) -> datetime | None:
         """Return when the manifest at `key` was committed; None if it has vanished, so that the caller looks again.
 
         Makes one small read. Returns the store's own time for a manifest without a time, with a damaged head, or that

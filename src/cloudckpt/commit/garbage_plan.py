@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Literal, NamedTuple
 
 from cloudckpt.commit.attempts import ATTEMPT, parse_number
-from cloudckpt.commit.entries import Entry, parse_entry
+from cloudckpt.commit.entries import LogEntry, parse_entry
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
@@ -45,11 +45,11 @@ class RemovalPlan:
     needs_fence: bool
     """True if a fence must be put first: the save of some of this data could still commit."""
     uploads: tuple[FoundItem, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[LogEntry, ...]
     """Lowest number first."""
     objects: tuple[FoundItem, ...]
     """Sorted by key."""
-    lone_fence: Entry | None
+    lone_fence: LogEntry | None
     """The last trace of a checkpoint, which ends the log."""
     young: tuple[FoundItem, ...]
     """Data and uploads that the current manifest does not name, and that are too young to remove."""
@@ -114,7 +114,7 @@ def attempt_time(attempt: str) -> datetime:
 
 def plan_removal(
     items: Sequence[FoundItem],
-    entries: Sequence[Entry],
+    entries: Sequence[LogEntry],
     *,
     location: str,
     current: int | None,
@@ -142,7 +142,7 @@ def plan_removal(
     # its save fail.
     needs_fence = not is_fenced and any(item.kind == "data" for item in objects)
 
-    def is_stale(entry: Entry) -> bool:
+    def is_stale(entry: LogEntry) -> bool:
         if entry.number == current or entry.modified_at >= before:
             return False
         if entry == entries[-1]:  # a fence, or it would be current
@@ -174,7 +174,7 @@ def plan_removal(
 
 
 def _find_last_signs(
-    items: Iterable[FoundItem], entries: Iterable[Entry], *, references: Mapping[int, Collection[str]]
+    items: Iterable[FoundItem], entries: Iterable[LogEntry], *, references: Mapping[int, Collection[str]]
 ) -> dict[str, datetime]:
     """Return the time of the newest sign of life of each attempt."""
     last_signs: dict[str, datetime] = {}

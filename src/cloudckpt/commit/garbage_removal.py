@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from cloudckpt.commit.commit import check_still_next, split_into_batches
 from cloudckpt.commit.entries import (
-    Entry,
+    LogEntry,
     manifest_key,
     put_entry,
     put_fence,
@@ -254,7 +254,7 @@ def _check_may_delete(walked: WalkedLocation, log: Log) -> None:
         walked.root.delete(batch)
 
 
-def _read_own_keys(client: StoreClient, entry: Entry) -> frozenset[str]:
+def _read_own_keys(client: StoreClient, entry: LogEntry) -> frozenset[str]:
     """Return the keys that a superseded manifest names; none if it cannot be read."""
     with contextlib.suppress(CheckpointError):
         manifest = read_manifest(client, entry.number)
@@ -262,7 +262,7 @@ def _read_own_keys(client: StoreClient, entry: Entry) -> frozenset[str]:
     return frozenset()
 
 
-def _holds_nothing_but(client: StoreClient, fence: Entry) -> bool:
+def _holds_nothing_but(client: StoreClient, fence: LogEntry) -> bool:
     """Return True if the fence is the only object at the location, and no upload is under way."""
     if [entry.number for entry in list_entries(client)] != [fence.number]:
         return False

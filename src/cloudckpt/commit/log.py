@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from cloudckpt._workers import start_in_thread
 from cloudckpt.commit.entries import (
     MANIFEST_PREFIX,
-    Entry,
     Fence,
+    LogEntry,
     manifest_key,
     parse_entry,
     read_entry,
@@ -46,7 +46,7 @@ _MAX_LOOKED_AT = 20
 class Log:
     """The entries that exist, lowest number first, and the manifest that they make the current one."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LogEntry, ...]
     current_number: int | None
     """The number of the current manifest; None if there is no checkpoint. It may have vanished."""
 
@@ -56,7 +56,7 @@ class Log:
         return self.entries[-1].number if self.entries else -1
 
     @property
-    def current_entry(self) -> Entry | None:
+    def current_entry(self) -> LogEntry | None:
         """The entry of the current manifest; None if there is none, or it was not listed."""
         return next((entry for entry in self.entries if entry.number == self.current_number), None)
 
@@ -70,7 +70,7 @@ def list_folders(client: StoreClient) -> list[str]:
     )
 
 
-def list_entries(client: StoreClient) -> tuple[Entry, ...]:
+def list_entries(client: StoreClient) -> tuple[LogEntry, ...]:
     """Return all entries of a log, lowest number first. An empty log is confirmed."""
     return client.confirm(
         lambda: _list_once(client, ""),
@@ -79,7 +79,7 @@ def list_entries(client: StoreClient) -> tuple[Entry, ...]:
     )
 
 
-def _list_once(client: StoreClient, prefix: str) -> tuple[Entry, ...]:
+def _list_once(client: StoreClient, prefix: str) -> tuple[LogEntry, ...]:
     parsed = (parse_entry(info.key.removeprefix(prefix), info) for info in client.list(prefix + MANIFEST_PREFIX))
     return tuple(sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.number))
 
@@ -180,7 +180,7 @@ def _list_and_read_once(client: StoreClient, prefix: str, *, with_manifest: bool
     return _LogReading(log=log, manifest=manifest, has_vanished=manifest is None)
 
 
-def _list_and_read_first(client: StoreClient, prefix: str) -> tuple[tuple[Entry, ...], Manifest | Fence | None]:
+def _list_and_read_first(client: StoreClient, prefix: str) -> tuple[tuple[LogEntry, ...], Manifest | Fence | None]:
     """Return the entries, and entry 0 from a far store: most checkpoints have it alone, and it saves a round trip."""
     if client.store.capabilities.is_near:
         return _list_once(client, prefix), None

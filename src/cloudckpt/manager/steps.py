@@ -12,7 +12,7 @@ from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 
 from cloudckpt._display import with_short_repr
 from cloudckpt._this_process import is_first_warning
-from cloudckpt.commit.entries import CommitTimes, Entry, SummaryReader, manifest_key
+from cloudckpt.commit.entries import CommitTimes, LogEntry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
 from cloudckpt.dcp.rank_calls import RankCalls
 from cloudckpt.errors import (
@@ -373,7 +373,7 @@ class Steps:
         )
 
     def _build_committed(
-        self, name: str, entry: Entry, highest_number: int, client: StoreClient, summaries: SummaryReader | None
+        self, name: str, entry: LogEntry, highest_number: int, client: StoreClient, summaries: SummaryReader | None
     ) -> StepFolder | None:
         uri = self._uri_of_folder(name)
         moment = self._times.read(client, manifest_key(entry.number), entry)

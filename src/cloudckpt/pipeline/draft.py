@@ -24,7 +24,7 @@ from cloudckpt.commit.commit import (
 )
 from cloudckpt.commit.entries import (
     CommitTimes,
-    Entry,
+    LogEntry,
     manifest_key,
     manifest_number,
     read_entry,
@@ -153,7 +153,7 @@ class Draft:
                 raise
             _log.warning("%s is saved whole, because %s", self.context.uri, error)
 
-    def _entries_to_replace(self) -> Sequence[Entry]:
+    def _entries_to_replace(self) -> Sequence[LogEntry]:
         client = self.context.client
         entries = list_entries(client)  # damaged ones too
         if entries and not client.list("data/", max_results=1):
@@ -163,7 +163,7 @@ class Draft:
             CommitTimes().read(client, manifest_key(entry.number), entry)
         return entries
 
-    def _require_no_checkpoint(self) -> Sequence[Entry]:
+    def _require_no_checkpoint(self) -> Sequence[LogEntry]:
         """Return the entries of the log. Raise `CheckpointExistsError` if a checkpoint, also one of torch's, exists."""
         context, client = self.context, self.context.client
         log, step, *has_torch_checkpoint = call_together(
@@ -191,7 +191,7 @@ class Draft:
                 context.uri,
                 context.uri,
             )
-        entries: Sequence[Entry] = log.entries
+        entries: Sequence[LogEntry] = log.entries
         return entries
 
     def _find_step_below(self) -> str:

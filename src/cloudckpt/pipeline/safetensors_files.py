@@ -173,7 +173,7 @@ def find_published_sha256(folder: Context, key: str) -> PublishedSha256 | None:
     return PublishedSha256(told, is_outdated) if _SHA256.fullmatch(told) else None
 
 
-class _Entry(NamedTuple):
+class _FileTensor(NamedTuple):
     """A tensor of a file. Its bytes are ``[begin, end)`` of the file."""
 
     name: str
@@ -183,7 +183,7 @@ class _Entry(NamedTuple):
     end: int
 
 
-def _parse_header(header: bytes, size_bytes: int) -> tuple[list[_Entry], dict[str, str]]:
+def _parse_header(header: bytes, size_bytes: int) -> tuple[list[_FileTensor], dict[str, str]]:
     """Return a file's tensors, in the order of their bytes, and its metadata, from the bytes up to the header's end.
 
     Raises `ValueError` if the file is cut or no safetensors file.
@@ -200,7 +200,7 @@ def _parse_header(header: bytes, size_bytes: int) -> tuple[list[_Entry], dict[st
     return tensors, metadata
 
 
-def _check_entry(name: str, entry: HeaderMember, header_bytes: int) -> _Entry:
+def _check_entry(name: str, entry: HeaderMember, header_bytes: int) -> _FileTensor:
     begin, end = entry.data_offsets
     if not 0 <= begin <= end or len(entry.shape) > MAX_NDIM or any(length < 0 for length in entry.shape):
         raise ValueError(f"{name!r:.200} has the impossible shape {entry.shape!r:.200} at [{begin}, {end})")
@@ -209,7 +209,7 @@ def _check_entry(name: str, entry: HeaderMember, header_bytes: int) -> _Entry:
         raise ValueError(
             f"{name!r:.200} has {end - begin} bytes, and a tensor of shape {entry.shape!r:.200} has another number"
         )
-    return _Entry(name, entry.dtype, entry.shape, header_bytes + begin, header_bytes + end)
+    return _FileTensor(name, entry.dtype, entry.shape, header_bytes + begin, header_bytes + end)
 
 
 class SafetensorsFiles:
@@ -269,7 +269,7 @@ class SafetensorsFiles:
         Returns the names of the tensors that the index lacks.
         """
         keys, weight_map = self._choose_files()
-        headers: dict[str, tuple[ObjectInfo, list[_Entry], dict[str, str]]] = {}
+        headers: dict[str, tuple[ObjectInfo, list[_FileTensor], dict[str, str]]] = {}
 
         def read(key: str) -> None:
             headers[key] = self._read_header(key, is_indexed=weight_map is not None)
@@ -291,7 +291,7 @@ class SafetensorsFiles:
         in_files = {entry.name for _, entries, _ in headers.values() for entry in entries}
         return [] if weight_map is None else sorted(in_files - weight_map.keys())
 
-    def _add(self, entry: _Entry, number: int) -> None:
+    def _add(self, entry: _FileTensor, number: int) -> None:
         if (other := self._tensors.get(entry.name)) is not None:
             files = (self.files[index] for index in (other.chunks[0].object_index, number))
             urls = [self.context.client.url(file.key) for file in files]
@@ -357,7 +357,7 @@ class SafetensorsFiles:
             raise CorruptCheckpointError(f"{url} names no files beside it, but {quote_names(foreign)}", uri=url)
         return names
 
-    def _read_header(self, key: str, *, is_indexed: bool) -> tuple[ObjectInfo, list[_Entry], dict[str, str]]:
+    def _read_header(self, key: str, *, is_indexed: bool) -> tuple[ObjectInfo, list[_FileTensor], dict[str, str]]:
         client, url = self.context.client, self.context.client.url(key)
         try:
             file = client.require(key)

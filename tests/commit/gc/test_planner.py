@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.commit.entries import Entry
+from cloudckpt.commit.entries import LogEntry
 from cloudckpt.commit.garbage_plan import Inventory, plan_removal
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
@@ -50,7 +50,7 @@ def test_plan_of_gc_follows_the_rules(  # noqa: C901  # the rules are many
         inventory.add_object(ObjectInfo(key=location + key, size_bytes=1, modified_at=moment))
     for number, (key, moment) in enumerate(uploads.items()):
         inventory.add_upload(UploadInfo(key=location + key, upload_id=str(number), started_at=moment))
-    entries = [Entry(number=n, size_bytes=size, modified_at=moment) for n, (size, moment) in sorted(log.items())]
+    entries = [LogEntry(number=n, size_bytes=size, modified_at=moment) for n, (size, moment) in sorted(log.items())]
     manifests = [entry.number for entry in entries if not entry.has_fence_size]
     if entries and not entries[-1].has_fence_size:
         counting = entries[-1].number

@@ -43,8 +43,8 @@ MISSING: Any = object()
 
 
 @dataclasses.dataclass
-class _PartsOfRanks(TensorStorageMetadata):
-    """torch's metadata of a tensor of which several ranks hold parts. Only a live tensor shows the part of a rank."""
+class _ShardedTensorMetadata(TensorStorageMetadata):
+    """torch's metadata of a tensor of which several ranks hold shards. Only a live tensor shows the shard of a rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ def nest_metadata(metadata: Metadata, *, num_ranks: int) -> dict[Any, Any]:
     saved: Mapping[str, Any] = metadata.state_dict_metadata
     if num_ranks > 1:
         saved = {
-            name: _PartsOfRanks(**vars(entry))
+            name: _ShardedTensorMetadata(**vars(entry))
             if isinstance(entry, TensorStorageMetadata) and len(entry.chunks) > 1
             else entry
             for name, entry in saved.items()
@@ -419,11 +419,11 @@ def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
     if isinstance(saved, (SavedWrapper, TensorStorageMetadata)):
         return _make_empty_tensor(saved, like)
     if isinstance(saved, Mapping):
-        by_key = {key: make_empty(value, part_of(like, key), is_whole=is_whole) for key, value in saved.items()}
+        by_key = {key: make_empty(value, value_at(like, key), is_whole=is_whole) for key, value in saved.items()}
         possible = {key: value for key, value in by_key.items() if value is not MISSING}
         return MISSING if is_whole and len(possible) < len(by_key) else possible
     if isinstance(saved, (list, tuple)):
-        elements = [make_empty(value, part_of(like, position), is_whole=True) for position, value in enumerate(saved)]
+        elements = [make_empty(value, value_at(like, position), is_whole=True) for position, value in enumerate(saved)]
         if any(element is MISSING for element in elements):
             return MISSING
         return elements if isinstance(saved, list) else rebuild_tuple(saved, elements)
@@ -433,7 +433,7 @@ def make_empty(saved: Any, like: Any = None, *, is_whole: bool = False) -> Any:
 def _make_empty_tensor(saved: SavedWrapper | TensorStorageMetadata, like: Any) -> Any:
     size = torch.Size(saved.stored.shape) if isinstance(saved, SavedWrapper) else saved.size
     is_laid_out = isinstance(like, DTensor) and like.size() == size
-    if not is_laid_out and has_parts_of_ranks(saved):
+    if not is_laid_out and has_shards_of_ranks(saved):
         return MISSING
     if isinstance(saved, SavedWrapper):  # its class may be unable to make an empty one
         return like if is_laid_out else saved.rebuild(lambda _, entry: make_empty(entry))
@@ -443,9 +443,9 @@ def _make_empty_tensor(saved: SavedWrapper | TensorStorageMetadata, like: Any) -
     return torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
-def has_parts_of_ranks(saved: Any) -> bool:
-    """Return True if ranks hold parts of a tensor in the saved structure."""
-    return any(isinstance(tensor, _PartsOfRanks) for tensor in tensors_in(saved))
+def has_shards_of_ranks(saved: Any) -> bool:
+    """Return True if several ranks hold shards of a tensor in the saved structure."""
+    return any(isinstance(tensor, _ShardedTensorMetadata) for tensor in tensors_in(saved))
 
 
 def tensors_in(saved: Any) -> Iterator[TensorStorageMetadata]:
@@ -459,7 +459,7 @@ def tensors_in(saved: Any) -> Iterator[TensorStorageMetadata]:
             yield from tensors_in(value)
 
 
-def part_of(container: Any, key: Any) -> Any:
+def value_at(container: Any, key: Any) -> Any:
     """Return the value at `key` of a mapping, list or tuple; None if there is none."""
     if isinstance(container, Mapping):
         return container.get(key)

@@ -30,7 +30,7 @@ from cloudckpt.dcp.live_entry import (
     OptionalEntry,
     ask_state,
     get_model_state,
-    has_parts_of_ranks,
+    has_shards_of_ranks,
     kind_of,
     load_object,
     log_changed_settings,
@@ -190,7 +190,7 @@ class StatefulEntry(LiveEntry):
         # Only the object's own state says which tensors are DTensors. An object without floats is not asked for it,
         # because a data loader would begin to iterate.
         has_floats = any(tensor.properties.dtype.is_floating_point and tensor.size for tensor in tensors_in(saved))
-        is_asked = has_floats or has_parts_of_ranks(saved)
+        is_asked = has_floats or has_shards_of_ranks(saved)
         empty = make_empty(saved, ask_state(self, where=where) if is_asked else None)
         return {} if empty is MISSING else empty
 

@@ -31,7 +31,7 @@ from cloudckpt.dcp.live_entry import (
     load_object,
     log_changed_settings,
     make_empty,
-    part_of,
+    value_at,
 )
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, name_all, quote_names
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
@@ -500,7 +500,7 @@ class _Layout:
 def _find_like(state: Any, path: Sequence[Any]) -> torch.Tensor | None:
     """Return the tensor at `path`. If a list on the path is too short, or holds None there, take its last value."""
     for key in path:
-        value = part_of(state, key)
+        value = value_at(state, key)
         if value is None and isinstance(state, (list, tuple)):
             value = next((value for value in reversed(state) if value is not None), None)
         state = value
@@ -512,10 +512,10 @@ def _plan_state(saved: Any, live: Any, layout: _Layout, path: tuple[Any, ...] = 
     if isinstance(saved, SavedWrapper):
         return live if isinstance(live, torch.Tensor) else layout.make_wrapper(path, saved)
     if isinstance(saved, Mapping):
-        return {key: _plan_state(value, part_of(live, key), layout, (*path, key)) for key, value in saved.items()}
+        return {key: _plan_state(value, value_at(live, key), layout, (*path, key)) for key, value in saved.items()}
     if isinstance(saved, (list, tuple)):
         planned = [
-            _plan_state(value, part_of(live, position), layout, (*path, position))
+            _plan_state(value, value_at(live, position), layout, (*path, position))
             for position, value in enumerate(saved)
         ]
         return planned if isinstance(saved, list) else rebuild_tuple(saved, planned)

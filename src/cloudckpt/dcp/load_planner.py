@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
-from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata, part_of
+from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata, value_at
 from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.dcp.renaming import Renaming, is_below, offer_renames, suggest_renames
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers
@@ -143,7 +143,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         for name in names_of_tuples:
             saved_value: Any = nested
             for step in paths[name]:
-                saved_value = part_of(saved_value, step[0] if isinstance(step, tuple) else step)
+                saved_value = value_at(saved_value, step[0] if isinstance(step, tuple) else step)
             if (empty := make_empty(saved_value)) is MISSING:
                 kind = type(flat.entries[name]).__name__
                 raise StateDictMismatchError(

@@ -148,7 +148,7 @@ def run_copy(conversion: Conversion, *, find_base: FindBase = lambda: None) -> C
     return report
 
 
-def run_partial_copy(
+def run_shared_copy(
     conversion: Conversion, *, is_mine: Callable[[int], bool], sends_all: bool, skips_damage: bool, find_base: FindBase
 ) -> tuple[list[StoredObject], int]:
     """Send the objects that the source has of a checkpoint whose other objects are on other hosts.
@@ -168,7 +168,7 @@ def run_partial_copy(
 
     """
     job = CopyJob(conversion, _read_manifest(conversion.source), find_base)
-    return job.run_part(is_mine=is_mine, sends_all=sends_all, skips_damage=skips_damage)
+    return job.run_share(is_mine=is_mine, sends_all=sends_all, skips_damage=skips_damage)
 
 
 def has_all_objects(source: Context) -> bool:
@@ -325,10 +325,10 @@ class CopyJob:
         self.num_bytes -= num_bytes
         self._progress.add(num_bytes)
 
-    def run_part(
+    def run_share(
         self, *, is_mine: Callable[[int], bool], sends_all: bool, skips_damage: bool
     ) -> tuple[list[StoredObject], int]:
-        """Send what the source has, and commit if nothing is missing then. Returns as `run_partial_copy`.
+        """Send what the source has, and commit if nothing is missing then. Returns as `run_shared_copy`.
 
         Other processes copy the same manifest from directories of their own. They exchange receipts at the target: an
         object counts once the process that has sent it, and compared each byte, has put a receipt that names it.
@@ -340,7 +340,7 @@ class CopyJob:
         draft.attempt = new_attempt_id(self._suffix())
         with draft.removing_on_error(()):
             self._refer_to_base()
-            missing, receipts, num_listed = self._send_part(is_mine, sends_all=sends_all, skips_damage=skips_damage)
+            missing, receipts, num_listed = self._send_share(is_mine, sends_all=sends_all, skips_damage=skips_damage)
         if missing:
             draft.remove(())  # the claims: another look may refer to another base
             return missing, num_listed
@@ -349,10 +349,10 @@ class CopyJob:
             target.client.delete(receipts)
         return [], num_listed
 
-    def _send_part(
+    def _send_share(
         self, is_mine: Callable[[int], bool], *, sends_all: bool, skips_damage: bool
     ) -> tuple[list[StoredObject], list[str], int]:
-        """Send what the source has, for `run_part`. Return what is missing then, the receipts, and the listed keys."""
+        """Send what the source has, for `run_share`. Return what is missing then, the receipts, and the listed keys."""
         target, draft, objects = self._target, self._draft, self._manifest.objects
         receipts, num_listed = self._take_receipts()
         unusable = {*self._keys, *self._refs, *(Verification(self._reader).run_each() if skips_damage else ())}

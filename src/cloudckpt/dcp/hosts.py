@@ -82,7 +82,7 @@ def find_wanted_and_held(
 def mend_manifest(context: Context, document: bytes, hosts: HostGroups) -> None:
     """Commit the manifest of another host in the directory of this one, unless it is there. A failure is logged.
 
-    A crash has left this host without it. The host then knows of its part of the step, to send it or to remove it.
+    A crash has left this host without it. The host then knows of its share of the step, to send it or to remove it.
     """
     client = context.client
     try:

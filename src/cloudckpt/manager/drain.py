@@ -18,7 +18,7 @@ from cloudckpt._display import count, with_short_repr
 from cloudckpt.commit.attempts import rank_of_key
 from cloudckpt.commit.log import resolve
 from cloudckpt.convert.conversion import Conversion, check_apart
-from cloudckpt.convert.copying import has_all_objects, run_copy, run_partial_copy
+from cloudckpt.convert.copying import has_all_objects, run_copy, run_shared_copy
 from cloudckpt.dcp.hosts import HostGroups
 from cloudckpt.errors import (
     CheckpointError,
@@ -49,8 +49,8 @@ _FINAL_FAILURES = (CorruptCheckpointError, CheckpointExistsError)
 """Failures of a copy after which another try is in vain."""
 
 
-class _MissingPartsError(CheckpointError):
-    """Other hosts have not sent their parts of a step, and this process has sent all that it has."""
+class _MissingSharesError(CheckpointError):
+    """Other hosts have not sent their shares of a step, and this process has sent all that it has."""
 
 
 @with_short_repr
@@ -125,7 +125,7 @@ class Drain:
         self.hosts: HostGroups | None = None
         """The ranks that share a directory, if not all do. Each rank sends its share of what its directory has."""
         self._sent: dict[tuple[datetime, str], tuple[int, float]] = {}
-        """The steps of which this process has sent its part, each with how much has arrived, and since when."""
+        """The steps of which this process has sent its share, each with how much has arrived, and since when."""
         self._given_up: dict[tuple[datetime, str], int] = {}
         """The steps for which this process has waited in vain, each with how much had arrived then."""
         self._has_warned_of_others = False
@@ -188,7 +188,7 @@ class Drain:
         """Copy the steps that the root is owed, newest first, until `ends_at_s`, a time of ``time.monotonic``.
 
         `get_connections` takes the most requests that the options allow, and returns how many may be in flight now. It
-        is called again and again. `pause` is called while other hosts send their parts of a step: it waits a little,
+        is called again and again. `pause` is called while other hosts send their shares of a step: it waits a little,
         and returns False if this call must not look again.
 
         Raises `CloudckptError` if the steps here cannot be listed. The report has all other failures.
@@ -200,7 +200,7 @@ class Drain:
             drained += newly_drained
             if arrived_now != arrived:
                 arrived, arrived_at_s = arrived_now, time.monotonic()
-            # Other ranks may wait for this one meanwhile, for `timeout_s`. A part that did not come is probably lost.
+            # Other ranks may wait for this one meanwhile, for `timeout_s`. A share that did not come is probably lost.
             is_hopeful = any(self._given_up.get(key) != number for key, number in arrived.items())
             wait_s = self.root_steps.options.timeout_s / (2 if is_hopeful else 20)
             if time.monotonic() - arrived_at_s > wait_s:
@@ -249,8 +249,8 @@ class Drain:
             folder, *owed = owed
             try:
                 drained += self._drain_one(folder, ends_at_s, get_connections)
-            except _MissingPartsError as error:
-                if self.hosts is None or self.hosts.rank == 0:  # any other host has done its part
+            except _MissingSharesError as error:
+                if self.hosts is None or self.hosts.rank == 0:  # any other host has sent its share
                     failed.append(KeptObject(uri=folder.uri, reason=str(error)))
                     awaited.append(_key_of(folder))
             except CloudckptError as error:
@@ -338,7 +338,7 @@ class Drain:
     ) -> list[str]:
         """Copy one step, unless the root needs no copy any more. Return the URI of the copy, or raise the failure.
 
-        `damage` is that of a part: all else is sent.
+        `damage` is that of some objects: all others are sent.
         """
         info, key = folder.committed, _key_of(folder)
         if self._forget_if_copied(folder.uri, info):
@@ -352,7 +352,7 @@ class Drain:
             if time.monotonic() >= ends_at_s:
                 raise CheckpointError("the deadline has passed; another drain sends only what is missing", uri=target)
 
-        target, is_part = self._root.child(name_of(info)).uri, False
+        target, is_shared = self._root.child(name_of(info)).uri, False
         try:
             conversion = Conversion(
                 folder.uri,
@@ -364,15 +364,15 @@ class Drain:
             )
             hedger = conversion.target.client.hedger
             hedger.limit_connections(lambda: get_connections(hedger.max_connections))
-            is_part = self.hosts is not None or not has_all_objects(conversion.source)
-            if is_part:
-                self._send_part(conversion, folder, damage)
+            is_shared = self.hosts is not None or not has_all_objects(conversion.source)
+            if is_shared:
+                self._send_share(conversion, folder, damage)
             else:
                 run_copy(conversion, find_base=lambda: self._find_base(target))
         except _FINAL_FAILURES as error:
             if self._forget_if_copied(folder.uri, info):  # another process has copied it, or saved it again
                 return self._note_copied(folder.uri, info)
-            if is_part and damage is None and isinstance(error, CorruptCheckpointError):
+            if is_shared and damage is None and isinstance(error, CorruptCheckpointError):
                 return self._drain_one(folder, ends_at_s, get_connections, damage=error)
             self._final_failures[key] = error
             raise
@@ -393,15 +393,15 @@ class Drain:
         infos = self.root_steps.find_committed(with_metadata=False)
         return next((self._root.child(name_of(info)) for info in infos if info.uri != target), None)
 
-    def _send_part(self, conversion: Conversion, folder: StepFolder, damage: CorruptCheckpointError | None) -> None:
+    def _send_share(self, conversion: Conversion, folder: StepFolder, damage: CorruptCheckpointError | None) -> None:
         """Send what this directory has of a step, without what has `damage`.
 
-        Raise `damage`, or else `_MissingPartsError`, if the step is not committed then.
+        Raise `damage`, or else `_MissingSharesError`, if the step is not committed then.
         """
         key = _key_of(folder)
         num_before, since_s = self._sent.setdefault(key, (0, time.monotonic()))
         is_stalled = time.monotonic() - since_s > self.root_steps.options.timeout_s / 4
-        missing, num_arrived = run_partial_copy(
+        missing, num_arrived = run_shared_copy(
             conversion,
             is_mine=(lambda _: True) if self.hosts is None else self.hosts.is_mine,
             sends_all=self.hosts is None or is_stalled or key[1] in self.get_damaged_uris(),
@@ -423,7 +423,7 @@ class Drain:
         where = f"Start the job with the drive of {join_first(lost, _MAX_SHOWN_OBJECTS, separator=', ')}, or run"
         if not lost:
             where = "If each host has a directory of its own, run"
-        raise _MissingPartsError(
+        raise _MissingSharesError(
             f"{len(missing)} of its objects are not here, and no other host has sent them: {shown}. {where} "
             f"{drain_command} there. If they are lost, replace step {folder.committed.step} by another save, or delete "
             f"it on each host: 'cloudckpt rm --force {folder.uri}'",
@@ -431,9 +431,9 @@ class Drain:
         )
 
     def _note_copied(self, uri: str, info: StepInfo) -> list[str]:
-        """Tell of the copy of a step, if this process has a part in it. Return its URI, or nothing.
+        """Tell of the copy of a step, if this process has sent a share of it. Return its URI, or nothing.
 
-        If each host sends a part, rank 0 tells of the whole.
+        If each host sends a share, rank 0 tells of the whole step.
         """
         target = self._root.child(name_of(info)).uri
         has_sent = self._sent.pop((info.committed_at, uri), None) is not None

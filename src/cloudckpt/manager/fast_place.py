@@ -37,7 +37,7 @@ _TOKEN = b"cloudckpt looks whether all ranks see this place. Nothing needs this 
 _FREE_SPACE_FACTOR = 1.05
 """Free bytes that a save needs, relative to the largest step."""
 _FIRST_DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-"""Between the looks of rank 0 for the parts of other hosts."""
+"""Between the looks of rank 0 for the shares of other hosts."""
 _LAST_DELAY_S = 5.0
 StepsOfHost: TypeAlias = tuple[list[StepFolder], CloudckptError | None]
 """The steps of one directory, or why they cannot be listed."""

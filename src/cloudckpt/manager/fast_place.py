@@ -186,14 +186,17 @@ class FastPlace:
         """Return True if `uri` belongs to a step here, committed or not."""
         return uri.rpartition("/")[0] == self.uri
 
-    def gather(self, ranks: RankCalls) -> list[StepsOfHost] | None:
-        """Return the steps in the directory of each host; None if all ranks share one. All ranks call it together."""
+    def gather_and_mend(self, ranks: RankCalls) -> list[StepsOfHost] | None:
+        """Return the steps in the directory of each host; None if all ranks share one. All ranks call it together.
+
+        Commits the manifest of an owed step in the directories that lack it.
+        """
         hosts = self.hosts
         if hosts is None:
             return None
         gathered = ranks.all_gather("find", lambda: self._list_here() if hosts.leads else ([], None))
         here = self.steps.location
-        self.steps.known_uris |= {here.child(name).uri for name in find_newest(gathered)}
+        self.steps.known_uris |= {here.child(name).uri for name in find_newest_saves(gathered)}
         lacking = _find_lacking(gathered, hosts)
         if not lacking:
             return gathered
@@ -221,7 +224,7 @@ class FastPlace:
     ) -> list[tuple[StepInfo, bool]]:
         """Return the committed steps of both places, newest first, each with True if the root has it or is owed it.
 
-        `step` and `with_metadata` are those of `Steps.find_committed`, and `gathered` is what `gather` has returned.
+        `step` and `with_metadata` are those of `Steps.find_committed`, and `gathered` is the result of `gather_and_mend`.
 
         A failure of this place, or of one host's directory, is only logged if the root has steps: without any, the run
         would start from scratch.
@@ -243,7 +246,7 @@ class FastPlace:
                 f"is there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
                 uri=self._root.uri,
             )
-        return [pair for pair in _merge(near, far, self.drain.is_owed) if step in (None, pair[0].step)]
+        return [pair for pair in _merge_places(near, far, self.drain.is_owed) if step in (None, pair[0].step)]
 
     def start(self, rank: int) -> None:
         """Start to copy the steps that the root is owed. Does not wait and never raises.
@@ -271,7 +274,7 @@ class FastPlace:
     def _merge_hosts(self, gathered: Sequence[StepsOfHost]) -> StepsOfHost:
         """Merge the steps of all hosts as if all were in the directory of this one, of one name the newest save."""
         folders: list[StepFolder] = []
-        for name, (folder, _) in find_newest(gathered).items():
+        for name, (folder, _) in find_newest_saves(gathered).items():
             note_commit_time_ns(ns_of(folder.committed.committed_at))
             uri = self.steps.location.child(name).uri
             folders.append(dataclasses.replace(folder, uri=uri, info=dataclasses.replace(folder.committed, uri=uri)))
@@ -358,12 +361,12 @@ class FastPlace:
         return most if self._task.is_awaited or self.drain.is_behind else min(most, CONNECTIONS_BESIDE_TRAINING)
 
 
-def _merge(
+def _merge_places(
     near: Sequence[StepFolder], far: Sequence[StepInfo], is_owed: Callable[[StepFolder], bool]
 ) -> list[tuple[StepInfo, bool]]:
     """Merge the committed steps of a fast place and those of its root, as `FastPlace.find_committed`.
 
-    If both places have a save, the result has the step in the fast place: the copy has the same name and commit time.
+    If both places have the same save, the result has the step in the fast place: the copy has the same name and commit time.
     Two saves with one name stay two steps.
     """
     copies = {(name_of(info), info.committed_at): info for info in far}
@@ -385,7 +388,7 @@ def _merge(
     return [(info, info.uri not in fast_only) for info in sort_newest_first([*merged, *copies.values()])]
 
 
-def find_newest(gathered: Sequence[StepsOfHost]) -> dict[str, tuple[StepFolder, int]]:
+def find_newest_saves(gathered: Sequence[StepsOfHost]) -> dict[str, tuple[StepFolder, int]]:
     """Return, by its name, the newest save of each committed step, and the lowest rank that has it."""
     newest: dict[str, tuple[StepFolder, int]] = {}
     for rank, (folders, _) in enumerate(gathered):
@@ -401,7 +404,7 @@ def _find_lacking(gathered: Sequence[StepsOfHost], hosts: HostGroups) -> default
     """Return, by the rank that has them, the names of the owed steps that not all hosts have."""
     lacking: defaultdict[int, list[str]] = defaultdict(list)
     ages = [{name_of(folder.info): _age_of(folder) for folder in folders if folder.info} for folders, _ in gathered]
-    for name, (folder, rank) in find_newest(gathered).items():
+    for name, (folder, rank) in find_newest_saves(gathered).items():
         is_everywhere = all(ages[leader].get(name) == _age_of(folder) for leader in hosts.leaders)
         if is_recorded_as_owed(folder.metadata) and not is_everywhere:
             lacking[rank].append(name)

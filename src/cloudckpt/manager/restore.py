@@ -31,7 +31,7 @@ from cloudckpt.errors import (
 from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
 from cloudckpt.io.client import open_client
 from cloudckpt.manager.candidates import Candidate, is_checkpoint, load_newest
-from cloudckpt.manager.fast_place import find_newest
+from cloudckpt.manager.fast_place import find_newest_saves
 from cloudckpt.manager.places import Places
 from cloudckpt.manager.steps import Steps, name_of
 from cloudckpt.options import Options
@@ -139,8 +139,8 @@ class Restorer:
     def _find_candidates(self, ranks: RankCalls, step: int | None = None) -> list[Candidate]:
         """Return the committed steps of all places, newest first, by their URIs on this rank. All ranks call it."""
         fast = self.places.fast
-        gathered = None if fast is None else fast.gather(ranks)
-        manifest_ranks = {name: rank for name, (_, rank) in find_newest(gathered or ()).items()}
+        gathered = None if fast is None else fast.gather_and_mend(ranks)
+        manifest_ranks = {name: rank for name, (_, rank) in find_newest_saves(gathered or ()).items()}
 
         def find() -> list[Candidate]:
             placed = self.places.find_placed(step, with_metadata=False, gathered=gathered)

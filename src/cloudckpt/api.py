@@ -17,7 +17,7 @@ from cloudckpt.background.in_flight import (
     earlier_failure,
     exclusive_begin,
     find_busy_rank,
-    own_stager,
+    stager_of_process,
     wait_for_previous,
 )
 from cloudckpt.background.process import require_process_support
@@ -380,7 +380,7 @@ def prepare_async_save(
         ranks = background_ranks(writer, process_group, no_dist=no_dist)
         with ranks.ending() if isinstance(ranks, CollectiveCall) else contextlib.nullcontext():
             pass
-        own_stager(is_shared=False).begin(states_of(state_dict)).completed.result()
+        stager_of_process(is_shared=False).begin(states_of(state_dict)).completed.result()
 
 
 def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writer: ObjectStoreWriter | None) -> str:

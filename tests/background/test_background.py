@@ -242,7 +242,7 @@ def test_close_waits_frees_and_can_be_followed_by_another_save(memory: Memory) -
     gate = Gate()
     memory.at().once_before("upload_part", "", gate)
     handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
-    stager = cloudckpt.background.in_flight.own_stager(is_shared=False)
+    stager = cloudckpt.background.in_flight.stager_of_process(is_shared=False)
     assert gate.reached.wait(WAIT_S)
     with pytest.raises(TimeoutError, match="has not ended within 0"):
         cloudckpt.close(0)

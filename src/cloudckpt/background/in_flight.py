@@ -211,7 +211,7 @@ def forget(handle: AsyncSave | None) -> None:
             _slot.handle = None
 
 
-def own_stager(*, is_shared: bool) -> PinnedStager:
+def stager_of_process(*, is_shared: bool) -> PinnedStager:
     """Return the stager of this process, which keeps its memory from save to save."""
     with _slot.lock:
         if is_shared not in _slot.stagers:

@@ -28,7 +28,7 @@ from cloudckpt._this_process import note_users_line, refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.hook_answers import refuse_attributes
-from cloudckpt.background.in_flight import forget, own_stager, set_in_flight
+from cloudckpt.background.in_flight import forget, set_in_flight, stager_of_process
 from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
@@ -174,8 +174,8 @@ def begin_snapshot(
     """
     try:
         if stager is None and not by_process:
-            return own_stager(is_shared=False).begin(entries, parameters=parameters)
-        stager = own_stager(is_shared=True) if stager is None else stager
+            return stager_of_process(is_shared=False).begin(entries, parameters=parameters)
+        stager = stager_of_process(is_shared=True) if stager is None else stager
         return ExternalSnapshot.begin(stager, entries, is_sent=by_process)
     except Exception as error:  # it is the save's failure, which all ranks have to learn of
         return ExternalSnapshot.from_error(error)

@@ -246,11 +246,11 @@ def check_objects_present(siblings: Siblings, manifest: Manifest) -> datetime | 
     cause = "Something"
     if is_of_others and siblings("").store.capabilities.is_near:
         cause = "Do all ranks see the same directory there (a mount that all hosts share)? If so, something"
-    check_missing(problems, uri=siblings("").uri, cause=cause)
+    raise_if_missing(problems, uri=siblings("").uri, cause=cause)
     return newest
 
 
-def check_missing(problems: Mapping[str, str], *, uri: str, cause: str = "Something") -> None:
+def raise_if_missing(problems: Mapping[str, str], *, uri: str, cause: str = "Something") -> None:
     """Raise `RemovedObjectsError` if `find_missing` has found a problem."""
     if problems:
         raise RemovedObjectsError(

@@ -20,7 +20,7 @@ from cloudckpt._clock import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt._torch_compat import StreamTransformExtension
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.attempts import new_save_id
-from cloudckpt.commit.commit import check_missing, find_missing
+from cloudckpt.commit.commit import find_missing, raise_if_missing
 from cloudckpt.dcp.failures import causes_of
 from cloudckpt.dcp.hosts import HostGroups, mend_manifest
 from cloudckpt.dcp.replicas import ItemKey, key_of
@@ -427,7 +427,7 @@ class ObjectStoreWriter(StorageWriter):
         for folder in {ref.folder for ref in refs} - {""}:
             sizes_bytes = {ref.key: ref.size_bytes for ref in refs if ref.folder == folder}
             missing, _ = find_missing(self._require_draft().context.client_at(folder), sizes_bytes)
-            check_missing(missing, uri=self.checkpoint_id)
+            raise_if_missing(missing, uri=self.checkpoint_id)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.

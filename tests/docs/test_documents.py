@@ -22,8 +22,8 @@ from tests.house import private_patches
 import cloudckpt
 from cloudckpt import errors, types
 from cloudckpt.events import EventName
-from cloudckpt.stores.gcs.client import PARSERS as GCS_PARSERS
-from cloudckpt.stores.s3.client import ALIASES, PARSERS
+from cloudckpt.stores.gcs.session import PARSERS as GCS_PARSERS
+from cloudckpt.stores.s3.session import ALIASES, PARSERS
 from cloudckpt.testing.servers import S3Server, clean_environment
 
 DOCUMENTS = sorted(

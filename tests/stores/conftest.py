@@ -8,8 +8,8 @@ import pytest
 from tests.kit.rights import use_environment
 
 from cloudckpt.stores import probe
-from cloudckpt.stores.gcs.client import GCSSession
-from cloudckpt.stores.s3.client import S3Session
+from cloudckpt.stores.gcs.session import GCSSession
+from cloudckpt.stores.s3.session import S3Session
 from cloudckpt.testing.servers import clean_environment
 
 

@@ -28,11 +28,11 @@ import urllib3.exceptions
 
 from cloudckpt import errors
 from cloudckpt.stores.gcs import errors as gcs
-from cloudckpt.stores.gcs.client import refuse_errors
+from cloudckpt.stores.gcs.session import refuse_errors
 from cloudckpt.stores.http_errors import FailedRequest
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3 import errors as s3
-from cloudckpt.stores.s3.client import APIS, S3Session
+from cloudckpt.stores.s3.session import APIS, S3Session
 
 Translate = Callable[[Exception, FailedRequest], errors.StoreError | None]
 ErrorType = type[errors.StoreError]

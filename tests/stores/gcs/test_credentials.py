@@ -20,8 +20,8 @@ from cloudckpt import errors
 from cloudckpt.errors import InvalidOptionError, UnsupportedOperationError
 from cloudckpt.io.client import StoreClient
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.gcs import client as clients
-from cloudckpt.stores.gcs.client import is_googles, parse_storage_options
+from cloudckpt.stores.gcs import session as sessions
+from cloudckpt.stores.gcs.session import is_googles, parse_storage_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_credentials_that_are_refused_for_good_are_one_error(scripted: Any, *, r
     with pytest.raises(errors.CredentialsError, match="application-default login"):
         store.head("k")
     assert len(server.requests) == (2 if renewable else 1)
-    assert len(clients.GCSSession.cache) == 0  # looked up anew next time
+    assert len(sessions.GCSSession.cache) == 0  # looked up anew next time
 
 
 def service_account(token_uri: str) -> dict[str, str]:
@@ -250,7 +250,7 @@ def test_credentials_are_never_shown() -> None:
 class TestClients(ClientTests):
     """The clients of google-cloud-storage."""
 
-    cache = clients.GCSSession.cache
+    cache = sessions.GCSSession.cache
     extra = "gcs"
     store_type = GCSStore
     credentials: ClassVar = {"anonymous": True}

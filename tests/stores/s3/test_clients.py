@@ -14,8 +14,8 @@ from cloudckpt import errors
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3 import client as clients
-from cloudckpt.stores.s3.client import S3Config, parse_storage_options
+from cloudckpt.stores.s3 import session as sessions
+from cloudckpt.stores.s3.session import S3Config, parse_storage_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 class TestClients(ClientTests):
     """The clients of boto3."""
 
-    cache = clients.S3Session.cache
+    cache = sessions.S3Session.cache
     extra = "s3"
     store_type = S3Store
     credentials: ClassVar = {"access_key_id": "a", "secret_access_key": "b", "region": "eu-west-1"}

@@ -16,7 +16,7 @@ from cloudckpt import errors
 from cloudckpt.io.client import StoreClient
 from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3.client import is_amazons
+from cloudckpt.stores.s3.session import is_amazons
 from cloudckpt.testing.contract_base import put
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def test_amazons_own_endpoints_are_told_from_others(endpoint_url: str, amazons: 
 @pytest.mark.parametrize("region", ["eu-west-1", "cn-north-1", "us-gov-west-1", "us-iso-east-1"])
 def test_the_probe_sends_nothing_to_amazon(monkeypatch: pytest.MonkeyPatch, region: str) -> None:
     """Each process of each save would cost six requests and a permission to delete that it may not have."""
-    monkeypatch.setattr("cloudckpt.stores.s3.client.S3Client.request_for", lambda *_, **__: pytest.fail("a request"))
+    monkeypatch.setattr("cloudckpt.stores.s3.session.S3Client.request_for", lambda *_, **__: pytest.fail("a request"))
     options = {"region": region, "access_key_id": "a", "secret_access_key": "b"}
     store = S3Store("bucket", "run", storage_options=options, timeout_s=20, connections=1)
     assert store.probe() == store.capabilities

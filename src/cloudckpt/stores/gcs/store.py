@@ -26,7 +26,7 @@ from cloudckpt.stores.base import (
     sort_parts,
 )
 from cloudckpt.stores.gcs import uploads
-from cloudckpt.stores.gcs.client import LISTING, MAX_HELPERS, GCSClient, GCSSession, is_googles, parse_storage_options
+from cloudckpt.stores.gcs.session import LISTING, MAX_HELPERS, GCSClient, GCSSession, is_googles, parse_storage_options
 from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
 from cloudckpt.stores.http_body import decode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk

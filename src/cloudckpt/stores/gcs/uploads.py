@@ -25,7 +25,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import UploadedPart, Views, crc32c_of, num_bytes
-from cloudckpt.stores.gcs.client import CONTENT_TYPE, GCSClient, GCSSession, check_answer
+from cloudckpt.stores.gcs.session import CONTENT_TYPE, GCSClient, GCSSession, check_answer
 from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 
 MAX_SOURCES = 32  # https://cloud.google.com/storage/docs/composite-objects

@@ -38,14 +38,14 @@ from cloudckpt.stores.base import (
 from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore, size_of_range
-from cloudckpt.stores.s3.client import (
+from cloudckpt.stores.s3.errors import translate_code
+from cloudckpt.stores.s3.session import (
     S3Session,
     check_directory_options,
     is_amazons,
     is_directory_bucket,
     parse_storage_options,
 )
-from cloudckpt.stores.s3.errors import translate_code
 
 _log = logging.getLogger("cloudckpt")
 

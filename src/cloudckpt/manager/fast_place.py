@@ -224,7 +224,7 @@ class FastPlace:
     ) -> list[tuple[StepInfo, bool]]:
         """Return the committed steps of both places, newest first, each with True if the root has it or is owed it.
 
-        `step` and `with_metadata` are those of `Steps.find_committed`, and `gathered` is the result of `gather_and_mend`.
+        `step` and `with_metadata` are those of `Steps.find_committed`; `gather_and_mend` returns `gathered`.
 
         A failure of this place, or of one host's directory, is only logged if the root has steps: without any, the run
         would start from scratch.
@@ -366,7 +366,7 @@ def _merge_places(
 ) -> list[tuple[StepInfo, bool]]:
     """Merge the committed steps of a fast place and those of its root, as `FastPlace.find_committed`.
 
-    If both places have the same save, the result has the step in the fast place: the copy has the same name and commit time.
+    If both places have the same save, which has one name and commit time, the result has the step in the fast place.
     Two saves with one name stay two steps.
     """
     copies = {(name_of(info), info.committed_at): info for info in far}

@@ -394,9 +394,12 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
 
 
 def log_changed_settings(
-    target: Any, live: Iterable[Mapping[str, Any]], loaded: Iterable[Mapping[str, Any]]
+    target: Any, live: Iterable[Mapping[str, Any]], loaded: Iterable[Mapping[str, Any]], *, advice: str = ""
 ) -> Collection[str]:
-    """Log the settings in which what is loaded differs from what the script has set. Return their names."""
+    """Log the settings in which what is loaded differs from what the script has set. Return their names.
+
+    With an `advice`, it is a warning: training does not change such settings, so the script has others than the save.
+    """
     changes = {
         f"{key}: {before[key]!r} -> {after[key]!r}": key
         for before, after in zip(live, loaded, strict=True)
@@ -405,7 +408,8 @@ def log_changed_settings(
     }
     if changes:
         words = join_first(sorted(changes), 5, separator=", ")
-        _log.info("the load changes settings of %s: %s", type(target).__name__, words)
+        level = logging.WARNING if advice else logging.INFO
+        _log.log(level, "the load changes settings of %s: %s%s", type(target).__name__, words, advice)
     return changes.values()
 
 

@@ -232,13 +232,17 @@ class Hint:
 
         `via` is `CloudckptError.via`.
         """
-        first = _RESTORE_FIRST if via == UNRESTORED and self.option == "overwrite" else ""
-        via = "manager" if via == UNRESTORED else via
+        first, advice = "", self.advice
+        if self.option == "overwrite" and via == UNRESTORED:
+            first = _RESTORE_FIRST
+        elif self.option == "overwrite" and via.startswith(RESTORED):
+            advice = f"This {via}: continue with restored.step + 1, or {{option}} to replace the checkpoint."
+        via = "manager" if via.startswith("manager ") else via
         head, dot, name = self.option.rpartition(".")
         code = f"options=cloudckpt.{head}({name}={self.value})" if dot else f"{name}={self.value}"
         form = _FORMS.get(f"{via} {code.partition('=')[0]}") or _FORMS.get(via, "pass {}")
-        advice = first + self.advice.format(option=form.format(code))
-        return self._with_other(advice, lambda other: other.as_python(via))
+        text = first + advice.format(option=form.format(code))
+        return self._with_other(text, lambda other: other.as_python(via))
 
     def as_flags(self, flags: Mapping[str, str]) -> str:
         """Return the advice for a user of a command whose flags for the options are `flags`."""
@@ -264,6 +268,8 @@ _FORMS = {
 }
 """Words that say how to pass an argument, by `CloudckptError.via`, and by the keyword where needed."""
 UNRESTORED = "manager without a restore"
+RESTORED = "manager restored step "
+"""The beginning of `CloudckptError.via` for a save of a step up to the one that a manager restored, which follows."""
 _RESTORE_FIRST = "If this run has saved it, call manager.restore(…) before the first save. "
 OVERWRITE_HINT = Hint(
     advice="Choose another URI (another root if another job saves here), or {option} to replace the checkpoint.",
@@ -285,8 +291,8 @@ class CloudckptError(Exception):
 
     ``hint`` is advice to pass an argument, if one helps. ``str()`` appends it to the message as Python code. ``via`` is
     the API that the user called, which decides how the argument is passed: "" for the functions of cloudckpt,
-    ``enable``, ``writer`` or ``reader`` for torch's functions, ``manager``, and `UNRESTORED` for one that has not
-    restored.
+    ``enable``, ``writer`` or ``reader`` for torch's functions, ``manager``, `UNRESTORED` for one that has not
+    restored, and `RESTORED` for one whose save is not above its restored step.
     """
 
     hint: Hint | None = None

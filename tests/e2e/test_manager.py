@@ -164,6 +164,21 @@ def test_ranks_agree_on_what_is_damaged(place: Place) -> None:
     assert {info.name for info in cloudckpt.list_checkpoints(place.root)} == {"step-3", "step-4"}
 
 
+def _saves_its_restored_step(root: str) -> None:
+    for async_ in (False, True):
+        manager = CheckpointManager(root, async_=async_)
+        assert restored(manager) == 2
+        with pytest.raises(cloudckpt.CheckpointExistsError, match=r"restored step 2: continue .*step \+ 1"):
+            save_all(manager, 2)
+
+
+@pytest.mark.multirank
+def test_ranks_that_save_their_restored_step_are_told_the_next(place: Place) -> None:
+    """If this fails, a loop that is off by one after a restart is told to save to another root."""
+    run_ranks(_saves, place.root, 2, world_size=2)
+    run_ranks(_saves_its_restored_step, place.root, world_size=2)
+
+
 # --- several jobs
 
 

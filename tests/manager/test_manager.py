@@ -210,17 +210,22 @@ def test_a_save_of_an_existing_step_is_refused(memory: Memory, *, async_: bool) 
     """If this fails, a job that was started twice overwrites what the first one saved; or one that has forgotten its
     `restore` is told to choose another URI.
     """
-    save_all(CheckpointManager(memory.root), 5)
-    for restores in (False, True):
+    save_all(CheckpointManager(memory.root), 4, 5)
+    others = "Choose another URI (another root if another job saves here)"
+    own = "This manager restored step 5: continue with restored.step + 1"
+    for restored, step, first in (
+        (None, 5, f"If this run has saved it, call manager.restore(…) before the first save. {others}"),
+        (4, 5, others),
+        (5, 5, own),
+        (5, 4, own),
+    ):
         again = CheckpointManager(memory.root, async_=async_)
-        if restores:
-            again.restore(state_of())
+        if restored is not None:
+            again.restore(state_of(), restored)
         with pytest.raises(cloudckpt.CheckpointExistsError) as refused:
-            committed(again, 5)
+            committed(again, step)
         advice = str(refused.value).partition("nothing was written. ")[2]
-        others = "Choose another URI (another root if another job saves here), or pass overwrite=True to replace the"
-        first = "" if restores else "If this run has saved it, call manager.restore(…) before the first save. "
-        assert advice == f"{first}{others} checkpoint"
+        assert advice == f"{first}, or pass overwrite=True to replace the checkpoint"
     again = CheckpointManager(memory.root, async_=False)
     with pytest.raises(cloudckpt.CheckpointExistsError):
         again.save(5, state_of(6.0), force=True)  # it is not this manager's

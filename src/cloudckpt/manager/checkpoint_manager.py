@@ -564,7 +564,7 @@ class CheckpointManager(OfThisProcess):
             overwrite=saved.may_overwrite or (saved.is_fast and saved.replaces_unowed_step),
             _find_base=functools.partial(self._history.find_base, saved.uri),
             _find_next=None if fast is None else functools.partial(self._leave_fast, saved, folder, metadata),
-            _via="manager" if self._has_restored else UNRESTORED,
+            _via=self._history.name_manager(saved.step) if self._has_restored else UNRESTORED,
             _hosts=None if fast is None else fast.hosts,
         )
 

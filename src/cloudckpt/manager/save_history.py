@@ -15,7 +15,7 @@ from cloudckpt._this_process import is_forked
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp.failures import causes_of
 from cloudckpt.dcp.save_and_load import SavedMetadata
-from cloudckpt.errors import CloudckptError, CommitUnknownError, name_all, quote_names
+from cloudckpt.errors import RESTORED, CloudckptError, CommitUnknownError, name_all, quote_names
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import parse_earlier_metrics, parse_metrics
 from cloudckpt.manager.places import Places
@@ -172,6 +172,11 @@ class SaveHistory:
         self._last_restored = step, uri
         self._metrics = None
         self._base_uris[uri.rpartition("/")[0]] = uri if is_whole and not self.damaged_uris else None
+
+    def name_manager(self, step: int) -> str:
+        """Return `CloudckptError.via` of a save of `step` after a restore."""
+        restored = -1 if self._last_restored is None else self._last_restored[0]
+        return f"{RESTORED}{restored}" if step <= restored else "manager"
 
     def find_earlier_metrics(self, step: int) -> dict[str, Mapping[str, float | None]]:
         """Return the last metrics of the steps before `step`, if retention may remove these: the manifest keeps them.

@@ -173,6 +173,7 @@ def latest(
     console = common.console
     infos = find_latest(root, options=common.options())
     if infos is None:
+        _list_folders(root, common.options())  # raises if nothing is there
         uri = parse_location(root).uri
         raise CheckpointNotFoundError(
             f"no checkpoint is committed directly under {uri}. Run `cloudckpt ls {uri}` to see what is there",
@@ -314,7 +315,19 @@ def _print_advice(console: Console, root: str, infos: Sequence[CheckpointInfo]) 
 
 def _print_no_checkpoint(console: Console, root: str, options: Options) -> None:
     """Name the folders that are there instead. Raises `CheckpointNotFoundError` if nothing is there."""
-    from cloudckpt.commit.log import describe_folders, describe_siblings, list_kept_folders
+    from cloudckpt.commit.log import describe_folders
+    from cloudckpt.uri import parse_location
+
+    folders = _list_folders(root, options)
+    text = f"{parse_location(root).uri} has no checkpoint directly in it, and nothing that a save has left."
+    if folders:
+        text += f" It has the {describe_folders(folders)}: name the one that holds the checkpoints."
+    console.say(text)
+
+
+def _list_folders(root: str, options: Options) -> list[str]:
+    """Return the last folders by name. Raises `CheckpointNotFoundError` if nothing is there."""
+    from cloudckpt.commit.log import describe_siblings, list_kept_folders
     from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.io.client import open_client
     from cloudckpt.uri import parse_location
@@ -328,10 +341,7 @@ def _print_no_checkpoint(console: Console, root: str, options: Options) -> None:
         advice = f" To name a bucket, write s3://{root} or gs://{root}." if is_relative else ""
         advice = f" {describe_siblings(client)}.{advice}"
         raise CheckpointNotFoundError(f"There is nothing at {location.uri}.{advice}", uri=location.uri)
-    text = f"{location.uri} has no checkpoint directly in it, and nothing that a save has left."
-    if folders:
-        text += f" It has the {describe_folders(folders)}: name the one that holds the checkpoints."
-    console.say(text)
+    return folders
 
 
 def document_of(info: CheckpointInfo) -> dict[str, Any]:

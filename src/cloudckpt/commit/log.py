@@ -295,11 +295,14 @@ def describe_siblings(client: StoreClient) -> str:
     try:
         parent = client.at(client.open_parent())
         names = list(itertools.islice(_list_checkpoints(parent), _MAX_NAMED + 1))
-        near = "" if names else find_near(client.uri.rpartition("/")[2], parent.list_directories())
+        own = client.uri.rpartition("/")[2]
+        folders = [] if names else [name for name in parent.list_directories() if name != own]
     except StoreError:  # the hint does without the answer
         return "Check the URI"
     if not names:
-        return f"No checkpoint was found in {parent.uri} either{did_you_mean(near)}: check the URI"
+        named = f", which has the {describe_folders(folders)}" if folders else ""
+        near = did_you_mean(find_near(own, folders)) or named
+        return f"No checkpoint was found in {parent.uri} either{near}: check the URI"
     return f"{parent.uri} has the {_name_some(names, 'checkpoint')}"
 
 

@@ -24,6 +24,8 @@ _MAX_CELL_CHARS = 60
 """Maximum length of a cell that stays on one line."""
 _OMITTED = {"place": "root"}  # a column is left out if all rows have this value
 _NUMBER = re.compile(r"(-?[\d.,e+-]+( ([KMGTPE]iB|B|[kMG]B/s|m?s))?|-?nan|-?inf|)")
+_MAX_TEXT = 400
+"""Maximum length of a text in a ``repr``."""
 SHOWN_AS = "shown_as"
 """The key, in a field's metadata, of a function that returns the value to show in place of the field's value."""
 _T = TypeVar("_T")
@@ -100,12 +102,18 @@ def date(moment: datetime) -> str:
 
 
 class _Brief(reprlib.Repr):
-    """``repr`` with rounded numbers, and without the middle of long values."""
+    """``repr`` with rounded numbers, and without the end of long texts and the middle of other long values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxdict, self.maxtuple, self.maxlist = 8, 3, 3
-        self.maxstring = self.maxother = 160
+        self.maxother = 160
+
+    def repr_str(self, value: str, _level: int) -> str:
+        return repr(value if len(value) <= _MAX_TEXT else f"{value[: _MAX_TEXT - 1]}…")
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        return repr(value) if vars(type(value)).get("__repr__") is _repr else super().repr_instance(value, level)
 
     def repr_float(self, value: float, _level: int) -> str:
         return f"{value:.4g}"

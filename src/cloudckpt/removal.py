@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from cloudckpt import _clock
-from cloudckpt._display import count, size, with_short_repr
+from cloudckpt._display import SHOWN_AS, count, size, with_short_repr
 from cloudckpt.commit.commit import check_conditional_create
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.garbage_plan import Inventory, RemovalPlan
@@ -359,7 +359,7 @@ class GarbageReport:
     """Locations whose state is unclear, and data of saves that may still run. Nothing of them was removed."""
     failed: tuple[KeptObject, ...]
     """Items that could not be removed or looked at."""
-    is_nothing_there: bool = False
+    is_nothing_there: bool = field(default=False, metadata={SHOWN_AS: lambda value: value or None})
     """True if cloudckpt wrote nothing under `root`, which may be the wrong one."""
 
     @property

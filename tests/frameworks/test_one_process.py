@@ -610,6 +610,9 @@ def test_lightning_without_the_states_of_its_loaders_is_named(
     assert "LoaderStates" not in caplog.text
     fit_batches(lightning_loader(), tmp_path / "without", states=False, max_steps=1)
     assert caplog.text.count("Give the Trainer the callback cloudckpt.integrations.lightning.LoaderStates()") == 1
+    assert "StatefulDataLoader" not in caplog.text
+    fit_batches(torch.utils.data.DataLoader(samples(4)), tmp_path / "stateless", max_steps=1)
+    assert "a resume begins its epoch anew. Use torchdata.stateful_dataloader.StatefulDataLoader" in caplog.text
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="data loader 0 has no length"):
         fit_batches(StatefulDataLoader(Stream()), tmp_path / "stream", max_steps=1)
     order = torch.utils.data.RandomSampler(samples())

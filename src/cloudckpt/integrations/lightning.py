@@ -259,6 +259,11 @@ class LoaderStates(Callback):
         """Set the loaders to the saved positions, which replace the positions that Lightning has set."""
         for position, loader in enumerate(self._loaders(trainer)):
             _refuse_lost_position(loader, position)
+        if trainer.is_global_zero and len(self._loaders(trainer)) < len(_all_loaders(trainer)):
+            _log.warning(
+                "a data loader has no state, which LoaderStates could save: a resume begins its epoch anew. Use "
+                "torchdata.stateful_dataloader.StatefulDataLoader"
+            )
         saved, self._saved = self._saved, []
         if not saved:
             return
@@ -292,8 +297,12 @@ class LoaderStates(Callback):
 
     @staticmethod
     def _loaders(trainer: Trainer) -> list[Any]:
-        loaders: list[Any] = CombinedLoader(trainer.train_dataloader).flattened
-        return [loader for loader in loaders if hasattr(loader, "load_state_dict")]
+        return [loader for loader in _all_loaders(trainer) if hasattr(loader, "load_state_dict")]
+
+
+def _all_loaders(trainer: Trainer) -> list[Any]:
+    loaders: list[Any] = CombinedLoader(trainer.train_dataloader).flattened
+    return loaders
 
 
 def _refuse_lost_position(loader: Any, position: int) -> None:

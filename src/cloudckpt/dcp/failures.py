@@ -20,8 +20,8 @@ from cloudckpt.errors import (
     name_ranks,
 )
 
-_DOING = re.compile("[a-z ]+ ")
-"""The words before the URI in a subject, such as "pulling from "."""
+_DOING = re.compile("[a-z]+ing [a-z ]*")
+"""The words before the URI of a call, such as "pulling from ". A background save is none: it ends in a later call."""
 
 
 class SaveOrLoadError(CheckpointException):
@@ -59,8 +59,9 @@ class SaveOrLoadError(CheckpointException):
             lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
             return "\n".join([f"{self.subject} {how}:", *lines])
         (text,) = ranks_by_text
-        uri = _DOING.sub("", self.subject, count=1)
-        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and uri in text
+        doing = _DOING.match(self.subject)
+        uri = self.subject[doing.end() :] if doing else None
+        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and uri is not None and uri in text
         # The error of a lost rank names the save or load that it failed.
         return text if names_it or isinstance(causes[0], RankLostError) else f"{self.subject} {how}: {text}"
 

@@ -227,7 +227,7 @@ def test_a_uri_that_lightnings_release_breaks_is_refused() -> None:
     """Lightning 2.6.6 would save below a folder called ``s3:``, and the job would find out when it resumes."""
     cloudckpt.enable()
     try:
-        with pytest.raises(cloudckpt.errors.InvalidURIError, match=r"because pathlib\.Path has removed"):
+        with pytest.raises(cloudckpt.errors.InvalidURIError, match=r"pathlib\.Path removes a slash"):
             _distributed_checkpoint_save({"w": torch.ones(1)}, Path("s3://bucket/run"))
     finally:
         cloudckpt.disable()

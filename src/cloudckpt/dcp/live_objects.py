@@ -51,7 +51,7 @@ Model: TypeAlias = nn.Module | Mapping[str, nn.Module]
 
 _log = logging.getLogger("cloudckpt")
 
-_OTHER_SETTINGS = ". To train longer, see docs/recipes.md, 'Train longer than planned'"
+_TRAIN_LONGER = ". To train longer, see docs/recipes.md, 'Train longer than planned'"
 _STATE_OF_ALL_SCHEDULERS = frozenset({"base_lrs", "last_epoch", "verbose"})
 
 
@@ -201,7 +201,7 @@ class StatefulEntry(LiveEntry):
             state = _with_types_of(self._value.state_dict(), state)
         load_object(self._value, state, where=where)
         if self._is_logged:
-            log_changed_settings(self._value, live, _settings_in(self._value), advice=_OTHER_SETTINGS)
+            log_changed_settings(self._value, live, _settings_in(self._value), advice=_TRAIN_LONGER)
 
     def _refuse_group(self, saved: Mapping[Any, Any], *, where: str, source: LoadSource) -> None:
         """Raise `StateDictMismatchError` if `saved` are the states of several objects.

@@ -149,7 +149,7 @@ class ObjectStoreReader(StorageReader):
     _context: Context | None
     _manifest: Manifest | None
     _torch_reader: TorchCheckpointReader | None
-    _copy_elsewhere: FallbackCopy | None
+    _fallback_copy: FallbackCopy | None
     _shared: SharedReads | None
     _failure: Exception | None
     """The error of `read_metadata`, which torch calls twice. `set_up_storage_reader` raises it."""
@@ -366,8 +366,8 @@ class ObjectStoreReader(StorageReader):
                 self._torch_reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
             if self._context is not None:
                 self._context.rank = rank
-            if self._copy_elsewhere is not None:
-                self._copy_elsewhere.context.rank = rank
+            if self._fallback_copy is not None:
+                self._fallback_copy.context.rank = rank
 
     def prepare_local_plan(
         self,
@@ -473,7 +473,7 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # A load that has begun belongs to its process.
-        begun = ("_context", "_torch_reader", "_copy_elsewhere", "_found_here", "_call")
+        begun = ("_context", "_torch_reader", "_fallback_copy", "_found_here", "_call")
         return {**self.__dict__, **dict.fromkeys(begun)}
 
     def nested_metadata(self) -> Metadata:
@@ -522,7 +522,7 @@ class ObjectStoreReader(StorageReader):
     def _forget(self) -> None:
         self._has_common_place, self._shared = False, None
         self._failure = self._metadata = self._context = self._manifest = self._torch_reader = None
-        self._copy_elsewhere = None
+        self._fallback_copy = None
         self._renaming: Renaming | None = None
 
     def _begin(self, rank: int | None) -> None:
@@ -586,9 +586,9 @@ class ObjectStoreReader(StorageReader):
 
     def _use(self, context: Context, manifest: Manifest) -> Metadata:
         refuse_differences(manifest, uri=context.uri)
-        self._copy_elsewhere = None
+        self._fallback_copy = None
         if self._copy is not None and context.location == self._location:
-            self._copy_elsewhere = FallbackCopy(self._new_context(is_of_copy=True), manifest)
+            self._fallback_copy = FallbackCopy(self._new_context(is_of_copy=True), manifest)
         names, is_of_model = [*manifest.tensors, *manifest.values], isinstance(manifest, FilesManifest)
         self._renaming = self._new_renaming(names, uri=context.uri, is_of_model=is_of_model)
         if self._renaming is not None:
@@ -645,7 +645,7 @@ class ObjectStoreReader(StorageReader):
             reader = Reader(
                 context,
                 manifest,
-                copy_elsewhere=self._copy_elsewhere,
+                fallback_copy=self._fallback_copy,
                 transforms=transforms,
                 is_of_other_host=self.hosts is not None,
             )

@@ -85,7 +85,7 @@ class Reader:
     Args:
         context: Location of the checkpoint.
         manifest: Manifest to read from.
-        copy_elsewhere: Copy of the same save, for the objects that cannot be read at `context`.
+        fallback_copy: Copy of the same save, for the objects that cannot be read at `context`.
         transforms: Undo the transforms of the save; by default, with the extensions of the context's options.
         is_of_other_host: The manifest is that of another host, which may have its objects in a directory of its own.
 
@@ -106,13 +106,13 @@ class Reader:
         context: Context,
         manifest: Manifest,
         *,
-        copy_elsewhere: FallbackCopy | None = None,
+        fallback_copy: FallbackCopy | None = None,
         transforms: ReadTransforms | None = None,
         is_of_other_host: bool = False,
     ) -> None:
         self.context = context
         self.manifest = manifest
-        self._copy_elsewhere = copy_elsewhere
+        self._fallback_copy = fallback_copy
         self._is_of_other_host = is_of_other_host
         self._transforms = transforms or ReadTransforms(None, context.options.extensions)
         self._tiles: dict[int, array[int]] = {}
@@ -164,7 +164,7 @@ class Reader:
             num_requests=sum(context.client.num_requests for context in self._contexts()),
             num_retries=sum(context.client.num_retries for context in self._contexts()),
             num_hedges=hedger.num_hedges,
-            num_objects_of_copy=0 if self._copy_elsewhere is None else len(self._copy_elsewhere.read_indices),
+            num_objects_of_copy=0 if self._fallback_copy is None else len(self._fallback_copy.read_indices),
             plan_s=0.0,
             read_s=time.monotonic() - begun_s,
             transfer_s=recorder.seconds("transfer") - transferred_s,
@@ -271,7 +271,7 @@ class Reader:
         If both fail, raise an error of the store rather than one that reports damage. `names` returns the names of the
         object's entries, for the message.
         """
-        copy_of_save = self._copy_elsewhere
+        copy_of_save = self._fallback_copy
         try:
             yield
         except (StoreError, CorruptCheckpointError) as error:
@@ -292,7 +292,7 @@ class Reader:
 
     def _raise_known_failure(self, index: int) -> None:
         """Raise the failure after which object `index` is read from the copy alone."""
-        failure = None if self._copy_elsewhere is None else self._copy_elsewhere.failure_of(index)
+        failure = None if self._fallback_copy is None else self._fallback_copy.failure_of(index)
         if failure is not None:
             raise copy.copy(failure)
 
@@ -312,7 +312,7 @@ class Reader:
 
     def _contexts(self) -> list[Context]:
         """Return the contexts that this reader has read from."""
-        copy_of_save = self._copy_elsewhere
+        copy_of_save = self._fallback_copy
         return (
             [self.context]
             if copy_of_save is None or not copy_of_save.read_indices
@@ -324,8 +324,8 @@ class Reader:
 
     def _stop(self) -> None:
         self.context.stop()
-        if self._copy_elsewhere is not None:
-            self._copy_elsewhere.context.stop()
+        if self._fallback_copy is not None:
+            self._fallback_copy.context.stop()
 
     def compare_tiles(self, request: RangeRead, views: Views) -> dict[int, int]:
         """Return index and actual CRC32C of each damaged tile of the request. `views` hold the request's bytes."""

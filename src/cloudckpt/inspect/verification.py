@@ -128,7 +128,7 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
     context, files = reader.context, reader.manifest.objects
     found = {file.key: find_published_sha256(context, file.key) for file in files}
     published = {key: sha256 for key, sha256 in found.items() if sha256 is not None}
-    if unknown := [*found.keys() - published.keys()]:
+    if unknown := [key for key in found if key not in published]:
         raise CheckpointNotFoundError(
             f"{uri} has no checksums: nothing tells the SHA-256 that the hub published of {quote_names(unknown)}. "
             "The headers fit the sizes. `cloudckpt import` makes a checkpoint of the files, with checksums",
@@ -137,7 +137,6 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
     context.emit("verify.planned", num_bytes=sum(file.size for file in files))
     arena, read_bytes = Arena(budget_bytes=context.options.read_bytes), _choose_read_bytes(context)
     problems: dict[str, str] = {}
-    changed: dict[str, str] = {}
 
     def check(file: StoredObject) -> None:
         def look() -> None:
@@ -158,17 +157,21 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
         try:
             context.client.confirm(look, errors=_DamagedUnitError)
         except _DamagedUnitError as error:
-            (changed if published[file.key].is_outdated else problems)[file.key] = str(error)
+            problems[file.key] = str(error)
         context.emit("verify.range_read", key=file.key, num_bytes=file.size)
 
     run_all(files, check, num_threads=context.connections, name="cloudckpt-verify", on_failure=context.stop)
-    if changed and not problems:
+    damaged: list[str] = []
+    changed: list[str] = []
+    for key in (file.key for file in files if file.key in problems):
+        (changed if published[key].is_outdated else damaged).append(problems[key])
+    if changed and not damaged:
         raise CheckpointNotFoundError(
-            f"{uri} is not proven: {join_first([*changed.values()])}. That was written after the download, so it was "
+            f"{uri} is not proven: {join_first(changed)}. That was written after the download, so it was "
             "changed on purpose, or is damaged, and nothing here tells which. If it was not changed, download it again",
             uri=uri,
         )
-    return [problems[file.key] for file in files if file.key in problems]
+    return damaged
 
 
 def find_unlisted(uri: str, *, options: Options) -> str:

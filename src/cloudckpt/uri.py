@@ -317,12 +317,15 @@ def _parse_path(text: str) -> Location:
         )
     scheme = mangled_uri_scheme(text)
     if scheme or text.startswith("file:"):
-        uri = redact(re.sub(rf".*?\b{scheme}:/*", f"{scheme}://", text, count=1, flags=re.IGNORECASE))
-        problem = f"has one slash after its scheme: write {uri!r}. pathlib.Path removes a slash: pass a URI as a str"
         if scheme in (None, "file"):
             problem = (
                 "is no file URI: pathlib.Path, or os.path.realpath, which Lightning calls for a dirpath, may have "
                 "removed its slashes. Pass the plain path, without 'file:'."
+            )
+        else:
+            uri = redact(re.sub(rf".*?\b{scheme}:/*", f"{scheme}://", text, count=1, flags=re.IGNORECASE))
+            problem = (
+                f"has one slash after its scheme: write {uri!r}. pathlib.Path removes a slash: pass a URI as a str"
             )
         raise InvalidURIError(f"{redact(text)!r} {problem}")
     if text.startswith("~"):

@@ -259,15 +259,18 @@ def find_companions(
     if not names:
         raise InvalidOptionError(f"config_from={context.uri!r} has no file beside weights. Name the folder of a model")
     files = {name: head_file(context, name) for name in names}
-    if dtype is not None and "config.json" in files:
-        content = context.client.read("config.json", max_bytes=MIB) if files["config.json"].size_bytes <= MIB else None
-        found = _find_dtype(content or b"")
+    config = files.get("config.json")
+    if dtype is not None and config is not None and config.size_bytes <= MIB:
+        found = _find_dtype(context.client.read("config.json", max_bytes=MIB) or b"")
         if found not in (None, dtype):
             _log.warning(
                 "%s says dtype %s, and this export has %s: programs that follow the file cast the weights when they "
                 'load. Change the dtype in the exported config.json, or pass dtype="%s" to from_pretrained',
-                context.client.url("config.json"), found, dtype, dtype,
-            )  # fmt: skip
+                context.client.url("config.json"),
+                found,
+                dtype,
+                dtype,
+            )
     return {
         name: NewFile(size_bytes=file.size_bytes, body_in=functools.partial(FileBody, context, file))
         for name, file in files.items()

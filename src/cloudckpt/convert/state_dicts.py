@@ -103,8 +103,10 @@ def require_matches(option: str, patterns: Iterable[str], known: Sequence[str], 
     """Raise `InvalidOptionError` for a pattern that fits none of the `known` entries."""
     for pattern in patterns:
         if not any(matches(fqn, [pattern]) for fqn in known):
-            hint = did_you_mean(near := find_near_entry(name := pattern.rstrip("*").rstrip("."), known))
-            whole = near.removesuffix(f".{name}")
+            name = pattern.rstrip("*").rstrip(".")
+            near = find_near_entry(name, known)
+            hint = did_you_mean(near)
+            whole = near.removesuffix(".model")
             beside = [fqn for fqn in known if matches(fqn, [whole]) and not matches(fqn, [near])]
             if name == "model" and near != whole and beside:  # one of transformers has its own "model", beside the head
                 hint = f" (did you mean {whole!r}, or {near!r} without {quote_names(common_prefixes(beside, known))}?)"

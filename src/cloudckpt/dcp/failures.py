@@ -20,8 +20,8 @@ from cloudckpt.errors import (
     name_ranks,
 )
 
-_DOING = re.compile("[a-z]+ing [a-z ]*")
-"""The words before the URI of a call, such as "pulling from ". A background save is none: it ends in a later call."""
+_CALL = re.compile("[a-z]+ing (?:[a-z]+ )*(.+)", re.DOTALL)
+"""The subject of a call, such as "pulling from <URI>". A background save is none: it ends in a later call."""
 
 
 class SaveOrLoadError(CheckpointException):
@@ -59,9 +59,8 @@ class SaveOrLoadError(CheckpointException):
             lines = (f"[{name_ranks(ranks)}] {text}" for text, ranks in ranks_by_text.items())
             return "\n".join([f"{self.subject} {how}:", *lines])
         (text,) = ranks_by_text
-        doing = _DOING.match(self.subject)
-        uri = self.subject[doing.end() :] if doing else None
-        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and uri is not None and uri in text
+        call = _CALL.fullmatch(self.subject)
+        names_it = self.is_alone and isinstance(causes[0], CheckpointError) and call is not None and call[1] in text
         # The error of a lost rank names the save or load that it failed.
         return text if names_it or isinstance(causes[0], RankLostError) else f"{self.subject} {how}: {text}"
 

@@ -294,8 +294,10 @@ def test_gc_without_a_checkpoint_lets_no_dead_save_commit() -> None:
 
 @pytest.mark.parametrize(
     ("others", "num_kills"),
-    [([], 1), pytest.param([zombie("B", number=1)], 0, marks=takes_minutes)],
-    ids=["deaths", "zombie"],
+    [
+        pytest.param([], 1, id="deaths", marks=pytest.mark.slow),
+        pytest.param([zombie("B", number=1)], 0, id="zombie", marks=takes_minutes),
+    ],
 )
 def test_gc_beside_a_deletion_leaves_a_whole_checkpoint_or_none(others: list[Actor], num_kills: int) -> None:
     """If this fails, gc and a deletion between them leave half a checkpoint, or bring a deleted one back."""

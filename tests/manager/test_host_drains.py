@@ -318,6 +318,7 @@ def test_part_that_is_lost_with_its_host_is_named_and_a_later_save_pays(tmp_path
     cloudckpt.verify(tmp_path / "bucket/step-10")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_wait_for_a_part_that_is_lost_is_bounded_and_its_host_is_named(tmp_path: Path) -> None:
     """If this fails, each save of a job with a new host waits for what can never come, or no one says what to do."""

@@ -182,7 +182,10 @@ def act_alone(turns: Turns, name: str, act: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("carried_out", [False, True])
-@pytest.mark.parametrize("version", [3, 4], ids=["without the whole", "an anchor, and retention"])
+@pytest.mark.parametrize(
+    "version",
+    [pytest.param(3, id="without the whole"), pytest.param(4, id="an anchor, and retention", marks=pytest.mark.slow)],
+)
 def test_a_publisher_is_killed_at_each_call(version: int, *, carried_out: bool) -> None:
     """If this fails, a publisher's death leaves half of a version, or a root where nobody can publish."""
     for num_calls in itertools.count():

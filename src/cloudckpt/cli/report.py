@@ -76,6 +76,7 @@ svg{{display:block;width:100%;height:auto}}
 table{{border-collapse:collapse;font-variant-numeric:tabular-nums}}
 th,td{{text-align:left;vertical-align:top;padding:.25rem 1.2rem .25rem 0;border-bottom:1px solid var(--line)}}
 th,td.number{{white-space:nowrap}}td{{overflow-wrap:anywhere}}
+td>div{{width:max-content;max-width:clamp(12rem,100vw - 42rem,36rem)}}
 th{{color:var(--muted);font-weight:600}}.number{{text-align:right}}.marked{{font-weight:700}}
 tr:last-child td{{border-bottom:0}}th:last-child,td:last-child{{padding-right:0}}
 @media(max-width:45rem){{
@@ -83,7 +84,8 @@ table,tbody,tr{{display:block}}thead{{display:none}}.table{{width:auto}}
 tr{{padding:.4rem 0;border-bottom:1px solid var(--line)}}tr:last-child{{border-bottom:0}}
 td,td.number{{display:inline-block;margin-right:.9rem;padding:0;border:0;white-space:normal}}td:empty{{display:none}}
 td::before{{content:attr(data-title) " ";color:var(--muted);font-weight:400}}
-td:first-child{{display:block;font-weight:600}}td:first-child::before{{content:none}}}}
+td:first-child{{display:block;font-weight:600}}td:first-child::before{{content:none}}
+td>div{{width:auto;max-width:none}}}}
 @media print{{body{{max-width:none;background:none;font-size:12px}}
 figure,tr{{break-inside:avoid}}h2{{break-after:avoid}}
 .grid{{grid-template-columns:1fr 1fr}}.wide svg{{min-width:0}}}}
@@ -325,7 +327,8 @@ def _figures(figures: Iterable[Figure]) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: range) -> str:
     def cells(row: Sequence[str], tag: str) -> str:
-        name = escape(row[0]).replace(".", ".<wbr>")  # a long name is broken at its dots
+        # The <div> keeps a name on one line; only one longer than its maximum is broken, at its dots.
+        name = f"<div>{escape(row[0]).replace('.', '.<wbr>')}</div>"
         kinds = ["number" * (column in numbers) + " marked" * text.startswith("* ") for column, text in enumerate(row)]
         return "".join(
             f'<{tag} class="{kind}" data-title="{escape(title)}">{shown}</{tag}>'

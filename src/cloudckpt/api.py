@@ -278,7 +278,7 @@ def async_save(
         planner: See `save`.
         process_group: See `save`. The save's collectives run on a gloo group of their own.
         async_checkpointer_type: ``AsyncCheckpointerType.PROCESS`` saves in a process that torch starts.
-        async_stager: Stager to use instead of the writer's.
+        async_stager: Stager to use instead of this process's own.
         no_dist: See `save`.
         use_collectives: See `save`.
         overwrite: See `save`.

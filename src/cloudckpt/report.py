@@ -60,7 +60,8 @@ class SaveReport:
     """Seconds of the writing phase that its connections together spent in calls to the store, and on waits between
     tries."""
     commit_s: float
-    """Seconds of building and putting the manifest; 0 on all ranks but the coordinator."""
+    """Seconds of building and putting the manifest, and of removing what it replaced. 0 on all ranks but the
+    coordinator."""
 
     @property
     def bytes_per_s(self) -> float:

@@ -194,8 +194,8 @@ class AsyncSave(OfThisProcess):
         not the coordinator, waits here for the end of the save.
 
         Returns:
-            True if the save is cancelled. False if its commit has begun: the save continues. Always False for writers
-            that are not cloudckpt's, and for saves by torch's process.
+            True if the save is cancelled. False if its commit has begun: the save continues. Always False for saves by
+            torch's process.
 
         """
         refuse_in_fork()

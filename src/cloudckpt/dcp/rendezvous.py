@@ -45,7 +45,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     """Number of barriers of this call that the rank has come to."""
     task: str = ""
-    """Digest of the verb and, for a save, the URI: ranks with different tasks fail the call."""
+    """Digest of `doing` and, except for a load, the URI: ranks with different tasks fail the call."""
     doing: str = ""
     """The task in words, such as ``saving s3://bucket/run/step-1``."""
     has_ended: bool = False
@@ -68,7 +68,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     """The last barrier that all ranks may leave, in `call`."""
     failed_call: int = 0
-    """The last call that failed outside of its collectives; all calls before it have ended, too."""
+    """The last call that failed. All calls up to it have ended, or fail on every rank."""
     failure: Failure = Failure()
     cancelled_call: int = 0
     cancelled_by: tuple[int, ...] = ()

@@ -414,8 +414,8 @@ class Confirmation:
     def confirm_or_wait(self, evidence: Hashable, error: Exception | None = None) -> bool:
         """Record the evidence of a look. Return True if the last looks agree, and False if another one must follow.
 
-        After an `error`, wait before returning False. Raises if `MAX_LOOKS` looks do not agree, and if the client was
-        stopped.
+        After an `error`, wait before returning False, and raise if the client was stopped. Raises if `MAX_LOOKS` looks
+        do not agree.
         """
         self._evidence.append(evidence)
         num_looks = NUM_LOOKS_AT_ABSENCE if error is None else NUM_LOOKS_AT_DAMAGE

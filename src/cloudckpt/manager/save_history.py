@@ -35,7 +35,7 @@ _with_resume_hint: weakref.WeakSet[SaveHistory] = weakref.WeakSet()
 
 @dataclass(slots=True, kw_only=True)
 class SavedStep:
-    """A step that this manager has saved, with its result, or restored, without one."""
+    """The save of a step by this manager, from before it begins; or a restored step, without a result."""
 
     step: int
     uri: str = ""

@@ -80,9 +80,10 @@ def exists_error(uri: str) -> CheckpointExistsError:
 class Draft:
     """A checkpoint that is being written, on one rank.
 
-    The rank that commits calls `begin`, `write` and `commit`. The leader of a host with a directory of its own calls
-    `begin`, `write` and `commit_manifest`, and any other rank `write` alone. All ranks write under one `attempt`, which
-    the caller sets before `write`. After a failure, each rank calls `remove_unless_committed`.
+    In a save, the rank that commits calls `begin`, `write` and `commit`. The leader of a host with a directory of its
+    own calls `begin`, `write` and `commit_manifest`, and any other rank `write` alone. All ranks write under one
+    `attempt`, which the caller sets before `write`. After a failure, each rank calls `remove_unless_committed`. A copy
+    puts its objects itself, and calls `begin` and `commit_manifest`.
 
     Args:
         context: The place of the checkpoint.

@@ -109,7 +109,7 @@ def pull(
 
     A folder gets the tensors as safetensors files with an index, in Hugging Face's layout. One process pulls into it,
     and holds all tensors in memory. The index is replaced last, so that a reader finds the files of one version, also
-    after an error. They stay until the second pull after it.
+    after an error. The second pull after the one that wrote the files of a version removes them.
 
     Args:
         root: The folder of the versions.

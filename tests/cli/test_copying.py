@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.cli.conftest import Run, save, state_of
 from tests.cli.test_documented import members_of
 from tests.kit.places import LocalPlace, Place
@@ -248,3 +248,37 @@ def test_torchs_own_formats(local: LocalPlace, run: Run) -> None:
     assert (refused.code, len(refused.err.splitlines()), "is a pickle" in refused.err) == (2, 1, True)
     assert run("import", local.uri("dcp"), local.uri("step-3"), "-f", "dcp", "--unsafe-pickle").code == 0
     assert run("export", local.uri("step-1"), local.uri("x"), "-f", "dcp").code == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "advice"),
+    [
+        ("files", "cp", "`cloudckpt export {uri} TARGET --config-from {uri}` copies them"),
+        ("files", "cp", "`cloudckpt import {uri} TARGET` makes a checkpoint of them"),
+        ("dcp", "cp", "`cloudckpt import --format dcp {uri} TARGET`"),
+        ("dcp", "import", "but a checkpoint of torch's own writer. To import it, pass --format dcp"),
+        ("file.pt", "cp", "`cloudckpt import FILE TARGET`, with `--format torch` for one of torch.save"),
+        ("file.pt", "import", "To import a file of torch.save by its name, pass --format torch"),
+        ("folder", "import", "To import a file of torch.save by its name, pass --format torch"),
+        ("checkpoint", "import", "but a checkpoint of cloudckpt's: `cloudckpt cp {uri} TARGET` copies it"),
+    ],
+)
+def test_files_that_are_no_source_of_a_command_name_the_one_that_takes_them(
+    run: Run, tmp_path: Path, kind: str, command: str, advice: str
+) -> None:
+    """If this fails, a user who copies a model of Hugging Face or of torch searches the documents for the command."""
+    source, weights = tmp_path / kind, {"w": torch.ones(2)}
+    if kind != "file.pt":
+        source.mkdir()
+    if kind == "files":
+        save_file(weights, source / "model.safetensors")
+        (source / "config.json").write_text("{}")
+    elif kind == "dcp":
+        dcp.save(weights, checkpoint_id=source, no_dist=True)
+    elif kind == "checkpoint":
+        cloudckpt.save(weights, source)
+    else:
+        torch.save(weights, source / "pytorch_model.bin" if kind == "folder" else source)
+    ended = run(command, str(source), str(tmp_path / "target"))
+    assert ended.code != 0
+    assert advice.format(uri=source) in ended.err

@@ -258,7 +258,10 @@ def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotF
         uri = f"{client.uri.rstrip('/')}/rank-0"
         hint = f"each rank has a checkpoint of its own there. Load it by its own URI with no_dist=True, as {uri}"
     elif has_torch_checkpoint(client):
-        hint = "this is a checkpoint of torch's own writer: convert it with `cloudckpt import --format dcp`"
+        hint = (
+            "this is a checkpoint of torch's own writer. To make one of cloudckpt's of it: "
+            f"`cloudckpt import --format dcp {client.uri} TARGET`"
+        )
     else:
         try:
             folders = list_kept_folders(client)
@@ -278,8 +281,9 @@ def _describe_content(client: StoreClient, folders: Sequence[str], *, is_empty: 
         return f"the location is empty. {describe_siblings(client)}"
     if has_files:
         return (
-            "these are safetensors files, which have no checksums. load, read, show and diff take them as they are; "
-            "for all else, `cloudckpt import` makes a checkpoint of them"
+            "these are safetensors files, which load, read, show and diff take as they are. "
+            f"`cloudckpt export {client.uri} TARGET --config-from {client.uri}` copies them and what is beside them; "
+            f"`cloudckpt import {client.uri} TARGET` makes a checkpoint of them, with checksums"
         )
     return (
         "the location holds other files, or the remains of deleted checkpoints. Check the URI. A folder of safetensors "

@@ -77,6 +77,7 @@ _FIRST_READ_BYTES = 64 * KIB  # holds the header of most files
 _UNIT_BYTES = 64  # keeps elements of every size whole in each request
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SHARDS_KEY = "DCP_SHARDING_INFO"
+_TORCH_HINT = Hint(advice="To import a file of torch.save by its name, {option}", option="format", value="'torch'")
 _FRAMEWORK_KEY = "format"
 """Key in the metadata of nearly all files. Its value, such as ``pt``, is no tensor."""
 
@@ -132,11 +133,7 @@ def list_source(source: Context) -> SafetensorsFiles:
     """Return the safetensors files at `source`, of any names. Raises `CheckpointNotFoundError` if there are none."""
     context, name = folder_of(source)
     if name is None and (path := source.location.local_path) is not None and Path(path).is_file():
-        raise CheckpointNotFoundError(
-            f"{source.uri} is no {SUFFIX} file",
-            uri=source.uri,
-            hint=Hint(advice="To import a file of torch.save, {option}", option="format", value="'torch'"),
-        )
+        raise CheckpointNotFoundError(f"{source.uri} is no {SUFFIX} file", uri=source.uri, hint=_TORCH_HINT)
     return SafetensorsFiles(context, name, uri=source.uri)
 
 
@@ -324,9 +321,7 @@ class SafetensorsFiles:
             if not indices:
                 names = [name for name in names_here if name.endswith(SUFFIX)]
                 if not names:
-                    raise CheckpointNotFoundError(
-                        f"no safetensors file exists at {self._uri}{_suggest_folders(keys)}", uri=self._uri
-                    )
+                    raise _no_files_error(self._uri, keys)
                 return names, None
             if len(indices) > 1 and INDEX_NAME not in indices:
                 raise UnsupportedValueError(
@@ -398,14 +393,19 @@ def list_links(folder: Location) -> set[str]:
         return {entry.name for entry in entries if entry.is_symlink() and not Path(entry).is_dir()}
 
 
-def _suggest_folders(keys: Sequence[str]) -> str:
-    """Return a sentence about the files in the folder that are no safetensors files, and what to do."""
-    if TORCH_METADATA_KEY in keys:
-        return ", but a checkpoint of torch's own writer: import it in the format 'dcp'"
-    if any(manifest_number(key) is not None for key in keys):
-        return ", but a checkpoint of cloudckpt's: cloudckpt cp copies it"
+def _no_files_error(uri: str, keys: Sequence[str]) -> CheckpointNotFoundError:
+    """Return an error that says of the other files in the folder, and what to do."""
     with_files = {key.rpartition("/")[0] for key in keys if key.endswith((SUFFIX, INDEX_SUFFIX))}
     # huggingface_hub uses hidden folders itself, and data/ is mostly a checkpoint's.
-    if folders := sorted(folder for folder in with_files if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/"):
-        return f", but there are some in {quote_names(folders)}: name such a folder"
-    return ". Check the URI; import a file of torch.save in the format 'torch'"
+    folders = sorted(folder for folder in with_files if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/")
+    hint = None
+    if TORCH_METADATA_KEY in keys:
+        others = ", but a checkpoint of torch's own writer"
+        hint = Hint(advice="To import it, {option}", option="format", value="'dcp'")
+    elif any(manifest_number(key) is not None for key in keys):
+        others = f", but a checkpoint of cloudckpt's: `cloudckpt cp {uri} TARGET` copies it"
+    elif folders:
+        others = f", but there are some in {quote_names(folders)}: name such a folder"
+    else:
+        others, hint = ". Check the URI", _TORCH_HINT
+    return CheckpointNotFoundError(f"no safetensors file exists at {uri}{others}", uri=uri, hint=hint)

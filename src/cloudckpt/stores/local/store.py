@@ -49,7 +49,10 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.EEXIST: (ObjectExistsError, "An object exists there already."),
     errno.ENOTDIR: (
         StoreError,
-        "A file is where a directory is needed: choose another path, or make a checkpoint of it (import).",
+        (
+            "A file is where a directory is needed: choose another path. To make a checkpoint of a file of weights: "
+            "`cloudckpt import FILE TARGET`, with `--format torch` for one of torch.save."
+        ),
     ),
     # A refusal: nothing was written, and a commit that meets it is known not to have happened.
     errno.EISDIR: (

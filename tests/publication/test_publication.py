@@ -344,6 +344,20 @@ def test_a_failed_removal_fails_no_version(root: str, caplog: pytest.LogCaptureF
     assert "were not removed" in caplog.text
 
 
+def test_a_root_that_is_none_is_named(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a reader looks for versions inside one, or a run restarts from a version that is published in it."""
+    publish(cloudckpt.Publisher(root), Policy(1), 8)
+    with pytest.raises(CheckpointNotFoundError, match=rf"pass the folder of all versions, '{root}', and version=8$"):
+        cloudckpt.pull(f"{root}/version-8", model=Policy(2))
+    with pytest.raises(CheckpointNotFoundError, match=r"the name of a step, which cloudckpt\.load takes"):
+        cloudckpt.pull(f"{root}/step-8", model=Policy(2))
+    assert "has steps of a run" not in caplog.text
+    cloudckpt.save(f"{root}/step-9", model=Policy(1))
+    publish(cloudckpt.Publisher(root), Policy(1), 9, 10)
+    (told,) = [message for message in caplog.messages if "has steps of a run" in message]
+    assert "such as step-9. Publish under a root of its own" in told
+
+
 def test_a_reader_waits_for_the_next_version(root: str) -> None:
     """If this fails, a rollout worker polls by itself, or gets the version that it has."""
     model, reading = Policy(1), Policy(2)

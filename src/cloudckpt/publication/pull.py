@@ -171,7 +171,7 @@ def pull(
         which = "version" if newer_than is None else f"version above {newer_than}"
         which = which if version == "latest" else f"version {version}, or retention has removed it"
         since, uri = f"after {timeout_s:g} s, " if timeout_s else "", versions.location.uri
-        raise CheckpointNotFoundError(f"{since}{uri} has no {which}", uri=uri)
+        raise CheckpointNotFoundError(f"{since}{uri} has no {which}{versions.advise_root()}", uri=uri)
     (target,) = found
     if held_folder is not None:
         return _pull_folder(calls, versions, held_folder, target)

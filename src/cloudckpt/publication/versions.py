@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import operator
 import re
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cloudckpt import _clock
+from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.log import read_current
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -30,8 +32,9 @@ from cloudckpt.io.client import StoreClient, open_client
 from cloudckpt.options import Options
 from cloudckpt.removal import delete, gc
 from cloudckpt.stores import open_store
-from cloudckpt.uri import Location
+from cloudckpt.uri import STEP_FOLDER, Location
 
+_log = logging.getLogger("cloudckpt")
 FORMAT = 1
 _FOLDER = re.compile(r"version-(0|[1-9][0-9]{0,17})")
 _MAX_VERSION = 10**18 - 1
@@ -143,9 +146,25 @@ class Versions:
         """Return the place of a version."""
         return self.location.child(folder_of(number))
 
+    def advise_root(self) -> str:
+        """Return a sentence if the location has the name of a version or a step, which no root should have."""
+        if (version := _FOLDER.fullmatch(self.location.name)) is not None:
+            root = self.location.parent.uri
+            return f". It has the name of a version: pass the folder of all versions, {root!r}, and version={version[1]}"
+        if STEP_FOLDER.fullmatch(self.location.name):
+            return ". It has the name of a step, which cloudckpt.load takes"
+        return ""
+
     def list_numbers(self) -> list[int]:
         """Return the numbers of all folders of versions, also of deleted and unfinished ones, the highest first."""
         names = self._open_client().list_directories()
+        steps = sorted(filter(STEP_FOLDER.fullmatch, names))
+        if steps and is_first_warning("steps beside versions", self.location.uri):
+            _log.warning(
+                "%s has steps of a run, such as %s. Publish under a root of its own: load_latest takes the newest of both",
+                self.location.uri,
+                steps[-1],
+            )
         return sorted((int(match[1]) for name in names if (match := _FOLDER.fullmatch(name))), reverse=True)
 
     def read(self, number: int) -> Version | None:

@@ -345,9 +345,9 @@ def test_a_failed_removal_fails_no_version(root: str, caplog: pytest.LogCaptureF
 
 
 def test_a_root_that_is_none_is_named(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    """If this fails, a reader looks for versions inside one, or a run restarts from a version that is published in it."""
+    """If this fails, a reader looks for versions inside one, or a run loads a version in place of its newest step."""
     publish(cloudckpt.Publisher(root), Policy(1), 8)
-    with pytest.raises(CheckpointNotFoundError, match=rf"pass the folder of all versions, '{root}', and version=8$"):
+    with pytest.raises(CheckpointNotFoundError, match=rf"pass the folder of versions, '{root}', and version=8$"):
         cloudckpt.pull(f"{root}/version-8", model=Policy(2))
     with pytest.raises(CheckpointNotFoundError, match=r"the name of a step, which cloudckpt\.load takes"):
         cloudckpt.pull(f"{root}/step-8", model=Policy(2))

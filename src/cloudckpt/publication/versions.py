@@ -150,7 +150,7 @@ class Versions:
         """Return a sentence if the location has the name of a version or a step, which no root should have."""
         if (version := _FOLDER.fullmatch(self.location.name)) is not None:
             root = self.location.parent.uri
-            return f". It has the name of a version: pass the folder of all versions, {root!r}, and version={version[1]}"
+            return f". It has the name of a version: pass the folder of versions, {root!r}, and version={version[1]}"
         if STEP_FOLDER.fullmatch(self.location.name):
             return ". It has the name of a step, which cloudckpt.load takes"
         return ""
@@ -161,7 +161,7 @@ class Versions:
         steps = sorted(filter(STEP_FOLDER.fullmatch, names))
         if steps and is_first_warning("steps beside versions", self.location.uri):
             _log.warning(
-                "%s has steps of a run, such as %s. Publish under a root of its own: load_latest takes the newest of both",
+                "%s has steps of a run, such as %s. Publish under a root of its own: load_latest takes the newer",
                 self.location.uri,
                 steps[-1],
             )

@@ -333,7 +333,7 @@ def walk_of_a_plan() -> tuple[int, int]:
 
     writer = Followed("memory://walk/of-a-plan")
     cloudckpt.save({"weights": torch.arange(100.0)}, storage_writer=writer, no_dist=True)
-    rooms = {module for module, _ in handed} - {str(PACKAGE / "dcp" / "writer.py")}
+    rooms = {module for module, _ in handed} - {str(PACKAGE / "dcp" / "storage_writer.py")}
     return len(rooms), sum(module in rooms for module, _ in handed)
 
 

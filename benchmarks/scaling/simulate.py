@@ -19,8 +19,8 @@ from benchmarks.scaling.clock import Clock, Phase, resident_bytes
 from benchmarks.scaling.job import ATTEMPT, TILE_BYTES, Job
 from cloudckpt._this_process import rare_collections
 from cloudckpt.dcp.load_planner import narrow_metadata
+from cloudckpt.dcp.storage_writer import content_of
 from cloudckpt.dcp.torch_metadata import make_metadata
-from cloudckpt.dcp.writer import content_of
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.validation import find_problems

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from cloudckpt.convert.merging import merge
     from cloudckpt.convert.state_dicts import read
     from cloudckpt.dcp.enable import disable, enable
-    from cloudckpt.dcp.reader import ObjectStoreReader
-    from cloudckpt.dcp.writer import ObjectStoreWriter
+    from cloudckpt.dcp.storage_reader import ObjectStoreReader
+    from cloudckpt.dcp.storage_writer import ObjectStoreWriter
     from cloudckpt.inspect.catalog import latest, list_checkpoints
     from cloudckpt.inspect.comparison import compare
     from cloudckpt.inspect.description import describe
@@ -103,8 +103,8 @@ _LAZY = {
     "cloudckpt.convert.merging": "merge",
     "cloudckpt.convert.state_dicts": "read",
     "cloudckpt.dcp.enable": "disable enable",
-    "cloudckpt.dcp.reader": "ObjectStoreReader",
-    "cloudckpt.dcp.writer": "ObjectStoreWriter",
+    "cloudckpt.dcp.storage_reader": "ObjectStoreReader",
+    "cloudckpt.dcp.storage_writer": "ObjectStoreWriter",
     "cloudckpt.inspect.catalog": "latest list_checkpoints",
     "cloudckpt.inspect.comparison": "compare",
     "cloudckpt.inspect.description": "describe",

@@ -28,7 +28,6 @@ from cloudckpt.dcp.failures import raising_own_interrupt
 from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, find_parameters
 from cloudckpt.dcp.rank_calls import num_ranks_of, rank_in
-from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_and_load import (
     RanksContext,
@@ -38,7 +37,8 @@ from cloudckpt.dcp.save_and_load import (
     states_of,
 )
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
-from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
+from cloudckpt.dcp.storage_reader import ObjectStoreReader
+from cloudckpt.dcp.storage_writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options, require_options, suggest_keywords
 from cloudckpt.report import LoadReport

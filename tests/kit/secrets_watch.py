@@ -84,7 +84,8 @@ def _watch_what_is_made() -> None:
     from cloudckpt import errors, events, options, report  # noqa: PLC0415  # coverage begins before it
     from cloudckpt.background import handle  # noqa: PLC0415  # coverage begins before it
     from cloudckpt.commit import commit  # noqa: PLC0415
-    from cloudckpt.dcp import reader, writer  # noqa: PLC0415  # coverage begins before it
+    from cloudckpt.dcp.storage_reader import ObjectStoreReader  # noqa: PLC0415
+    from cloudckpt.dcp.storage_writer import ObjectStoreWriter  # noqa: PLC0415
     from cloudckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415
     from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
     from cloudckpt.stores.s3 import S3Store  # noqa: PLC0415
@@ -94,7 +95,7 @@ def _watch_what_is_made() -> None:
             _after_init(getattr(errors, name), lambda error: f"{error!r} {error} {vars(error)!r}")
     for kind in (
         *(options.Options, report.SaveReport, report.LoadReport, events.Event),
-        *(S3Store, GCSStore, FsspecStore, writer.ObjectStoreWriter, reader.ObjectStoreReader, handle.AsyncSave),
+        *(S3Store, GCSStore, FsspecStore, ObjectStoreWriter, ObjectStoreReader, handle.AsyncSave),
     ):
         _after_init(kind, lambda made: f"{made!r} {made}")
     encode = commit.encode

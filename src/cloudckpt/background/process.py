@@ -31,7 +31,7 @@ from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_
 from cloudckpt.background.stager import StagedState, future_state_dict
 from cloudckpt.dcp.collectives import CollectiveCall, as_checkpoint_exception
 from cloudckpt.dcp.save_and_load import SavedMetadata, end_failed_save, end_save
-from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.dcp.storage_writer import ObjectStoreWriter
 from cloudckpt.errors import InvalidOptionError, RankLostError, make_picklable
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Lifecycle

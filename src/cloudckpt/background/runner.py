@@ -35,7 +35,7 @@ from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.collectives import CollectiveCall, begin_call, unguarded_collectives
 from cloudckpt.dcp.save_and_load import SavedMetadata, end_failed_save, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
-from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.dcp.storage_writer import ObjectStoreWriter
 from cloudckpt.errors import RankLostError, make_picklable
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.tensors.snapshot import Snapshot

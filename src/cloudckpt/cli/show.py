@@ -265,7 +265,7 @@ def _load_entries(
     import torch
 
     from cloudckpt.api import load
-    from cloudckpt.dcp.reader import ObjectStoreReader
+    from cloudckpt.dcp.storage_reader import ObjectStoreReader
 
     empty: dict[str, Any] = {name: {} for name in names if name in description.empty_dicts}
     state: dict[str, Any] = dict.fromkeys(name for name in names if name not in empty)

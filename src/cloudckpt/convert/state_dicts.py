@@ -11,8 +11,8 @@ from typing import Any
 
 from cloudckpt.api import load
 from cloudckpt.dcp.load_planner import WholePlanner
-from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import common_prefixes
+from cloudckpt.dcp.storage_reader import ObjectStoreReader
 from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, did_you_mean, find_near_entry, quote_names
 from cloudckpt.format.nesting import flatten
 from cloudckpt.inspect.description import matches

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from cloudckpt import _torch_compat
 from cloudckpt.commit.log import list_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
-from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
-from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.dcp.storage_reader import ObjectStoreReader
+from cloudckpt.dcp.storage_writer import ObjectStoreWriter
 from cloudckpt.errors import CloudckptError
 from cloudckpt.io.client import open_client
 from cloudckpt.options import Options

@@ -30,10 +30,10 @@ from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refu
 from cloudckpt.dcp.failures import SaveOrLoadError, causes_of, failure_of, raise_own_interrupt, release_frames
 from cloudckpt.dcp.live_entry import LiveEntry, LoadSource, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, find_absent, is_default_planner
-from cloudckpt.dcp.reader import ObjectStoreReader, RankPlanData
 from cloudckpt.dcp.replicas import key_of
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
-from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.dcp.storage_reader import ObjectStoreReader, RankPlanData
+from cloudckpt.dcp.storage_writer import ObjectStoreWriter
 from cloudckpt.errors import (
     CheckpointChangedError,
     CloudckptError,

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from cloudckpt.api import async_save, save
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.dcp.enable import replace_attribute
-from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.storage_reader import ObjectStoreReader
 from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.description import describe

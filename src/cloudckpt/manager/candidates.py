@@ -22,8 +22,8 @@ from cloudckpt.dcp.hosts import HostGroups, find_wanted_and_held
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.rank_calls import RankCalls
-from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
+from cloudckpt.dcp.storage_reader import ObjectStoreReader
 from cloudckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -30,7 +30,7 @@ from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.rank_calls import RankCalls, rank_in
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_and_load import SavedMetadata
-from cloudckpt.dcp.writer import ObjectStoreWriter, require_collectives
+from cloudckpt.dcp.storage_writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import (
     UNRESTORED,
     InvalidOptionError,

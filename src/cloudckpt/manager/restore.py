@@ -18,8 +18,8 @@ from cloudckpt.commit.log import find_newest_step
 from cloudckpt.dcp import LoadPlanner
 from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
 from cloudckpt.dcp.rank_calls import RankCalls
-from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.renaming import Rename
+from cloudckpt.dcp.storage_reader import ObjectStoreReader
 from cloudckpt.errors import (
     CheckpointNotFoundError,
     CloudckptError,

@@ -8,7 +8,7 @@ from cloudckpt.report import LoadReport, SaveProgress, SaveReport, SkippedCheckp
 
 if TYPE_CHECKING:
     from cloudckpt.background.handle import AsyncSave
-    from cloudckpt.convert.conversion import ConversionReport, CopyReport, MergeReport
+    from cloudckpt.convert.transfer import ConversionReport, CopyReport, MergeReport
     from cloudckpt.dcp.save_and_load import SavedMetadata
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.inspect.comparison import Comparison, Difference
@@ -65,7 +65,7 @@ __all__ = [
 
 _LAZY = {
     "cloudckpt.background.handle": "AsyncSave",
-    "cloudckpt.convert.conversion": "ConversionReport CopyReport MergeReport",
+    "cloudckpt.convert.transfer": "ConversionReport CopyReport MergeReport",
     "cloudckpt.dcp.save_and_load": "SavedMetadata",
     "cloudckpt.inspect.catalog": "CheckpointInfo",
     "cloudckpt.inspect.comparison": "Comparison Difference",

@@ -16,7 +16,7 @@ from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save
 from tests.kit.options import make_options
 
 import cloudckpt
-from cloudckpt.convert.conversion import check_apart, is_one_service
+from cloudckpt.convert.transfer import check_apart, is_one_service
 from cloudckpt.options import KIB, MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores.base import RequestRunner, run_once

@@ -25,7 +25,7 @@ from cloudckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from cloudckpt.convert.conversion import ConversionReport, CopyReport
+    from cloudckpt.convert.transfer import ConversionReport, CopyReport
     from cloudckpt.options import Options
 
 _OF_ONE_CHECKPOINT = (

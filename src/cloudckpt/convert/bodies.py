@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from cloudckpt.commit.attempts import new_save_id
-from cloudckpt.convert.conversion import BodyIn, Conversion, choose_buffered_part_bytes
+from cloudckpt.convert.transfer import BodyIn, Transfer, choose_buffered_part_bytes
 from cloudckpt.format.model import ITEMSIZE_BYTES, ObjectRef
 from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out
 from cloudckpt.io.download import download_range
@@ -124,7 +124,7 @@ def plan_files(
 
 
 def write_files(
-    conversion: Conversion,
+    transfer: Transfer,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     reader: TensorReader,
     names: Mapping[str, str],
@@ -133,7 +133,7 @@ def write_files(
     stop_reading: Callable[[], None],
     check_unchanged: Callable[[], None],
 ) -> tuple[Draft, list[TensorFile], list[ObjectRef]]:
-    """Write the objects of a checkpoint of whole tensors, given by dtype and shape, at the target of a conversion.
+    """Write the objects of a checkpoint of whole tensors, given by dtype and shape, at the target of a transfer.
 
     `names` maps each name to the reader's name. Buffers take at most `budget_bytes`. `check_unchanged` raises if a
     source was replaced. After a failure, no object exists.
@@ -142,11 +142,11 @@ def write_files(
         The draft to commit, the planned files, and the receipt of each file.
 
     """
-    target, progress, advanced = conversion.target, conversion.progress, conversion.target.options.advanced
+    target, progress, advanced = transfer.target, transfer.progress, transfer.target.options.advanced
     files = plan_files(tensors, file_bytes=advanced.object_bytes)
     require_no_resume(target.options)
     draft = Draft(target, save_id=new_save_id())
-    draft.begin(overwrite=conversion.overwrite)
+    draft.begin(overwrite=transfer.overwrite)
     progress.expect(sum(file.layout.size_bytes for file in files))
     target.on_sent = progress.add
     part_bytes = choose_buffered_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=advanced.tile_bytes)

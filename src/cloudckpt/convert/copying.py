@@ -23,10 +23,10 @@ from cloudckpt.commit.commit import find_listed
 from cloudckpt.commit.entries import manifest_key, read_manifest
 from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.convert.bodies import CopiedBody
-from cloudckpt.convert.conversion import (
-    Conversion,
+from cloudckpt.convert.transfer import (
     CopyReport,
     OnProgress,
+    Transfer,
     choose_buffered_part_bytes,
     is_one_service,
     upload_bodies,
@@ -115,24 +115,24 @@ def copy(
 
     """
     return run_copy(
-        Conversion(
+        Transfer(
             source, target, options=options, target_options=target_options, overwrite=overwrite, on_progress=on_progress
         )
     )
 
 
-def run_copy(conversion: Conversion, *, find_base: FindBase = lambda: None) -> CopyReport:
-    """Copy the source of a conversion to its target, as `copy` does.
+def run_copy(transfer: Transfer, *, find_base: FindBase = lambda: None) -> CopyReport:
+    """Copy the source of a transfer to its target, as `copy` does.
 
     The copy of a save with `Options.unchanged` refers to the objects that the base has, too: a checkpoint beside the
     target, which `find_base` returns.
     """
-    job = CopyJob(conversion, _read_manifest(conversion.source), find_base)
+    job = CopyJob(transfer, _read_manifest(transfer.source), find_base)
     copied = job.find_earlier() or job.run()
-    clients = conversion.source.client, conversion.target.client
+    clients = transfer.source.client, transfer.target.client
     report = CopyReport(
-        source=conversion.source.uri,
-        target=conversion.target.uri,
+        source=transfer.source.uri,
+        target=transfer.target.uri,
         attempt=copied.attempt,
         num_objects=len(copied.objects),
         num_bytes=job.num_bytes,
@@ -142,21 +142,21 @@ def run_copy(conversion: Conversion, *, find_base: FindBase = lambda: None) -> C
         was_there=job.was_there,
         num_requests=sum(client.num_requests for client in clients),
         num_retries=sum(client.num_retries for client in clients),
-        copy_s=conversion.seconds,
+        copy_s=transfer.seconds,
     )
     _log.info("copied %s to %s%s", report.source, report.target, transferred(report.num_bytes, report.copy_s))
     return report
 
 
 def run_shared_copy(
-    conversion: Conversion, *, is_mine: Callable[[int], bool], sends_all: bool, skips_damage: bool, find_base: FindBase
+    transfer: Transfer, *, is_mine: Callable[[int], bool], sends_all: bool, skips_damage: bool, find_base: FindBase
 ) -> tuple[list[StoredObject], int]:
     """Send the objects that the source has of a checkpoint whose other objects are on other hosts.
 
     The process that finds all objects at the target commits the copy. The target must have `Options.resume`.
 
     Args:
-        conversion: The source and the target.
+        transfer: The source and the target.
         is_mine: Returns False for the index of an object that another process of this host sends.
         sends_all: Also send objects that other hosts have brought here since the commit, and may send themselves.
         skips_damage: Leave out damaged objects instead of raising an error. Reads all objects once more.
@@ -167,7 +167,7 @@ def run_shared_copy(
         more arrives at the target.
 
     """
-    job = CopyJob(conversion, _read_manifest(conversion.source), find_base)
+    job = CopyJob(transfer, _read_manifest(transfer.source), find_base)
     return job.run_share(is_mine=is_mine, sends_all=sends_all, skips_damage=skips_damage)
 
 
@@ -233,12 +233,12 @@ def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
 class CopyJob:
     """The copy of one manifest and its data. Buffers take at most `Options.read_bytes` of the source."""
 
-    def __init__(self, conversion: Conversion, manifest: Manifest, find_base: FindBase = lambda: None) -> None:
+    def __init__(self, transfer: Transfer, manifest: Manifest, find_base: FindBase = lambda: None) -> None:
         self._find_base = find_base
-        self._source = conversion.source
-        self._target = conversion.target
-        self._overwrite = conversion.overwrite
-        self._progress = conversion.progress
+        self._source = transfer.source
+        self._target = transfer.target
+        self._overwrite = transfer.overwrite
+        self._progress = transfer.progress
         self._manifest = manifest
         self._reader = Reader(self._source, manifest)
         self._contents = list_contents(manifest)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from cloudckpt.commit.entries import manifest_number
 from cloudckpt.convert.bodies import FileBody
-from cloudckpt.convert.conversion import Assemble, BodyIn, Conversion, head_file, upload_bodies
+from cloudckpt.convert.transfer import Assemble, BodyIn, Transfer, head_file, upload_bodies
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -68,7 +68,7 @@ class ExportFolder:
 
     def __init__(
         self,
-        conversion: Conversion,
+        transfer: Transfer,
         target: Context,
         *,
         patterns: Sequence[str],
@@ -77,8 +77,8 @@ class ExportFolder:
         assemble: Assemble = lambda *_: False,
     ) -> None:
         self._target = target
-        self._progress = conversion.progress
-        self._overwrite = conversion.overwrite
+        self._progress = transfer.progress
+        self._overwrite = transfer.overwrite
         self._patterns = patterns
         self._budget_bytes = budget_bytes
         self._reader = reader
@@ -236,16 +236,14 @@ class ExportFolder:
         return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._patterns))
 
 
-def find_companions(
-    conversion: Conversion, folder: str | os.PathLike[str], dtype: str | None = None
-) -> dict[str, NewFile]:
+def find_companions(transfer: Transfer, folder: str | os.PathLike[str], dtype: str | None = None) -> dict[str, NewFile]:
     """Find the files directly in `folder` that hold no weights, such as its ``config.json`` and its tokenizer's.
 
     The folder is opened with the options of the source if one service holds both, or else with those of the target.
     Raises `InvalidOptionError` if there are none. Warns of a ``config.json`` that names another dtype than `dtype`.
     """
     location = parse_location(folder)
-    ends = (end for end in (conversion.source, conversion.target) if location.is_of_kind(end.location))
+    ends = (end for end in (transfer.source, transfer.target) if location.is_of_kind(end.location))
     context = Context(location, next((end.options for end in ends), Options()), rank=0)
 
     def list_names() -> list[str]:

@@ -23,9 +23,9 @@ import torch
 from cloudckpt._display import transferred
 from cloudckpt.convert.assembly import Assembler, find_ranges
 from cloudckpt.convert.bodies import TensorFile, plan_files
-from cloudckpt.convert.conversion import WIDE_FLOATS, Conversion, ConversionReport, OnProgress, is_one_service
 from cloudckpt.convert.export_files import ExportFolder, NewFile, find_companions
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
+from cloudckpt.convert.transfer import WIDE_FLOATS, ConversionReport, OnProgress, Transfer, is_one_service
 from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError, did_you_mean, quote_names
 from cloudckpt.format.model import (
     ITEMSIZE_BYTES,
@@ -155,7 +155,7 @@ def export_checkpoint(
             pass
         case _:
             raise InvalidOptionError(f"part must be (rank, world_size), such as (0, 4), not {part!r}")
-    conversion = Conversion(
+    transfer = Transfer(
         source,
         target,
         options=options,
@@ -167,10 +167,10 @@ def export_checkpoint(
         allow_pickle=allow_pickle,
     )
     if format == "torch":
-        report = _export_torch(conversion)
+        report = _export_torch(transfer)
     else:
         report = _export_safetensors(
-            conversion,
+            transfer,
             max_shard_bytes=max_shard_bytes,
             skip_non_tensors=skip_non_tensors,
             dequantize=dequantize,
@@ -184,7 +184,7 @@ def export_checkpoint(
 
 
 def _export_safetensors(
-    conversion: Conversion,
+    transfer: Transfer,
     *,
     max_shard_bytes: int,
     skip_non_tensors: bool,
@@ -193,7 +193,7 @@ def _export_safetensors(
     config_from: str | os.PathLike[str] | None,
     part: tuple[int, int] | None,
 ) -> ConversionReport:
-    source, target, single_name = conversion.source, conversion.target, SINGLE_NAME
+    source, target, single_name = transfer.source, transfer.target, SINGLE_NAME
     patterns: Sequence[str] = _SAFETENSORS_PATTERNS
     path = target.location.path
     is_folder = target.location.local_path is not None and Path(path).is_dir()
@@ -216,7 +216,7 @@ def _export_safetensors(
     reader = Reader(_limit_memory(context, budget_bytes // target.connections), manifest)
     dequantizing = DequantizingReader(reader) if dequantize else None
     stored = manifest.tensors if dequantizing is None else dequantizing.tensors
-    names = conversion.selection.choose_names([*stored, *manifest.values])
+    names = transfer.selection.choose_names([*stored, *manifest.values])
     left_out = tuple(fqn for fqn in names if fqn in manifest.values)
     fqns = {name: fqn for fqn, name in names.items() if fqn in stored}
     if left_out and not skip_non_tensors:
@@ -242,7 +242,7 @@ def _export_safetensors(
     shards = name_shards(tensors, max_shard_bytes=max_shard_bytes, single_name=single_name, metadata=metadata)
     if is_file and len(shards) > 1:
         raise InvalidOptionError(
-            f"{conversion.target.uri} is the name of one file, and files of at most {max_shard_bytes:,} bytes would be "
+            f"{transfer.target.uri} is the name of one file, and files of at most {max_shard_bytes:,} bytes would be "
             f"{len(shards):,}. Name a folder, or allow larger files"
         )
     new = {
@@ -258,7 +258,7 @@ def _export_safetensors(
     ranges = {name: find_ranges(shard, stored, fqns) for name, shard in shards.items()} if is_copied else {}
     assembler = Assembler(target, reader, ranges)
     files = ExportFolder(
-        conversion,
+        transfer,
         target,
         patterns=patterns,
         budget_bytes=budget_bytes,
@@ -267,14 +267,14 @@ def _export_safetensors(
     )
     if part is None:
         files.check()
-    companions = {} if config_from is None else find_companions(conversion, config_from, dtype)
+    companions = {} if config_from is None else find_companions(transfer, config_from, dtype)
     is_whole = True
     if part is not None:
         written, is_whole = files.write_part(part, new, index=index, companions=companions)
     else:
         to_copy = files.find_missing(companions)
         written = files.write(new | to_copy, index) if index else files.write(to_copy, new)
-    return conversion.report(
+    return transfer.report(
         "safetensors",
         written,
         num_tensors=len(fqns),
@@ -364,15 +364,13 @@ def build_index(shards: Mapping[str, TensorFile], *, metadata: Mapping[str, str]
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def _export_torch(conversion: Conversion) -> ConversionReport:
-    source, options = conversion.source, conversion.source.options
-    folder, name = folder_and_name(conversion.target.location)
-    target = Context(folder, conversion.target.options, rank=0)
-    files = ExportFolder(conversion, target, patterns=(glob.escape(name),), budget_bytes=options.read_bytes)
+def _export_torch(transfer: Transfer) -> ConversionReport:
+    source, options = transfer.source, transfer.source.options
+    folder, name = folder_and_name(transfer.target.location)
+    target = Context(folder, transfer.target.options, rank=0)
+    files = ExportFolder(transfer, target, patterns=(glob.escape(name),), budget_bytes=options.read_bytes)
     files.check()
-    state_dict, loaded = load_whole(
-        source.location, options, conversion.selection, allow_pickle=conversion.allow_pickle
-    )
+    state_dict, loaded = load_whole(source.location, options, transfer.selection, allow_pickle=transfer.allow_pickle)
     if not state_dict:
         raise UnsupportedValueError(f"{source.uri} holds nothing to export", uri=source.uri)
     flat = flatten_entries(state_dict, uri=source.uri)
@@ -382,7 +380,7 @@ def _export_torch(conversion: Conversion) -> ConversionReport:
         torch.save(_replace_named_tuples(state_dict), path)
         content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
         written = files.write({name: _in_memory(content)})
-    return conversion.report(
+    return transfer.report(
         "torch",
         written,
         num_tensors=num_tensors,

@@ -20,16 +20,16 @@ from cloudckpt._display import transferred
 from cloudckpt.api import save
 from cloudckpt.commit.log import TORCH_METADATA_KEY, has_torch_checkpoint
 from cloudckpt.convert.bodies import write_files
-from cloudckpt.convert.conversion import (
-    Conversion,
+from cloudckpt.convert.state_dicts import flatten_entries, load_whole
+from cloudckpt.convert.transfer import (
     ConversionReport,
     Format,
     OnProgress,
+    Transfer,
     check_unchanged,
     head_file,
     replaced_error,
 )
-from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import (
     ALLOW_PICKLE_HINT,
     CheckpointChangedError,
@@ -125,7 +125,7 @@ def import_checkpoint(
         raise InvalidOptionError(f"tie must be names of tensors by further names for them, not {tie!r}")
     if ties and format != "safetensors":
         raise InvalidOptionError(f"tie is for safetensors files: those of {format=} have the tied tensors' names")
-    conversion = Conversion(
+    transfer = Transfer(
         source,
         target,
         options=options,
@@ -137,45 +137,45 @@ def import_checkpoint(
         allow_pickle=allow_pickle,
     )
     if format == "safetensors":
-        report = _import_safetensors(conversion, ties)
+        report = _import_safetensors(transfer, ties)
     elif format == "torch":
-        report = _import_torch(conversion)
+        report = _import_torch(transfer)
     else:
-        report = _import_dcp(conversion)
+        report = _import_dcp(transfer)
     moved = transferred(report.num_bytes, report.convert_s)
     _log.info("imported %s to %s%s", report.source, report.target, moved)
     return report
 
 
-def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> ConversionReport:
-    source = list_source(conversion.source)
+def _import_safetensors(transfer: Transfer, tie: Mapping[str, str]) -> ConversionReport:
+    source = list_source(transfer.source)
     reader, ties = Reader(source.context, source.manifest), {**source.ties, **tie}
     tensors = {name: tensor for name, tensor in reader.manifest.tensors.items() if name not in source.ties}
     for name, stored_name in tie.items():
         if stored_name not in tensors:
             raise InvalidOptionError(
-                f"no tensor of {conversion.source.uri} is called {stored_name!r}, as tie says. It has "
+                f"no tensor of {transfer.source.uri} is called {stored_name!r}, as tie says. It has "
                 f"{quote_names(sorted(tensors))}"
             )
         if name in tensors:
-            raise InvalidOptionError(f"{name!r} is in {conversion.source.uri} already, and needs no tie")
-    names = conversion.selection.choose_names([*tensors, *ties])
+            raise InvalidOptionError(f"{name!r} is in {transfer.source.uri} already, and needs no tie")
+    names = transfer.selection.choose_names([*tensors, *ties])
     names_by_fqn: defaultdict[str, list[str]] = defaultdict(list)  # of each stored tensor, its own name first
     for fqn, name in names.items():
         names_by_fqn[ties.get(fqn, fqn)].append(name)
     fqns = {tied_names[0]: fqn for fqn, tied_names in names_by_fqn.items()}
     if unknown := [f"{fqn} ({source.unknown[fqn]})" for fqn in fqns.values() if fqn in source.unknown]:
         raise UnsupportedValueError(
-            f"{conversion.source.uri} has tensors of dtypes that torch does not have: {quote_names(unknown)}. Choose "
+            f"{transfer.source.uri} has tensors of dtypes that torch does not have: {quote_names(unknown)}. Choose "
             "others with include",
-            uri=conversion.source.uri,
+            uri=transfer.source.uri,
         )
     draft, files, receipts = write_files(
-        conversion,
+        transfer,
         {name: (tensors[fqn].dtype, tensors[fqn].shape) for name, fqn in fqns.items()},
         reader,
         fqns,
-        budget_bytes=conversion.source.options.read_bytes,
+        budget_bytes=transfer.source.options.read_bytes,
         stop_reading=source.context.stop,
         check_unchanged=reader.check_unchanged,
     )
@@ -188,19 +188,19 @@ def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> Conve
             stored.update(dict.fromkeys(names_by_fqn[fqn], tensor))
     draft.commit(Content(objects=[receipts], tensors={name: stored[name] for name in names.values()}))
     sizes = {receipt.key: receipt.size_bytes for receipt in receipts}
-    return conversion.report("safetensors", sizes, num_tensors=len(names), contexts=(source.context,))
+    return transfer.report("safetensors", sizes, num_tensors=len(names), contexts=(source.context,))
 
 
-def _import_torch(conversion: Conversion) -> ConversionReport:
-    folder, name = folder_and_name(conversion.source.location)
-    context = Context(folder, conversion.source.options, rank=0)
-    with _read(conversion, context, name) as (state_dict, check_unchanged):
-        renamed = conversion.selection.rename_entries(state_dict)
-        return _save_state_dict("torch", renamed, conversion, check_unchanged, contexts=(context,))
+def _import_torch(transfer: Transfer) -> ConversionReport:
+    folder, name = folder_and_name(transfer.source.location)
+    context = Context(folder, transfer.source.options, rank=0)
+    with _read(transfer, context, name) as (state_dict, check_unchanged):
+        renamed = transfer.selection.rename_entries(state_dict)
+        return _save_state_dict("torch", renamed, transfer, check_unchanged, contexts=(context,))
 
 
-def _import_dcp(conversion: Conversion) -> ConversionReport:
-    source = conversion.source
+def _import_dcp(transfer: Transfer) -> ConversionReport:
+    source = transfer.source
 
     def list_files() -> list[ObjectInfo]:
         infos = source.client.list()
@@ -221,22 +221,22 @@ def _import_dcp(conversion: Conversion) -> ConversionReport:
         )
     infos_before = list_files()
     state_dict, loaded = load_whole(
-        source.location, source.options, conversion.selection, allow_pickle=conversion.allow_pickle
+        source.location, source.options, transfer.selection, allow_pickle=transfer.allow_pickle
     )
-    return _save_state_dict("dcp", state_dict, conversion, check_unchanged, num_other_requests=loaded.num_requests)
+    return _save_state_dict("dcp", state_dict, transfer, check_unchanged, num_other_requests=loaded.num_requests)
 
 
 def _save_state_dict(
     kind: Format,
     state_dict: dict[str, Any],
-    conversion: Conversion,
+    transfer: Transfer,
     check_source_unchanged: Callable[[], None],
     *,
     contexts: Sequence[Context] = (),
     num_other_requests: int = 0,
 ) -> ConversionReport:
-    target, progress = conversion.target, conversion.progress
-    flat = flatten_entries(state_dict, uri=conversion.source.uri)
+    target, progress = transfer.target, transfer.progress
+    flat = flatten_entries(state_dict, uri=transfer.source.uri)
     tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
     progress.expect(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     users_on_event = target.options.on_event
@@ -253,8 +253,8 @@ def _save_state_dict(
             users_on_event(event)
 
     options = dataclasses.replace(target.options, on_event=on_event)
-    saved = save(state_dict, target.uri, no_dist=True, overwrite=conversion.overwrite, options=options)
-    return conversion.report(
+    saved = save(state_dict, target.uri, no_dist=True, overwrite=transfer.overwrite, options=options)
+    return transfer.report(
         kind,
         sizes,
         num_tensors=len(tensors),
@@ -265,12 +265,12 @@ def _save_state_dict(
 
 
 @contextlib.contextmanager
-def _read(conversion: Conversion, context: Context, name: str) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+def _read(transfer: Transfer, context: Context, name: str) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
     """Yield the content of a file, mapped into memory, and a check that raises if it was replaced.
 
     The file is `name` in the folder of `context`.
     """
-    location = conversion.source.location
+    location = transfer.source.location
     with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
         is_local = location.local_path is not None
         path = location.local_path or str(Path(scratch, "state.pt"))
@@ -280,7 +280,7 @@ def _read(conversion: Conversion, context: Context, name: str) -> Iterator[tuple
             if not is_local:
                 _download(context, name, info, path)
             check_unchanged(context, [info])
-            return _unpickle(path, location.uri, allow_pickle=conversion.allow_pickle), info
+            return _unpickle(path, location.uri, allow_pickle=transfer.allow_pickle), info
 
         # No checksum covers the file, so an answer that finds damage must be confirmed.
         errors = (CheckpointNotFoundError, CheckpointChangedError, CorruptCheckpointError, ShortObjectError)

@@ -13,8 +13,8 @@ import torch
 
 from cloudckpt._display import transferred
 from cloudckpt.convert.bodies import TensorFile, write_files
-from cloudckpt.convert.conversion import WIDE_FLOATS, Conversion, MergeReport, OnProgress, check_apart
 from cloudckpt.convert.state_dicts import parse_patterns, require_matches
+from cloudckpt.convert.transfer import WIDE_FLOATS, MergeReport, OnProgress, Transfer, check_apart
 from cloudckpt.dcp.renaming import common_prefixes, is_below
 from cloudckpt.dcp.torch_metadata import nesting_of
 from cloudckpt.errors import Hint, InvalidOptionError, InvalidURIError, UnsupportedValueError, join_first
@@ -103,7 +103,7 @@ def merge(
     if len(sources) < _MIN_SOURCES:
         raise InvalidOptionError(f"merge needs a list of two or more checkpoints, not {sources!r}")
     shares = _normalize(weights, len(sources))
-    conversion = Conversion(
+    transfer = Transfer(
         sources[0],
         target,
         options=options,
@@ -115,10 +115,10 @@ def merge(
     readers = [open_reader(source, options or Options()) for source in sources]
     for reader in readers:
         refuse_differences(reader.manifest, uri=reader.context.uri)
-        check_apart(reader.context, conversion.target)
-    _refuse_step_of_run(conversion.target.location, [reader.context.location for reader in readers])
+        check_apart(reader.context, transfer.target)
+    _refuse_step_of_run(transfer.target.location, [reader.context.location for reader in readers])
     first = readers[0].manifest
-    names = [*conversion.selection.choose_names([*first.tensors, *first.values])]
+    names = [*transfer.selection.choose_names([*first.tensors, *first.values])]
     exempt = parse_patterns(from_first)
     in_any = dict.fromkeys(name for reader in readers for name in [*reader.manifest.tensors, *reader.manifest.values])
     require_matches("from_first", exempt, list(in_any), uri=" and ".join(reader.context.uri for reader in readers))
@@ -129,19 +129,19 @@ def merge(
         names,
         averaged,
         exempt,
-        takes=lambda name: conversion.selection.takes(name) and name not in averaged and not matches(name, exempt),
+        takes=lambda name: transfer.selection.takes(name) and name not in averaged and not matches(name, exempt),
     )
     values = _read_values(readers[0], [name for name in names if name in first.values])
     mean = _Mean(readers, shares, averaged, values)
-    num_bytes = _save(mean, conversion, names)
+    num_bytes = _save(mean, transfer, names)
     report = MergeReport(
         sources=tuple(reader.context.uri for reader in readers),
-        target=conversion.target.uri,
+        target=transfer.target.uri,
         weights=shares,
         num_averaged=len(averaged),
         num_copied=len(names) - len(averaged),
         num_bytes=num_bytes,
-        merge_s=conversion.seconds,
+        merge_s=transfer.seconds,
     )
     moved = transferred(report.num_bytes, report.merge_s)
     _log.info("merged %d checkpoints into %s%s", len(readers), report.target, moved)
@@ -328,7 +328,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(math.isfinite(bound) for bound in torch.aminmax(tensor))
 
 
-def _save(mean: _Mean, conversion: Conversion, names: Sequence[str]) -> int:
+def _save(mean: _Mean, transfer: Transfer, names: Sequence[str]) -> int:
     """Write and commit the merged checkpoint. Returns the size of its objects."""
     first = mean.first
     tied_names: defaultdict[Any, list[str]] = defaultdict(list)  # of tensors that share their bytes
@@ -346,11 +346,11 @@ def _save(mean: _Mean, conversion: Conversion, names: Sequence[str]) -> int:
             reader.check_unchanged()
 
     draft, files, receipts = write_files(
-        conversion,
+        transfer,
         shapes,
         mean,
         {name: name for name in shapes},
-        budget_bytes=conversion.source.options.read_bytes // _BUDGET_SHARE,
+        budget_bytes=transfer.source.options.read_bytes // _BUDGET_SHARE,
         stop_reading=mean.stop,
         check_unchanged=check_unchanged,
     )

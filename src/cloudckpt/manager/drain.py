@@ -17,8 +17,8 @@ from cloudckpt._clock import datetime_of
 from cloudckpt._display import count, with_short_repr
 from cloudckpt.commit.attempts import rank_of_key
 from cloudckpt.commit.log import resolve
-from cloudckpt.convert.conversion import Conversion, check_apart
 from cloudckpt.convert.copying import has_all_objects, run_copy, run_shared_copy
+from cloudckpt.convert.transfer import Transfer, check_apart
 from cloudckpt.dcp.hosts import HostGroups
 from cloudckpt.errors import (
     CheckpointError,
@@ -354,7 +354,7 @@ class Drain:
 
         target, is_shared = self._root.child(name_of(info)).uri, False
         try:
-            conversion = Conversion(
+            transfer = Transfer(
                 folder.uri,
                 target,
                 options=self.steps.options,
@@ -362,13 +362,13 @@ class Drain:
                 overwrite=folder.metadata[FAST_KEY].get("may_overwrite") is True,
                 on_progress=check_time,
             )
-            hedger = conversion.target.client.hedger
+            hedger = transfer.target.client.hedger
             hedger.limit_connections(lambda: get_connections(hedger.max_connections))
-            is_shared = self.hosts is not None or not has_all_objects(conversion.source)
+            is_shared = self.hosts is not None or not has_all_objects(transfer.source)
             if is_shared:
-                self._send_share(conversion, folder, damage)
+                self._send_share(transfer, folder, damage)
             else:
-                run_copy(conversion, find_base=lambda: self._find_base(target))
+                run_copy(transfer, find_base=lambda: self._find_base(target))
         except _FINAL_FAILURES as error:
             if self._forget_if_copied(folder.uri, info):  # another process has copied it, or saved it again
                 return self._note_copied(folder.uri, info)
@@ -393,7 +393,7 @@ class Drain:
         infos = self.root_steps.find_committed(with_metadata=False)
         return next((self._root.child(name_of(info)) for info in infos if info.uri != target), None)
 
-    def _send_share(self, conversion: Conversion, folder: StepFolder, damage: CorruptCheckpointError | None) -> None:
+    def _send_share(self, transfer: Transfer, folder: StepFolder, damage: CorruptCheckpointError | None) -> None:
         """Send what this directory has of a step, without what has `damage`.
 
         Raise `damage`, or else `_MissingSharesError`, if the step is not committed then.
@@ -402,12 +402,12 @@ class Drain:
         num_before, since_s = self._sent.setdefault(key, (0, time.monotonic()))
         is_stalled = time.monotonic() - since_s > self.root_steps.options.timeout_s / 4
         missing, num_arrived = run_shared_copy(
-            conversion,
+            transfer,
             is_mine=(lambda _: True) if self.hosts is None else self.hosts.is_mine,
             sends_all=self.hosts is None or is_stalled or key[1] in self.get_damaged_uris(),
             skips_damage=damage is not None,
             # Other hosts may leave out what another base has. Who waits for them in vain sends all that it has.
-            find_base=lambda: None if is_stalled else self._find_base(conversion.target.uri),
+            find_base=lambda: None if is_stalled else self._find_base(transfer.target.uri),
         )
         if not missing:
             return
@@ -427,7 +427,7 @@ class Drain:
             f"{len(missing)} of its objects are not here, and no other host has sent them: {shown}. {where} "
             f"{drain_command} there. If they are lost, replace step {folder.committed.step} by another save, or delete "
             f"it on each host: 'cloudckpt rm --force {folder.uri}'",
-            uri=conversion.target.uri,
+            uri=transfer.target.uri,
         )
 
     def _note_copied(self, uri: str, info: StepInfo) -> list[str]:

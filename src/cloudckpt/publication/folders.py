@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from cloudckpt.convert.conversion import Conversion, Progress, upload_bodies
 from cloudckpt.convert.export_files import TILE_BYTES, ExportFolder, find_companions
 from cloudckpt.convert.exports import build_index, check_tensors, name_shards
+from cloudckpt.convert.transfer import Progress, Transfer, upload_bodies
 from cloudckpt.errors import CheckpointError, CheckpointExistsError, quote_names
 from cloudckpt.format.model import StoredTensor
 from cloudckpt.format.safetensors import INDEX_NAME, INDEX_SUFFIX, SINGLE_NAME, SUFFIX
@@ -55,7 +55,7 @@ class ModelFolder:
         options: Options,
         target_options: Options | None,
     ) -> None:
-        self._conversion = Conversion(
+        self._transfer = Transfer(
             root,
             folder,
             options=options,
@@ -65,7 +65,7 @@ class ModelFolder:
             strip_prefix=strip_prefix,
         )
         self._config_from, self._max_shard_bytes = config_from, max_shard_bytes
-        self._target = self._conversion.target
+        self._target = self._transfer.target
         self._client = self._target.client
         self._names: dict[str, str] = {}
         """The name of each published tensor in the files."""
@@ -108,7 +108,7 @@ class ModelFolder:
         Raises `InvalidOptionError` for the prefix, and `UnsupportedValueError`.
         """
         published = target.publication.tensors
-        self._names = self._conversion.selection.choose_names(published)
+        self._names = self._transfer.selection.choose_names(published)
         self._tensors = {
             self._names[fqn]: StoredTensor(dtype=tensor.dtype, shape=tensor.shape, chunks=[])
             for fqn, tensor in published.items()
@@ -151,8 +151,8 @@ class ModelFolder:
         fqns = {name: fqn for fqn, name in self._names.items()}
         bodies = {name: shard.body_in(contents, fqns) for name, shard in shards.items()}
         if self._config_from is not None:
-            files = ExportFolder(self._conversion, self._target, patterns=(), budget_bytes=budget_bytes)
-            missing = files.find_missing(find_companions(self._conversion, self._config_from))
+            files = ExportFolder(self._transfer, self._target, patterns=(), budget_bytes=budget_bytes)
+            missing = files.find_missing(find_companions(self._transfer, self._config_from))
             bodies |= {name: file.body_in for name, file in missing.items()}
         for unfinished in self._client.list_uploads():
             if unfinished.key in {*bodies, INDEX_NAME} or _OWN.fullmatch(unfinished.key):

@@ -1,4 +1,4 @@
-"""The parts that copies, exports and imports share: a source and a target, an upload of bodies, and a report."""
+"""The parts that copies, exports, imports, merges and pulls share: two locations, an upload of bodies, reports."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ class Progress:
             self._on_progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
 
-class Conversion:
-    """The source, the target and the arguments of one copy, export, import or merge.
+class Transfer:
+    """The source, the target and the arguments of one copy, export, import, merge or pull.
 
     A copy, as a drain makes it too, has no selection and no prefixes.
 

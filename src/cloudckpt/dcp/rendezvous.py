@@ -42,8 +42,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     beat: int = 0
     call: int = 0
     """Number of the save or load that the rank is in, from 1."""
-    step: int = 0
-    """Number of barriers of this call that the rank has come to."""
+    barrier: int = 0
+    """The last barrier of this call that the rank has come to, counted from 1."""
     task: str = ""
     """Digest of `doing` and, except for a load, the URI: ranks with different tasks fail the call."""
     doing: str = ""
@@ -65,7 +65,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions that hold for all ranks: one value on the store, which changes by compare-and-set alone."""
 
     call: int = 0
-    step: int = 0
+    barrier: int = 0
     """The last barrier that all ranks may leave, in `call`."""
     failed_call: int = 0
     """The last call that failed. All calls up to it have ended, or fail on every rank."""
@@ -73,15 +73,15 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_call: int = 0
     cancelled_by: tuple[int, ...] = ()
 
-    def permits(self, call: int, step: int) -> bool:
+    def permits(self, call: int, barrier: int) -> bool:
         """Return True if all ranks have come to this barrier, even if the call has failed afterwards."""
-        return (self.call, self.step) >= (call, step)
+        return (self.call, self.barrier) >= (call, barrier)
 
-    def permit(self, call: int, step: int) -> GroupState:
+    def permit(self, call: int, barrier: int) -> GroupState:
         """Let all ranks leave this barrier, unless the call has failed."""
         if self.has_failed(call):
             return self
-        return msgspec.structs.replace(self, call=call, step=step)
+        return msgspec.structs.replace(self, call=call, barrier=barrier)
 
     def has_failed(self, call: int) -> bool:
         """Return True if the call has failed for all ranks. A rank first leaves a barrier that was permitted before."""
@@ -183,12 +183,12 @@ class Rendezvous:
         more.
         """
         with self._changed:
-            step = self._own.step + 1
-            self._own = msgspec.structs.replace(self._own, step=step)
+            barrier = self._own.barrier + 1
+            self._own = msgspec.structs.replace(self._own, barrier=barrier)
             self._answered_s = time.monotonic()
             self._heard_s = dict.fromkeys(self._watched, self._answered_s)
             self._changed.notify_all()
-            self._wait_until(lambda: self._state.permits(self._own.call, step))
+            self._wait_until(lambda: self._state.permits(self._own.call, barrier))
 
     def fail(self, error: BaseException) -> None:
         """Fail this call on all ranks because of `error` on this one. Ranks first leave a barrier that is permitted."""
@@ -241,7 +241,7 @@ class Rendezvous:
 
     @property
     def _is_waiting(self) -> bool:
-        return self._own.step > 0 and not self._state.permits(self._own.call, self._own.step)
+        return self._own.barrier > 0 and not self._state.permits(self._own.call, self._own.barrier)
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
@@ -369,13 +369,13 @@ class Rendezvous:
         if failure is not None:
             return state.fail(own.call, failure)
         if self.rank == 0 and self._is_waiting and self._have_all_come():
-            return state.permit(own.call, own.step)
+            return state.permit(own.call, own.barrier)
         return state
 
     def _have_all_come(self) -> bool:
         own = self._own
         return len(self._others) == self.num_ranks - 1 and all(
-            heartbeat.call == own.call and heartbeat.step >= own.step for heartbeat in self._others.values()
+            heartbeat.call == own.call and heartbeat.barrier >= own.barrier for heartbeat in self._others.values()
         )
 
     def _find_failure(self) -> Failure | None:

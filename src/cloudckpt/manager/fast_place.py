@@ -1,4 +1,4 @@
-"""A fast place in front of a manager's root: which saves are made there, and the steps of both places."""
+"""A fast place in front of a manager's root: its steps, and which saves are made there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
@@ -25,7 +25,7 @@ from cloudckpt.io.client import open_client
 from cloudckpt.manager.drain import Drain, is_recorded_as_owed
 from cloudckpt.manager.policies import RetentionPolicy, SaveSchedule, is_positive
 from cloudckpt.manager.retention import Retention
-from cloudckpt.manager.steps import StepFolder, StepInfo, name_of, parse_folder, parse_step_uri, sort_newest_first
+from cloudckpt.manager.steps import StepFolder, name_of, parse_folder, parse_step_uri
 from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores import open_store
@@ -219,34 +219,32 @@ class FastPlace:
         except CloudckptError:
             return None
 
-    def find_committed(
-        self, step: int | None, *, with_metadata: bool, gathered: Sequence[StepsOfHost] | None = None
-    ) -> list[tuple[StepInfo, bool]]:
-        """Return the committed steps of both places, newest first, each with True if the root has it or is owed it.
+    def list_committed(self, gathered: Sequence[StepsOfHost] | None) -> StepsOfHost:
+        """Return the committed steps here; none if not all ranks see the place. `gather_and_mend` returns `gathered`.
 
-        `step` and `with_metadata` are those of `Steps.find_committed`; `gather_and_mend` returns `gathered`.
-
-        A failure of this place, or of one host's directory, is only logged if the root has steps: without any, the run
-        would start from scratch.
+        A step that several hosts have counts once, by its newest save, as if it were in the directory of this one.
         """
-        near, failure = ([], None) if self._blind_ranks else self._merge_hosts(gathered or [self._list_here()])
-        far = self._root_steps.find_committed(step, with_metadata=with_metadata)
-        if failure is not None:
-            if not far:
-                words = f"the fast place {self.uri} cannot be read, and {self._root.uri} has no step: {failure.message}"
-                failure.args = (words,)
-                raise failure
-            _log.warning(
-                "ignoring the fast place %s, and taking the steps of %s: %s", self.uri, self._root.uri, failure
-            )
-        if self._blind_ranks and not far and (unseen := self.drain.list_own()):
+        if self._blind_ranks:
+            return [], None
+        gathered = gathered or [self._list_here()]
+        folders: list[StepFolder] = []
+        for name, (folder, _) in find_newest_saves(gathered).items():
+            note_commit_time_ns(ns_of(folder.committed.committed_at))
+            uri = self.steps.location.child(name).uri
+            folders.append(dataclasses.replace(folder, uri=uri, info=dataclasses.replace(folder.committed, uri=uri)))
+        self.drain.record_owed(folders)
+        failures = [failure for _, failure in gathered if failure is not None]
+        return ([], failures[0]) if failures else (folders, None)  # the steps need the objects of all hosts
+
+    def refuse_unseen(self) -> None:
+        """Raise `CheckpointNotFoundError` if not all ranks see the steps here, and so cannot load them."""
+        if self._blind_ranks and (unseen := self.drain.list_own()):
             raise CheckpointNotFoundError(
                 f"{self._root.uri} has no step, and the fast place {self.uri} has some, such as {unseen[-1].uri}, "
                 f"which {name_ranks(self._blind_ranks)} cannot see. Let all ranks see that directory; or copy what "
                 f"is there with 'cloudckpt drain {self.uri} {self._root.uri}'; or pass another root to a new run",
                 uri=self._root.uri,
             )
-        return [pair for pair in _merge_places(near, far, self.drain.is_owed) if step in (None, pair[0].step)]
 
     def start(self, rank: int) -> None:
         """Start to copy the steps that the root is owed. Does not wait and never raises.
@@ -270,17 +268,6 @@ class FastPlace:
             return self.drain.list_own(), None
         except CloudckptError as error:
             return [], error
-
-    def _merge_hosts(self, gathered: Sequence[StepsOfHost]) -> StepsOfHost:
-        """Merge the steps of all hosts as if all were in the directory of this one, of one name the newest save."""
-        folders: list[StepFolder] = []
-        for name, (folder, _) in find_newest_saves(gathered).items():
-            note_commit_time_ns(ns_of(folder.committed.committed_at))
-            uri = self.steps.location.child(name).uri
-            folders.append(dataclasses.replace(folder, uri=uri, info=dataclasses.replace(folder.committed, uri=uri)))
-        self.drain.record_owed(folders)
-        failures = [failure for _, failure in gathered if failure is not None]
-        return ([], failures[0]) if failures else (folders, None)  # the steps need the objects of all hosts
 
     def _find_visible(self, keys: Sequence[str | None], rank: int) -> frozenset[int]:
         """Return the ranks whose objects this one sees. If a rank could put none, each one counts as a host alone."""
@@ -359,33 +346,6 @@ class FastPlace:
     def _choose_connections(self, most: int) -> int:
         """Return how many requests of a copy may be in flight now: few, unless a call waits or steps wait."""
         return most if self._task.is_awaited or self.drain.is_behind else min(most, CONNECTIONS_BESIDE_TRAINING)
-
-
-def _merge_places(
-    near: Sequence[StepFolder], far: Sequence[StepInfo], is_owed: Callable[[StepFolder], bool]
-) -> list[tuple[StepInfo, bool]]:
-    """Merge the committed steps of a fast place and those of its root, as `FastPlace.find_committed`.
-
-    If both places have the same save, which has one name and commit time, the result has the step in the fast place.
-    Two saves with one name stay two steps.
-    """
-    copies = {(name_of(info), info.committed_at): info for info in far}
-    names = {name_of(info) for info in far}
-    merged: list[StepInfo] = []
-    fast_only: set[str] = set()
-    for folder in near:
-        info = folder.info
-        # A manifest here that cannot be read has no commit time by which to find its copy.
-        if info is None or (folder.problem and name_of(info) in names):
-            continue
-        copy_info = copies.pop((name_of(info), info.committed_at), None)
-        if copy_info is not None:
-            merged.append(dataclasses.replace(info, place="both", copy_uri=copy_info.uri))
-        else:
-            merged.append(dataclasses.replace(info, place="owed" if is_owed(folder) else "fast"))
-        if not folder.problem and not is_recorded_as_owed(folder.metadata):
-            fast_only.add(info.uri)
-    return [(info, info.uri not in fast_only) for info in sort_newest_first([*merged, *copies.values()])]
 
 
 def find_newest_saves(gathered: Sequence[StepsOfHost]) -> dict[str, tuple[StepFolder, int]]:

@@ -7,12 +7,17 @@ calls `Places.start_after_commit`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from cloudckpt.manager.drain import is_recorded_as_owed
 from cloudckpt.manager.fast_place import FastPlace, StepsOfHost
 from cloudckpt.manager.retention import Retention, lock_root
-from cloudckpt.manager.steps import StepInfo, Steps, format_folder
+from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, format_folder, name_of, sort_newest_first
+
+_log = logging.getLogger("cloudckpt")
 
 
 class Places:
@@ -72,10 +77,28 @@ class Places:
     def find_placed(
         self, step: int | None, *, with_metadata: bool, gathered: Sequence[StepsOfHost] | None = None
     ) -> list[tuple[StepInfo, bool]]:
-        """Return the committed steps of all places, newest first, each with True if the root has it or is owed it."""
-        if self.fast is not None:
-            return self.fast.find_committed(step, with_metadata=with_metadata, gathered=gathered)
-        return [(info, True) for info in self.root.find_committed(step, with_metadata=with_metadata)]
+        """Return the committed steps of all places, newest first, each with True if the root has it or is owed it.
+
+        `step` and `with_metadata` are those of `Steps.find_committed`; `FastPlace.gather_and_mend` returns `gathered`.
+
+        A failure of the fast place, or of one host's directory, is only logged if the root has steps: without any, the
+        run would start from scratch.
+        """
+        if self.fast is None:
+            return [(info, True) for info in self.root.find_committed(step, with_metadata=with_metadata)]
+        near, failure = self.fast.list_committed(gathered)
+        far = self.root.find_committed(step, with_metadata=with_metadata)
+        if failure is not None:
+            fast, root = self.fast.uri, self.root.location.uri
+            if not far:
+                words = f"the fast place {fast} cannot be read, and {root} has no step: {failure.message}"
+                failure.args = (words,)
+                raise failure
+            _log.warning("ignoring the fast place %s, and taking the steps of %s: %s", fast, root, failure)
+        if not far:
+            self.fast.refuse_unseen()
+        merged = _merge_places(near, far, self.fast.drain.is_owed)
+        return [(info, is_at_root) for info, is_at_root in merged if step in (None, info.step)]
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -104,6 +127,33 @@ class Places:
         retentions = [self.root_retention] if self.fast is None else [self.fast.retention, self.root_retention]
         if not all(retention.wait(remaining_s(ends_at_s)) for retention in retentions):
             raise TimeoutError(f"superseded checkpoints under {root} were not removed in time; the removal continues")
+
+
+def _merge_places(
+    near: Sequence[StepFolder], far: Sequence[StepInfo], is_owed: Callable[[StepFolder], bool]
+) -> list[tuple[StepInfo, bool]]:
+    """Merge the committed steps of a fast place and those of its root, as `Places.find_placed`.
+
+    If both places have the same save, which has one name and commit time, the result has the step in the fast place.
+    Two saves with one name stay two steps.
+    """
+    copies = {(name_of(info), info.committed_at): info for info in far}
+    names = {name_of(info) for info in far}
+    merged: list[StepInfo] = []
+    fast_only: set[str] = set()
+    for folder in near:
+        info = folder.info
+        # A manifest here that cannot be read has no commit time by which to find its copy.
+        if info is None or (folder.problem and name_of(info) in names):
+            continue
+        copy_info = copies.pop((name_of(info), info.committed_at), None)
+        if copy_info is not None:
+            merged.append(dataclasses.replace(info, place="both", copy_uri=copy_info.uri))
+        else:
+            merged.append(dataclasses.replace(info, place="owed" if is_owed(folder) else "fast"))
+        if not folder.problem and not is_recorded_as_owed(folder.metadata):
+            fast_only.add(info.uri)
+    return [(info, info.uri not in fast_only) for info in sort_newest_first([*merged, *copies.values()])]
 
 
 def remaining_s(ends_at_s: float | None) -> float | None:

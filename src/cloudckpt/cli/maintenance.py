@@ -123,15 +123,14 @@ def _delete_all(
 
 def _delete(document: dict[str, Any], common: CommonOptions, *, is_superseded: bool, has_changed: bool) -> None:
     """Delete one checkpoint, and note it in its document. A superseded step stays if another save writes there."""
-    from cloudckpt import _clock
-    from cloudckpt.manager.retention import ALIVE, remove_step
+    from cloudckpt.manager.retention import remove_step
     from cloudckpt.removal import delete
 
     uri, left = document["uri"], None
     if has_changed:
         left = "the run has changed meanwhile"
     elif is_superseded:
-        left = remove_step(uri, common.options(), alive_since=_clock.now() - ALIVE)
+        left = remove_step(uri, common.options())
     else:
         delete(uri, options=common.options())
     document["deleted"] = left is None

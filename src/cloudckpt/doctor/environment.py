@@ -11,8 +11,7 @@ import json
 import re
 import shutil
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from importlib.resources import files
@@ -20,19 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cloudckpt.errors import StoreError, UnsupportedOperationError
-from cloudckpt.io.client import open_client
+from cloudckpt.errors import StoreError
 from cloudckpt.options import GIB, MIB
 from cloudckpt.stores.probe import CheckFailed
-from cloudckpt.uri import parse_location
 
 if TYPE_CHECKING:
-    from cloudckpt.options import Options
     from cloudckpt.stores.gcs import GCSStore
     from cloudckpt.stores.s3 import S3Store
     from cloudckpt.uri import Location
 
-_NUM_REMOVALS = 5
 _MAX_SKEW_S = 300.0
 _MIN_FREE_BYTES = 1 * GIB
 _PAID_UNTIL_GC = "The store bills the data of killed saves until gc runs."
@@ -51,43 +46,6 @@ def removing_directories(location: Location) -> Iterator[None]:
         for directory in missing:  # the deepest first
             with contextlib.suppress(OSError):  # another program has put something there meanwhile
                 directory.rmdir()
-
-
-@contextlib.contextmanager
-def scratch_location(uri: str, options: Options, *, name: str, warn: Callable[[str], object]) -> Iterator[Location]:
-    """Yield a new location below `uri`, whose folder begins with `name`, and remove everything there on exit.
-
-    Raises `StoreError` before anything is written, if objects there cannot be listed or removed. Calls `warn` before it
-    raises because something is left.
-    """
-    location = parse_location(uri).child(f"{name}-{uuid.uuid4().hex[:12]}")
-    with removing_directories(location):
-        _remove_all(location, options)  # nothing exists there yet: this checks if removal is permitted
-        try:
-            yield location
-        finally:
-            try:
-                _remove_all(location, options)
-            except BaseException:
-                warn(f"Not everything was removed: remove what is left under {location.uri}")
-                raise
-
-
-def _remove_all(location: Location, options: Options) -> None:
-    client = open_client(location, options)
-    for _ in range(_NUM_REMOVALS):  # requests of an interrupted save may still arrive
-        if location.scheme == "file":  # the stores below have left their empty folders
-            shutil.rmtree(location.path, ignore_errors=True)
-        with contextlib.suppress(UnsupportedOperationError):
-            for upload in client.list_uploads():
-                client.abort_multipart(upload.key, upload.upload_id)
-        keys = [info.key for info in client.list()]
-        client.delete(keys or ["nothing"])
-        if not keys:
-            return
-    raise StoreError(
-        f"{location.uri}: objects are still listed after they were removed", key=location.uri, operation="list"
-    )
 
 
 def request_headers(endpoint_url: str, *, timeout_s: float) -> Message | None:

@@ -240,7 +240,7 @@ class Retention:
         """Remove a checkpoint. Returns the reason if it stays. Raises `StoreError`."""
         with lock_root(self._steps.location.uri):
             try:
-                reason = remove_step(info.uri, self._steps.options, alive_since=_clock.now() - ALIVE)
+                reason = remove_step(info.uri, self._steps.options)
             except CheckpointError as error:
                 return str(error)
         if reason is None:
@@ -284,12 +284,13 @@ class Retention:
                 self._steps.fenced_at.pop(uri, None)
 
 
-def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | None:
+def remove_step(uri: str, options: Options) -> str | None:
     """Remove the checkpoint at `uri` as `cloudckpt.delete` does. One that is gone already counts as removed.
 
-    Returns the reason, and removes nothing, if another save has written there since `alive_since`: it overwrites the
-    step. A save that begins later fails, because the fence takes its number. Raises as `cloudckpt.delete` does.
+    Returns the reason, and removes nothing, if another save has written there within `ALIVE`: it overwrites the step.
+    A save that begins later fails, because the fence takes its number. Raises as `cloudckpt.delete` does.
     """
+    alive_since = _clock.now() - ALIVE
     walked = walk_checkpoint(parse_location(uri), options)
     if _has_other_writer(walked, alive_since=alive_since):
         return "another save writes there, or was killed: gc removes its data after 24 h, or with --older-than 1s"

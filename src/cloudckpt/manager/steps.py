@@ -187,9 +187,9 @@ class Steps:
         self._read: dict[tuple[str, int, datetime], tuple[Mapping[str, Any], int]] = {}
         """The metadata and the size of each step whose manifest was read. A look at all steps drops missing ones."""
 
-    def uri_of(self, step: int, again: int = 0) -> str:
+    def uri_of(self, step: int) -> str:
         """Return the URI to which a step is saved."""
-        return self._uri_of_folder(format_folder(step, again))
+        return self._uri_of_folder(format_folder(step))
 
     def find_committed(self, step: int | None = None, *, with_metadata: bool) -> list[StepInfo]:
         """Return the committed steps, or the checkpoints of one step, newest first.

@@ -9,25 +9,30 @@ check could not be made (a wrong argument, no such bucket, no access, or an inte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from cloudckpt.doctor import examine
-from cloudckpt.doctor.environment import scratch_location
-from cloudckpt.errors import CloudckptError, install_advice
+from cloudckpt.doctor.environment import removing_directories
+from cloudckpt.errors import CloudckptError, StoreError, UnsupportedOperationError, install_advice
+from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
 from cloudckpt.stores.storage_options import parse_assignments
-from cloudckpt.uri import Location
+from cloudckpt.uri import Location, parse_location
 
 HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
 """The exit statuses."""
+_NUM_REMOVALS = 5
 _DOCTOR_S = 3600.0  # as long as the clauses take on a slow store: the verdict must rest on answers, not on a deadline
 
 _DESCRIPTION = """\
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report, flush=True)
         if any(report[name].outcome != "passed" for name in ("list", "put")):  # no such bucket, no access, no answer
             return NOT_CHECKED
-        with scratch_location(chosen.uri, options, name="cloudckpt-contract", warn=print) as root:
+        with _scratch_location(chosen.uri, options) as root:
             print(f"cloudckpt's contract for stores, under {root.uri}", flush=True)
             target = CheckedStore(root=root, options=options, num_rounds=chosen.rounds, num_keys=chosen.keys)
             status = _run_clauses(target, keyword=chosen.keyword, verbose=chosen.verbose)
@@ -79,6 +84,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NOT_CHECKED
     is_kept = report.is_healthy and report["create-if-absent"].outcome == "passed"  # else clauses are skipped
     return status if is_kept else max(status, FAILS)
+
+
+@contextlib.contextmanager
+def _scratch_location(uri: str, options: Options) -> Iterator[Location]:
+    """Yield a new location below `uri`, and remove everything there on exit.
+
+    Raises `StoreError` before anything is written, if objects there cannot be listed or removed.
+    """
+    location = parse_location(uri).child(f"cloudckpt-contract-{uuid.uuid4().hex[:12]}")
+    with removing_directories(location):
+        _remove_all(location, options)  # nothing exists there yet: this checks if removal is permitted
+        try:
+            yield location
+        finally:
+            try:
+                _remove_all(location, options)
+            except BaseException:
+                print(f"Not everything was removed: remove what is left under {location.uri}")
+                raise
+
+
+def _remove_all(location: Location, options: Options) -> None:
+    client = open_client(location, options)
+    for _ in range(_NUM_REMOVALS):  # requests of an interrupted save may still arrive
+        if location.scheme == "file":  # the stores below have left their empty folders
+            shutil.rmtree(location.path, ignore_errors=True)
+        with contextlib.suppress(UnsupportedOperationError):
+            for upload in client.list_uploads():
+                client.abort_multipart(upload.key, upload.upload_id)
+        keys = [info.key for info in client.list()]
+        client.delete(keys or ["nothing"])
+        if not keys:
+            return
+    raise StoreError(
+        f"{location.uri}: objects are still listed after they were removed", key=location.uri, operation="list"
+    )
 
 
 def _run_clauses(target: CheckedStore, *, keyword: str, verbose: bool) -> int:

@@ -24,7 +24,7 @@ TIMEOUT_S = 1.0
 def three() -> Iterator[list[Rendezvous]]:
     """Three ranks on one store."""
     store = dist.HashStore()
-    ranks = [Rendezvous(store, rank=rank, num_ranks=3, store_keeper=()) for rank in range(3)]
+    ranks = [Rendezvous(store, rank=rank, num_ranks=3, store_keeper=None) for rank in range(3)]
     yield ranks
     for one in ranks:
         one.end(one.call, None)
@@ -233,7 +233,7 @@ def test_a_store_that_hangs_or_breaks_is_an_error_that_names_its_keeper(*, break
     store = StoreThatHangs()
     if breaks:
         store.released.set()
-    one = Rendezvous(store, rank=1, num_ranks=2, store_keeper=(0,))
+    one = Rendezvous(store, rank=1, num_ranks=2, store_keeper=0)
     begun_s = time.monotonic()
     for _ in range(2):
         with pytest.raises(RankLostError, match=r"which rank 0 keeps, (is out of reach|did not answer)") as caught:
@@ -247,7 +247,7 @@ def test_an_earlier_group_on_the_same_store_gives_no_signs_of_life(tmp_path: Pat
     """If this fails, a group that is made anew on the same store goes on without ranks that have not come."""
     for has_come in (True, False):
         store = str(tmp_path / "store")
-        both = [Rendezvous(dist.FileStore(store, 2), rank=rank, num_ranks=2, store_keeper=()) for rank in range(2)]
+        both = [Rendezvous(dist.FileStore(store, 2), rank=rank, num_ranks=2, store_keeper=None) for rank in range(2)]
         steps: Any = (lambda one: begin(one, 1, timeout_s=TIMEOUT_S), lambda one: one.barrier())
         errors = on_all(both if has_come else both[:1], *steps)
         assert (errors == [None, None]) == has_come

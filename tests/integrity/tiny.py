@@ -19,7 +19,7 @@ from cloudckpt import ObjectStoreReader
 from cloudckpt.commit.log import resolve
 from cloudckpt.inspect.verification import Verification
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.uri import parse_location
@@ -99,7 +99,7 @@ class Tiny:
         (plan,) = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
         self._plan = self._planner.finish_plan(plan)
         context = Context(parse_location(self.uri), OPTIONS, rank=0)
-        self._verified = Reader(context, resolve(context.client).manifest)
+        self._verified = CheckpointReader(context, resolve(context.client).manifest)
 
     def put(self, key: str, data: bytes) -> None:
         self.store.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))

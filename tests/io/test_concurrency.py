@@ -96,8 +96,8 @@ def test_the_default_of_connections_follows_the_ranks_of_the_host(
     if ranks_of_host is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_host)
     context = context_at("s3://bucket/run")
-    assert context.connections == context.client.hedger.connections() == expected
-    assert context_at("s3://bucket/run", connections=12).client.hedger.connections() == 12
+    assert context.max_connections == context.client.hedger.connections_now() == expected
+    assert context_at("s3://bucket/run", connections=12).client.hedger.connections_now() == 12
 
 
 @pytest.mark.parametrize(

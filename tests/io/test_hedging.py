@@ -229,7 +229,7 @@ def test_nothing_is_made_twice_while_the_store_asks_to_slow_down(hedger: Hedger,
             hedger.watch()
             first.answer("first")
             call.result()
-    assert hedger.connections() == 2
+    assert hedger.connections_now() == 2
     before = hedger.num_hedges
     with lines(1) as (first,):
         call = InThread(lambda: make(hedger, "x", first.ask))
@@ -266,7 +266,7 @@ def test_fewer_requests_are_made_if_the_process_may_open_no_more_files(hedger: H
     error.is_unsent = is_unsent
     with pytest.raises(TransientStoreError):
         make(hedger, "a", _raising(error))
-    assert hedger.connections() == (2 if is_unsent else 4)
+    assert hedger.connections_now() == (2 if is_unsent else 4)
 
 
 def _raising(error: Exception) -> Callable[[], str]:

@@ -18,7 +18,7 @@ from cloudckpt.commit.log import resolve
 from cloudckpt.errors import CheckpointChangedError, CorruptCheckpointError
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.stores.base import crc32c_of
 from cloudckpt.uri import parse_location
@@ -34,19 +34,19 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def open_reader(place: Path) -> Reader:
+def open_reader(place: Path) -> CheckpointReader:
     context = Context(parse_location(place), OPTIONS, rank=0)
-    return Reader(context, resolve(context.client).manifest)
+    return CheckpointReader(context, resolve(context.client).manifest)
 
 
-def read_bytes(reader: Reader) -> torch.Tensor:
+def read_bytes(reader: CheckpointReader) -> torch.Tensor:
     """Read all of the tensor, as an export does."""
     buffer = torch.zeros(TENSOR.nbytes, dtype=torch.uint8)
     reader.read_bytes([TensorBytes(name="w", begin=0, end=TENSOR.nbytes, buffer=buffer)])
     return buffer.view(torch.int32)
 
 
-def fetch(reader: Reader) -> torch.Tensor:
+def fetch(reader: CheckpointReader) -> torch.Tensor:
     """Read the whole object, as a copy does."""
     content = bytearray(reader.manifest.objects[0].size)
     reader.read_tiles(
@@ -59,7 +59,7 @@ def fetch(reader: Reader) -> torch.Tensor:
     return torch.frombuffer(content[chunk.begin : chunk.end], dtype=torch.int32)
 
 
-def path_of(reader: Reader, place: Path) -> Path:
+def path_of(reader: CheckpointReader, place: Path) -> Path:
     return place / reader.manifest.objects[0].key
 
 
@@ -72,7 +72,7 @@ def test_a_user_of_the_reader_needs_ten_lines(place: Path) -> None:
 
 @pytest.mark.parametrize("read", [read_bytes, fetch])
 def test_a_damaged_tile_is_named_with_its_entries_and_checksums(
-    place: Path, read: Callable[[Reader], torch.Tensor]
+    place: Path, read: Callable[[CheckpointReader], torch.Tensor]
 ) -> None:
     """If this fails, damaged weights are copied or exported silently (G4), or the user does not learn which."""
     reader = open_reader(place)
@@ -90,7 +90,9 @@ def test_a_damaged_tile_is_named_with_its_entries_and_checksums(
 
 
 @pytest.mark.parametrize("read", [read_bytes, fetch])
-def test_an_object_that_was_cut_is_damage_of_its_entries(place: Path, read: Callable[[Reader], torch.Tensor]) -> None:
+def test_an_object_that_was_cut_is_damage_of_its_entries(
+    place: Path, read: Callable[[CheckpointReader], torch.Tensor]
+) -> None:
     """If this fails, a reader learns of a short object and not which weights are lost."""
     reader = open_reader(place)
     path = path_of(reader, place)
@@ -102,7 +104,7 @@ def test_an_object_that_was_cut_is_damage_of_its_entries(place: Path, read: Call
 @pytest.mark.parametrize("read", [read_bytes, fetch])
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "lost"])
 def test_a_missing_object_is_damage_unless_the_checkpoint_was_replaced(
-    place: Path, read: Callable[[Reader], torch.Tensor], *, is_replaced: bool
+    place: Path, read: Callable[[CheckpointReader], torch.Tensor], *, is_replaced: bool
 ) -> None:
     """If this fails, an overwrite during a read is told as damage, or lost bytes as an overwrite."""
     reader = open_reader(place)

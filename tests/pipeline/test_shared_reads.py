@@ -21,7 +21,7 @@ from cloudckpt.commit.log import resolve
 from cloudckpt.format.model import locate_chunk
 from cloudckpt.io.boxes import Box
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.shared_reads import MemoryTransfer, SharedReads, plan_rounds
 from cloudckpt.pipeline.wanted_items import WantedItems, new_wanted_box
 from cloudckpt.report import LoadReport
@@ -73,7 +73,7 @@ def load_on_threads(place: Path, harm: Callable[[torch.Tensor], None]) -> list[L
 
     def load(rank: int) -> LoadReport:
         context = Context(parse_location(place), OPTIONS, rank=rank)
-        reader, target = Reader(context, resolve(context.client).manifest), torch.zeros_like(TENSOR)
+        reader, target = CheckpointReader(context, resolve(context.client).manifest), torch.zeros_like(TENSOR)
         stored = reader.manifest.tensors["w"]
         wanted = [
             new_wanted_box(

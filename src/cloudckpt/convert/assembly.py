@@ -26,7 +26,7 @@ from cloudckpt.io.reads import RangeRead
 from cloudckpt.io.upload import ObjectUpload, UploadSession, logging_store_errors
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.stores.base import Limits, Part, UploadedPart, crc32c_of
 
 _log = logging.getLogger("cloudckpt")
@@ -158,7 +158,7 @@ class Assembler:
     service is not asked again: the rest is read and sent.
     """
 
-    def __init__(self, target: Context, reader: Reader, ranges: Mapping[str, Sequence[SourceRange]]) -> None:
+    def __init__(self, target: Context, reader: CheckpointReader, ranges: Mapping[str, Sequence[SourceRange]]) -> None:
         """`ranges` are those of the files that may be assembled, by their keys."""
         self._target, self._reader, self._ranges = target, reader, ranges
         self._contents = list_contents(reader.manifest) if ranges else []
@@ -198,7 +198,7 @@ class Assembler:
 
         try:
             threads = run_as_completed(
-                copies, copy, num_threads=target.connections, name="cloudckpt-assembly", on_failure=target.stop
+                copies, copy, num_threads=target.max_connections, name="cloudckpt-assembly", on_failure=target.stop
             )
             with contextlib.closing(threads):
                 for part, _ in threads:

@@ -21,7 +21,7 @@ from cloudckpt.io.download import download_range
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.draft import Draft, require_no_resume
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.data_objects import pack
@@ -36,7 +36,7 @@ class CopiedBody:
     save, and `CheckpointChangedError` if the source was replaced.
     """
 
-    def __init__(self, reader: Reader, object_index: int, contents: ObjectContents, arena: Arena) -> None:
+    def __init__(self, reader: CheckpointReader, object_index: int, contents: ObjectContents, arena: Arena) -> None:
         self._reader, self._object_index, self._contents, self._arena = reader, object_index, contents, arena
         self.size_bytes = reader.manifest.objects[object_index].size
 

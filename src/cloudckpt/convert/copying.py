@@ -54,7 +54,7 @@ from cloudckpt.io.upload import logging_store_errors
 from cloudckpt.options import MIB, Options, suggest_keywords
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.draft import Draft
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.stores.base import combine_tile_crc32cs, crc32c_of
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import Location, parse_location
@@ -240,7 +240,7 @@ class CopyJob:
         self._overwrite = transfer.overwrite
         self._progress = transfer.progress
         self._manifest = manifest
-        self._reader = Reader(self._source, manifest)
+        self._reader = CheckpointReader(self._source, manifest)
         self._contents = list_contents(manifest)
         self._draft = Draft(self._target, save_id=manifest.save_id or "")
         self._budget_bytes = self._source.options.read_bytes
@@ -262,7 +262,7 @@ class CopyJob:
         copied = _copy_at(target, self._manifest) if target.options.resume else None
         if copied is None:
             return None
-        reader = Reader(target, copied)
+        reader = CheckpointReader(target, copied)
         problems = Verification(reader, on_read=self._progress.add).run()
         if not problems:
             self.num_reused_bytes, self.was_there = self.num_bytes, True
@@ -462,7 +462,7 @@ class CopyJob:
         for number in run_as_completed(
             [number for number in range(len(objects)) if number not in self._refs],
             ask,
-            num_threads=target.connections,
+            num_threads=target.max_connections,
             name="cloudckpt-copy",
             # One copy can take thousands of requests: begin no more of them.
             on_failure=lambda: target.stop(CloudckptError("the copy of another object failed")),
@@ -481,7 +481,7 @@ class CopyJob:
         """Read all of the object at `key`. Return True if it is undamaged."""
         target, stored = self._target, self._manifest.objects[number]
         copied = StoredObject(key=key, size=stored.size, crc32c=stored.crc32c)
-        reader = Reader(target, msgspec.structs.replace(self._manifest, objects=[copied]))
+        reader = CheckpointReader(target, msgspec.structs.replace(self._manifest, objects=[copied]))
         body = CopiedBody(reader, 0, self._contents[number], arena)
         try:
             info = target.client.head(key)

@@ -30,7 +30,7 @@ from cloudckpt.io.download import download_range
 from cloudckpt.io.leftovers import Leftover
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import list_links
 from cloudckpt.uri import parse_location
 
@@ -73,7 +73,7 @@ class ExportFolder:
         *,
         patterns: Sequence[str],
         budget_bytes: int,
-        reader: Reader | None = None,
+        reader: CheckpointReader | None = None,
         assemble: Assemble = lambda *_: False,
     ) -> None:
         self._target = target

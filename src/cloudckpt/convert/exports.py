@@ -39,7 +39,7 @@ from cloudckpt.format.safetensors import INDEX_NAME, SINGLE_NAME, lay_out
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
 from cloudckpt.options import MIB, Options, suggest_keywords
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import find_source
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.tensors.data_objects import PieceBody, new_piece
@@ -213,7 +213,7 @@ def _export_safetensors(
     refuse_differences(manifest, uri=source.uri)
     # One half is for the parts that are sent, the other for bytes that are read around them: whole tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
-    reader = Reader(_limit_memory(context, budget_bytes // target.connections), manifest)
+    reader = CheckpointReader(_limit_memory(context, budget_bytes // target.max_connections), manifest)
     dequantizing = DequantizingReader(reader) if dequantize else None
     stored = manifest.tensors if dequantizing is None else dequantizing.tensors
     names = transfer.selection.choose_names([*stored, *manifest.values])
@@ -403,7 +403,7 @@ def _replace_named_tuples(value: Any) -> Any:
 class DequantizingReader:
     """Reads a checkpoint, and dequantizes its wrappers. It holds one wrapper at a time, with its values."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         self._uri = reader.context.uri
         self._lock = threading.Lock()

@@ -47,7 +47,7 @@ from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.download import download_range
 from cloudckpt.options import MIB, Options, suggest_keywords
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import list_source
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.values import unsafe_names
@@ -149,7 +149,7 @@ def import_checkpoint(
 
 def _import_safetensors(transfer: Transfer, tie: Mapping[str, str]) -> ConversionReport:
     source = list_source(transfer.source)
-    reader, ties = Reader(source.context, source.manifest), {**source.ties, **tie}
+    reader, ties = CheckpointReader(source.context, source.manifest), {**source.ties, **tie}
     tensors = {name: tensor for name, tensor in reader.manifest.tensors.items() if name not in source.ties}
     for name, stored_name in tie.items():
         if stored_name not in tensors:

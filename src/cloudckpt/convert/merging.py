@@ -24,7 +24,7 @@ from cloudckpt.format.nesting import Nesting
 from cloudckpt.inspect.comparison import compare_readers, open_reader
 from cloudckpt.inspect.description import matches
 from cloudckpt.options import Options, suggest_keywords
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view, dtype_of
@@ -182,7 +182,7 @@ def _choose_averaged(first: Manifest, names: Iterable[str]) -> frozenset[str]:
 
 
 def _check_alike(
-    readers: Sequence[Reader],
+    readers: Sequence[CheckpointReader],
     names: Collection[str],
     averaged: frozenset[str],
     exempt: Sequence[str],
@@ -257,7 +257,7 @@ def _code_of(names: Sequence[str]) -> str:
     return "…" if not 0 < len(names) <= _MAX_SHOWN else repr(names[0] if len(names) == 1 else [*names])
 
 
-def _read_values(reader: Reader, names: Sequence[str]) -> dict[str, bytes]:
+def _read_values(reader: CheckpointReader, names: Sequence[str]) -> dict[str, bytes]:
     contents: dict[str, bytearray] = {name: bytearray() for name in names}
     reader.read_bytes([], values={name: content.extend for name, content in contents.items()})
     return {name: bytes(content) for name, content in contents.items()}
@@ -267,7 +267,11 @@ class _Mean:
     """The entries of the merged checkpoint. Several threads read it."""
 
     def __init__(
-        self, readers: Sequence[Reader], weights: Sequence[float], averaged: frozenset[str], values: Mapping[str, bytes]
+        self,
+        readers: Sequence[CheckpointReader],
+        weights: Sequence[float],
+        averaged: frozenset[str],
+        values: Mapping[str, bytes],
     ) -> None:
         self.readers = readers
         self.values = values

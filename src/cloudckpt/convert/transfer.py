@@ -307,7 +307,7 @@ def choose_buffered_part_bytes(target: Context, *, budget_bytes: int, tile_bytes
     """Return the size of parts, at least one tile, so that a buffer for each connection fits into `budget_bytes`."""
     return fit_part_bytes(
         budget_bytes,
-        connections=target.connections,
+        connections=target.max_connections,
         max_bytes=target.options.advanced.part_bytes,
         tile_bytes=tile_bytes,
     )

@@ -41,7 +41,7 @@ _MAX_COLLECTIVE_S = 1800.0
 _SIGNAL_CHECK_S = 0.5
 
 
-class _Connections:
+class _GroupLink:
     """The rendezvous and the gloo connections of the ranks of one process group, for calls of one purpose.
 
     torch does not know these connections, so they outlive a process group that is destroyed while a call runs.
@@ -73,9 +73,9 @@ class _Connections:
         self.gloo._set_default_timeout(timeout)  # noqa: SLF001  # torch's own way to change it
 
 
-_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Purpose, _Connections]] = weakref.WeakKeyDictionary()
-"""The connections for each process group that this process has used."""
-_connections_lock = threading.RLock()  # a signal handler may need the lock while its own thread holds it
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Purpose, _GroupLink]] = weakref.WeakKeyDictionary()
+"""The links of each process group that this process has used, by purpose."""
+_links_lock = threading.RLock()  # a signal handler may need the lock while its own thread holds it
 
 
 class CollectiveCall(DistWrapper):
@@ -100,17 +100,17 @@ class CollectiveCall(DistWrapper):
     def __init__(self, source: dist.ProcessGroup, purpose: Purpose, *, doing: str, uri: str, timeout_s: float) -> None:
         super().__init__(source, use_dist=True, coordinator_rank=0)
         self.group = None  # or a call in a background thread could be the last to free the user's group
-        with _connections_lock:
-            by_purpose = _connections.setdefault(source, {})
+        with _links_lock:
+            by_purpose = _links.setdefault(source, {})
             if purpose not in by_purpose:
-                by_purpose[purpose] = _Connections(source, purpose)
-            self._connections = connections = by_purpose[purpose]
-            connections.num_calls += 1  # even if the call fails: the other ranks count it, too
-            self._number = connections.num_calls
-        self._rendezvous = connections.rendezvous
+                by_purpose[purpose] = _GroupLink(source, purpose)
+            self._link = link = by_purpose[purpose]
+            link.num_calls += 1  # even if the call fails: the other ranks count it, too
+            self._number = link.num_calls
+        self._rendezvous = link.rendezvous
         try:
             _run_to_end(
-                lambda: connections.begin(self._number, doing=doing, uri=uri, timeout_s=timeout_s),
+                lambda: link.begin(self._number, doing=doing, uri=uri, timeout_s=timeout_s),
                 self._rendezvous.fail,
             )
         except BaseException as error:
@@ -210,7 +210,7 @@ class CollectiveCall(DistWrapper):
 
     @property
     def _gloo(self) -> Any:
-        return self._connections.gloo
+        return self._link.gloo
 
     def _gather(self, value: Any, *, to_all: bool) -> list[Any]:
         data = pickle.dumps(value)
@@ -368,10 +368,10 @@ def find_guarded_group(process_group: dist.ProcessGroup | None) -> dist.ProcessG
     return source if backends <= _GUARDED_BACKENDS else None
 
 
-def _find_store_keeper(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return a tuple with the rank whose process holds the store; an empty one if no rank does."""
+def _find_store_keeper(store: Any, source: dist.ProcessGroup) -> int | None:
+    """Return the rank whose process holds the store; None if no rank does."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     # Under torchrun its agent keeps the store, else the first rank of all does.
     is_in_rank = isinstance(store, c10d.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return (dist.get_group_rank(source, 0),) if is_in_rank and 0 in dist.get_process_group_ranks(source) else ()
+    return dist.get_group_rank(source, 0) if is_in_rank and 0 in dist.get_process_group_ranks(source) else None

@@ -1,4 +1,4 @@
-"""Turn the items of torch's load plan into the `WantedItems` of a `Reader`."""
+"""Turn the items of torch's load plan into the `WantedItems` of a `CheckpointReader`."""
 
 from __future__ import annotations
 

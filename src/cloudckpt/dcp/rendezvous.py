@@ -113,11 +113,11 @@ class Rendezvous:
         store: The process group's key-value store, under a prefix that nothing else uses.
         rank: This rank.
         num_ranks: Number of ranks in the group.
-        store_keeper: The rank whose process holds the store; empty if no rank's does.
+        store_keeper: The rank whose process holds the store; None if no rank's does.
 
     """
 
-    def __init__(self, store: Any, *, rank: int, num_ranks: int, store_keeper: tuple[int, ...]) -> None:
+    def __init__(self, store: Any, *, rank: int, num_ranks: int, store_keeper: int | None) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout_s = 0.0
@@ -228,7 +228,7 @@ class Rendezvous:
                 return
             if error is not None:
                 self.fail(error)
-            if self.rank in self._store_keeper and (self._failure is not None or self._state.failed_call == call):
+            if self.rank == self._store_keeper and (self._failure is not None or self._state.failed_call == call):
                 # The store may end with this process. So the other ranks, which poll, get time to read the failure.
                 self._changed.wait_for(lambda: self._store_failure, min(self.timeout_s, _STORE_FAREWELL_S))
             self._own = msgspec.structs.replace(self._own, has_ended=True)
@@ -265,8 +265,11 @@ class Rendezvous:
 
     def _lose_store(self, why: str) -> None:
         """Fail this and all later calls on this rank. Other ranks that cannot reach the store do the same."""
-        kept_by = f", which rank {self._store_keeper[0]} keeps," if self._store_keeper else ""
-        failure = Failure(self._store_keeper, f"the process group's store{kept_by} {why}", is_final=True)
+        keeper = self._store_keeper
+        kept_by = "" if keeper is None else f", which rank {keeper} keeps,"
+        failure = Failure(
+            () if keeper is None else (keeper,), f"the process group's store{kept_by} {why}", is_final=True
+        )
         self._state = self._state.fail(self._own.call, failure)
 
     def _run(self) -> None:

@@ -42,7 +42,7 @@ from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest, refuse_differences
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context, Lifecycle
-from cloudckpt.pipeline.reader import FallbackCopy, Reader, is_no_answer
+from cloudckpt.pipeline.reader import CheckpointReader, FallbackCopy, is_no_answer
 from cloudckpt.pipeline.safetensors_files import find_source, folder_of
 from cloudckpt.pipeline.wanted_items import WantedItems
 from cloudckpt.report import LoadReport, place_of
@@ -642,7 +642,7 @@ class ObjectStoreReader(StorageReader):
         else:
             assert manifest is not None and wanted is not None  # noqa: S101, PT018  # read_metadata has found it
             transforms = ReadTransforms(self._registry, self._options.extensions)
-            reader = Reader(
+            reader = CheckpointReader(
                 context,
                 manifest,
                 fallback_copy=self._fallback_copy,

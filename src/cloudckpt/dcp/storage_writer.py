@@ -176,7 +176,7 @@ class ObjectStoreWriter(StorageWriter):
         self._begun_ns = 0
         self._cancellation = Cancellation()
         self._snapshot: Snapshot | None = None
-        self._commits = True
+        self._is_coordinator = True
 
     @property
     def checkpoint_id(self) -> str:
@@ -229,7 +229,7 @@ class ObjectStoreWriter(StorageWriter):
         """
         are_gone = all(isinstance(cause, RemovedObjectsError) for cause in causes_of(failure))
         if are_gone and self._may_refer and self._options.unchanged == "reference":
-            if self._commits:
+            if self._is_coordinator:
                 _log.warning("saving %s again, whole: %s", self.checkpoint_id, failure)
             self.reset()
             self._may_refer = False
@@ -283,15 +283,15 @@ class ObjectStoreWriter(StorageWriter):
             recorder.open(rank)
             context = Context(location, self._options, rank=rank, recorder=recorder)
             self._cancellation.enter("planning")
-            self._commits = is_coordinator
+            self._is_coordinator = is_coordinator
             self._draft = Draft(context, save_id=self.save_id)
             self._begun_ns = now_ns()
             with recorder.step("set_up"), self._cancellation.stopping(context.stop):
                 if self.hosts is not None:
                     self._draft.is_here = self.hosts.is_here
-                if self._commits or (self.hosts is not None and self.hosts.leads):
+                if self._is_coordinator or (self.hosts is not None and self.hosts.leads):
                     self._draft.begin(overwrite=self._overwrite)
-                if self._commits:
+                if self._is_coordinator:
                     self._refer_to_base(self._draft)
                 context.emit("save.set_up")
 
@@ -355,7 +355,7 @@ class ObjectStoreWriter(StorageWriter):
                     )
                     if self._options.unchanged == "reference":
                         groups, hashes, unsent = self._leave_out_unchanged(
-                            items, known, arena, snapshot, context.connections
+                            items, known, arena, snapshot, context.max_connections
                         )
                     if self.hosts is not None and isinstance(message, AttemptMessage):
                         groups = _split_off_common(items, plan, message.common, groups)
@@ -372,7 +372,7 @@ class ObjectStoreWriter(StorageWriter):
                     )
                 if snapshot is not None:
                     snapshot.completed.result()  # raises if a tensor could not be copied, which was not sent either
-                if not self._commits:
+                if not self._is_coordinator:
                     self._cancellation.seal(commits=False)
                 future.set_result(
                     [
@@ -478,7 +478,7 @@ class ObjectStoreWriter(StorageWriter):
             manifest_bytes: Those of the coordinator.
 
         """
-        if self.hosts is None or self._commits or not self.hosts.leads:
+        if self.hosts is None or self._is_coordinator or not self.hosts.leads:
             return
         try:
             self._require_draft().commit_manifest(decode(manifest_bytes, uri=self.checkpoint_id), ())

@@ -341,7 +341,7 @@ def _check_fast(
 ) -> list[str]:
     """Measure a fast place, and the root as the target of its copies. Return what could not be removed."""
     client = open_client(fast, options_at(fast, root, options))
-    scratch, threads = Scratch(client.store), client.hedger.max_connections
+    scratch, threads = Scratch(client.store), client.hedger.configured_connections
     read_s = 0.0
     leftovers: list[str] = []
 
@@ -367,7 +367,7 @@ def _check_fast(
         found = f"{fast.local_path} does not exist. The first save makes it"
         checklist.add("fast place", "failed", found, _ABSENT_FAST, matters=False)
     checklist.run("fast save", save, advice=_WITHOUT_FAST, matters=False)
-    connections = open_client(root, options).hedger.max_connections
+    connections = open_client(root, options).hedger.configured_connections
     checklist.run("drain", functools.partial(drain, connections), matters=False)
     connections = min(connections, CONNECTIONS_BESIDE_TRAINING)
     checklist.run("drain beside training", functools.partial(drain, connections), matters=False)

@@ -18,7 +18,7 @@ from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import find_source
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.tensors.tensor_bytes import dtype_of
@@ -136,14 +136,14 @@ def compare(
     return comparison
 
 
-def open_reader(uri: str | os.PathLike[str], options: Options) -> Reader:
+def open_reader(uri: str | os.PathLike[str], options: Options) -> CheckpointReader:
     """Return a reader of the checkpoint at `uri`, or of safetensors files there. Raises the errors of `load`."""
     context, resolved = find_source(Context(parse_location(uri), options, rank=0))
-    return Reader(context, resolved.manifest)
+    return CheckpointReader(context, resolved.manifest)
 
 
 def compare_readers(
-    readers: Sequence[Reader],
+    readers: Sequence[CheckpointReader],
     *,
     only: Callable[[str], bool],
     rtol: float = 0.0,
@@ -173,7 +173,7 @@ class _TensorRange:
     """Empty for a value."""
 
 
-def _read_ranges(reader: Reader, ranges: Sequence[_TensorRange]) -> list[Any]:
+def _read_ranges(reader: CheckpointReader, ranges: Sequence[_TensorRange]) -> list[Any]:
     """Read the ranges of one checkpoint into new memory: tensors, and binary files for values."""
     values = {tensor_range.name: io.BytesIO() for tensor_range in ranges if not tensor_range.dtype}
     tensors = [
@@ -211,7 +211,7 @@ def _batches(ranges: Iterable[_TensorRange]) -> Iterator[list[_TensorRange]]:
 class _Comparer:
     """Compares the entries of two manifests, and collects the differences."""
 
-    def __init__(self, readers: Sequence[Reader], only: Callable[[str], bool]) -> None:
+    def __init__(self, readers: Sequence[CheckpointReader], only: Callable[[str], bool]) -> None:
         self._first, self._second = (reader.manifest for reader in readers)
         self._uris = [reader.context.uri for reader in readers]
         self._differences: dict[str, Difference] = {}

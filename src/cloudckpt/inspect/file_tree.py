@@ -16,7 +16,7 @@ from cloudckpt.format.model import Manifest
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.uri import Location
 
@@ -117,7 +117,7 @@ class FileReader(io.RawIOBase):
 
     def __init__(self, context: Context, manifest: Manifest, path: str) -> None:
         super().__init__()
-        self._reader = Reader(context, manifest)
+        self._reader = CheckpointReader(context, manifest)
         self._path = path
         self.size_bytes = find_file_sizes(manifest)[path]
         self._ahead_bytes = manifest.tile_bytes

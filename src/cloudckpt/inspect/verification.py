@@ -36,7 +36,7 @@ from cloudckpt.io.download import download_range
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import find_published_sha256, find_source
 from cloudckpt.report import VerifyReport
 from cloudckpt.stores.base import crc32c_of
@@ -95,7 +95,7 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
     begun_s = time.monotonic()
     context, resolved = find_source(Context(location, options, rank=0))
     manifest = resolved.manifest
-    reader = Reader(context, manifest)
+    reader = CheckpointReader(context, manifest)
     is_of_files = isinstance(manifest, FilesManifest)
     problems = _find_file_problems(reader, uri=location.uri) if is_of_files else Verification(reader).run()
     if problems and reader.has_changed():
@@ -123,7 +123,7 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
     return report
 
 
-def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
+def _find_file_problems(reader: CheckpointReader, *, uri: str) -> list[str]:
     """Compare whole safetensors files with the SHA-256 that Hugging Face's hub has published of each."""
     context, files = reader.context, reader.manifest.objects
     found = {file.key: find_published_sha256(context, file.key) for file in files}
@@ -160,7 +160,7 @@ def _find_file_problems(reader: Reader, *, uri: str) -> list[str]:
             problems[file.key] = str(error)
         context.emit("verify.range_read", key=file.key, num_bytes=file.size)
 
-    run_all(files, check, num_threads=context.connections, name="cloudckpt-verify", on_failure=context.stop)
+    run_all(files, check, num_threads=context.max_connections, name="cloudckpt-verify", on_failure=context.stop)
     damaged: list[str] = []
     changed: list[str] = []
     for key in (file.key for file in files if file.key in problems):
@@ -199,7 +199,7 @@ class _DamagedUnitError(Exception):
 
 def _choose_read_bytes(context: Context) -> int:
     options = context.options
-    return max(min(options.advanced.request_bytes, options.read_bytes // context.connections), _MIN_READ_BYTES)
+    return max(min(options.advanced.request_bytes, options.read_bytes // context.max_connections), _MIN_READ_BYTES)
 
 
 class Verification:
@@ -208,7 +208,7 @@ class Verification:
     Takes at most `Options.read_bytes` of memory beside the manifest and the headers.
     """
 
-    def __init__(self, reader: Reader, *, on_read: Callable[[int], None] = lambda _num_bytes: None) -> None:
+    def __init__(self, reader: CheckpointReader, *, on_read: Callable[[int], None] = lambda _num_bytes: None) -> None:
         self._reader, self._on_read = reader, on_read
         self._client = reader.context.client
         self._manifest = reader.manifest
@@ -240,7 +240,7 @@ class Verification:
 
     def _in_threads(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
         context = self._reader.context
-        run_all(items, work, num_threads=context.connections, name="cloudckpt-verify", on_failure=context.stop)
+        run_all(items, work, num_threads=context.max_connections, name="cloudckpt-verify", on_failure=context.stop)
 
     def _measure(self, index: int) -> None:
         size_bytes = self._reader.measure_object(index)

@@ -161,9 +161,9 @@ class Hedger:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit = limit
-        self.max_connections = limit.current
+        self.configured_connections = limit.current
         """The most requests that may ever be in flight."""
-        self._get_ceiling: Callable[[], int] = lambda: self.max_connections
+        self._get_max_connections: Callable[[], int] = lambda: self.configured_connections
         self._on_hedge = on_hedge
         self._budget_bytes = budget_bytes
         self._clock = clock
@@ -181,18 +181,18 @@ class Hedger:
         """Requests that were made a second time."""
         return len(self._hedged)
 
-    def limit_connections(self, get_ceiling: Callable[[], int]) -> None:
-        """Allow at most as many requests in flight as `get_ceiling` returns at the time. Its answers may change."""
-        self._get_ceiling = get_ceiling
+    def limit_connections(self, get_max_connections: Callable[[], int]) -> None:
+        """Allow at most as many requests in flight as `get_max_connections` returns. Its answers may change."""
+        self._get_max_connections = get_max_connections
 
     @property
-    def ceiling(self) -> int:
+    def max_connections(self) -> int:
         """The most requests that may be in flight now if the store slows nothing down."""
-        return self._get_ceiling()
+        return self._get_max_connections()
 
-    def connections(self) -> int:
+    def connections_now(self) -> int:
         """Return how many requests may be in flight now."""
-        return min(self._limit.current, self._get_ceiling())
+        return min(self._limit.current, self._get_max_connections())
 
     @contextlib.contextmanager
     def request(

@@ -185,5 +185,5 @@ class Resumption:
         return list(body.known_crc32cs[begin // self._tile_bytes : -(-end // self._tile_bytes)])
 
     def _run_all(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
-        connections = self._client.hedger.connections
+        connections = self._client.hedger.connections_now
         run_all(items, work, num_threads=connections, name="cloudckpt-resume")

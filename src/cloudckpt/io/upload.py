@@ -93,9 +93,9 @@ class UploadSession:
         self._on_object = on_object
         self._daemon = daemon
         self.tasks = WorkQueue(
-            hedger.connections,
+            hedger.connections_now,
             name="cloudckpt-upload",
-            max_waiting=hedger.connections() if self._store.capabilities.parallel_parts else 1,
+            max_waiting=hedger.connections_now() if self._store.capabilities.parallel_parts else 1,
             daemon=daemon,
         )
         self._context = contextlib.ExitStack()

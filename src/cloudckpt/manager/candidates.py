@@ -37,7 +37,7 @@ from cloudckpt.inspect.verification import Verification, verify
 from cloudckpt.io.client import MAX_LOOKS, open_client
 from cloudckpt.options import Options, suggest_keywords
 from cloudckpt.pipeline.context import Context, log_and_deliver
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.report import LoadReport, SkippedCheckpoint, place_of
 from cloudckpt.uri import STEP_FOLDER, parse_location, redact
 
@@ -320,7 +320,7 @@ def _find_damage_on_hosts(
         if manifest is None:
             return None
         indices_here = find_wanted_and_held(context, manifest, (), hosts).found
-        problems = Verification(Reader(context, manifest)).run_each()
+        problems = Verification(CheckpointReader(context, manifest)).run_each()
         keys = [stored.key for stored in manifest.objects]
         return _HostProblems(
             manifest.attempt,

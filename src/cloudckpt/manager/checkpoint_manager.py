@@ -58,7 +58,7 @@ from cloudckpt.manager.policies import (
 )
 from cloudckpt.manager.restore import Restored, Restorer
 from cloudckpt.manager.retention import Retention, RetentionReport
-from cloudckpt.manager.save_history import SavedStep, SaveHistory
+from cloudckpt.manager.save_history import SaveHistory, StepSave
 from cloudckpt.manager.steps import (
     STEP_KEY,
     StepInfo,
@@ -455,8 +455,10 @@ class CheckpointManager(OfThisProcess):
         is_coordinator = rank == 0
         # The metrics play no part: they may differ between ranks, and all ranks must take the same branch.
         current = self._history.current
-        is_saved = force and not overwrite and current is not None and current.step == step and current.failure is None
-        if is_saved and current is not None and current.reaches_root:
+        repeats_last_save = (
+            force and not overwrite and current is not None and current.step == step and current.failure is None
+        )
+        if repeats_last_save and current is not None and current.reaches_root:
             if is_coordinator and metrics is not None and checked_metrics != current.metrics:
                 _log.warning("%s exists already and keeps its metrics", self.uri_of(step))
             return current.result
@@ -484,20 +486,22 @@ class CheckpointManager(OfThisProcess):
             self._history.note_objects(step, map(str, names), may_remove=may_remove)
         if is_owed:
             self._schedule.note_save()
-        if self._places.fast is not None and self._places.fast.schedule is not None and not is_saved:
+        if self._places.fast is not None and self._places.fast.schedule is not None and not repeats_last_save:
             self._places.fast.schedule.note_save()
-        saved = SavedStep(
+        step_save = StepSave(
             step=step,
             is_owed=is_owed,
             may_overwrite=overwrite,
-            replaces_unowed_step=is_saved,
+            replaces_unowed_step=repeats_last_save,
             metrics=checked_metrics,
             rank=rank,
         )
         if fast is not None:
             ranks = self._make_rank_calls("choosing the place of a step under")
-            saved.is_fast, saved.is_owed = fast.choose_place(ranks, folder, is_owed=is_owed, may_overwrite=overwrite)
-        return self._save_to(saved, folder, state_dict, settings)
+            step_save.is_fast, step_save.is_owed = fast.choose_place(
+                ranks, folder, is_owed=is_owed, may_overwrite=overwrite
+            )
+        return self._save_to(step_save, folder, state_dict, settings)
 
     def _look_before_save(self, step: int, *, overwrite: bool) -> None:
         """Read the times of all commits; before the first save, also warn of other jobs."""
@@ -519,66 +523,66 @@ class CheckpointManager(OfThisProcess):
         return self._on_damaged == "replace" and not damaged_uris.isdisjoint(self._places.uris_of(format_folder(step)))
 
     def _save_to(
-        self, saved: SavedStep, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
+        self, step_save: StepSave, folder: str, state_dict: dict[str, Any] | None, settings: dict[str, Any]
     ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save to the chosen place, or to the root if the fast place fails."""
-        self._history.warn_of_dropped_metrics(saved)
+        self._history.warn_of_dropped_metrics(step_save)
         uris = self._places.uris_of(folder)
         note_own_uris(uris)
         self._places.root.begun_uris.update(uris)
         call = async_save if self._is_async else save
         try:
-            metadata = build_metadata(saved.step, saved.metrics or {})
-            if saved.rank == 0 and (earlier := self._history.find_earlier_metrics(saved.step)):
+            metadata = build_metadata(step_save.step, step_save.metrics or {})
+            if step_save.rank == 0 and (earlier := self._history.find_earlier_metrics(step_save.step)):
                 metadata[EARLIER_KEY] = earlier
-            writer = self._make_writer(saved, folder, metadata)
-            saved.result = call(state_dict, storage_writer=writer, **settings)
+            writer = self._make_writer(step_save, folder, metadata)
+            step_save.result = call(state_dict, storage_writer=writer, **settings)
         except (SaveOrLoadError, SaveInFlightError) as error:
-            failure = self._history.note_refusal(saved, error)
+            failure = self._history.note_refusal(step_save, error)
             if failure is None:
                 raise
             return failure
-        self._history.note_begin(saved)
-        return saved.result
+        self._history.note_begin(step_save)
+        return step_save.result
 
-    def _make_writer(self, saved: SavedStep, folder: str, metadata: Mapping[str, Any]) -> ObjectStoreWriter:
-        """Make the writer of a step in the place that `saved` names."""
+    def _make_writer(self, step_save: StepSave, folder: str, metadata: Mapping[str, Any]) -> ObjectStoreWriter:
+        """Make the writer of a step in the place that `step_save` names."""
         root = self._places.root
-        fast = self._places.fast if saved.is_fast else None
+        fast = self._places.fast if step_save.is_fast else None
         record: dict[str, Any] = {}
         if fast is not None:
             record[FAST_KEY] = make_record(
                 root.location,
-                is_owed=saved.is_owed,
-                may_overwrite=saved.may_overwrite,
+                is_owed=step_save.is_owed,
+                may_overwrite=step_save.may_overwrite,
                 host_names=() if fast.hosts is None else fast.hosts.names,
             )
         steps = root if fast is None else fast.steps
         options = dataclasses.replace(steps.options, metadata={**steps.options.metadata, **metadata, **record})
-        saved.uri = steps.location.child(folder).uri
-        if saved.rank == 0 and folder != format_folder(saved.step):
-            _log.warning("saving step %d as %s beside the damaged one", saved.step, saved.uri)
+        step_save.uri = steps.location.child(folder).uri
+        if step_save.rank == 0 and folder != format_folder(step_save.step):
+            _log.warning("saving step %d as %s beside the damaged one", step_save.step, step_save.uri)
         return ObjectStoreWriter(
-            saved.uri,
+            step_save.uri,
             options=options,
-            overwrite=saved.may_overwrite or (saved.is_fast and saved.replaces_unowed_step),
-            _find_base=functools.partial(self._history.find_base, saved.uri),
-            _find_next=None if fast is None else functools.partial(self._leave_fast, saved, folder, metadata),
-            _via=self._history.name_manager(saved.step) if self._has_restored else UNRESTORED,
+            overwrite=step_save.may_overwrite or (step_save.is_fast and step_save.replaces_unowed_step),
+            _find_base=functools.partial(self._history.find_base, step_save.uri),
+            _find_next=None if fast is None else functools.partial(self._leave_fast, step_save, folder, metadata),
+            _via=self._history.name_manager(step_save.step) if self._has_restored else UNRESTORED,
             _hosts=None if fast is None else fast.hosts,
         )
 
     def _leave_fast(
-        self, saved: SavedStep, folder: str, metadata: Mapping[str, Any], failure: BaseException
+        self, step_save: StepSave, folder: str, metadata: Mapping[str, Any], failure: BaseException
     ) -> ObjectStoreWriter | None:
         """Return a writer to the root, for the same save, if the fast place has failed."""
         if not is_store_failure(failure) and not isinstance(failure, RemovedObjectsError):
             return None
-        if saved.rank == 0:
+        if step_save.rank == 0:
             _log.warning("saving to %s, because the fast place failed: %s", self.root, failure)
-        self._history.note_saved(saved, failure)  # its commit may have arrived
-        saved.is_fast = False
-        return self._make_writer(saved, folder, metadata)
+        self._history.note_saved(step_save, failure)  # its commit may have arrived
+        step_save.is_fast = False
+        return self._make_writer(step_save, folder, metadata)
 
     @suggest_keywords
     def restore(

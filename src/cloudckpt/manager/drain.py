@@ -363,7 +363,7 @@ class Drain:
                 on_progress=check_time,
             )
             hedger = transfer.target.client.hedger
-            hedger.limit_connections(lambda: get_connections(hedger.max_connections))
+            hedger.limit_connections(lambda: get_connections(hedger.configured_connections))
             is_shared = self.hosts is not None or not has_all_objects(transfer.source)
             if is_shared:
                 self._send_share(transfer, folder, damage)

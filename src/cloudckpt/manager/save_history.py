@@ -34,7 +34,7 @@ _with_resume_hint: weakref.WeakSet[SaveHistory] = weakref.WeakSet()
 
 
 @dataclass(slots=True, kw_only=True)
-class SavedStep:
+class StepSave:
     """The save of a step by this manager, from before it begins; or a restored step, without a result."""
 
     step: int
@@ -78,8 +78,8 @@ class SaveHistory:
         self._places, self.failures = places, failures
         self._options = places.root.options
         self._lock = threading.Lock()
-        self.last: SavedStep | None = None
-        self.current: SavedStep | None = None
+        self.last: StepSave | None = None
+        self.current: StepSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
         self.last_committed: tuple[int, str] | None = None
         """Number and URI of a step."""
@@ -108,57 +108,59 @@ class SaveHistory:
         result = self.last.result if self.last is not None else None
         return result if isinstance(result, AsyncSave) and not result.done() else None
 
-    def note_begin(self, saved: SavedStep) -> None:
+    def note_begin(self, step_save: StepSave) -> None:
         """Record a save that has begun or, without a background save, ended."""
-        self.last = self.current = saved
-        if saved.rank == 0:
+        self.last = self.current = step_save
+        if step_save.rank == 0:
             _with_resume_hint.add(self)
         self._unraised = None
-        if isinstance(saved.result, AsyncSave):
-            saved.result.committed.add_done_callback(lambda _: self.finish(saved))
+        if isinstance(step_save.result, AsyncSave):
+            step_save.result.committed.add_done_callback(lambda _: self.finish(step_save))
         else:
-            self.finish(saved)
+            self.finish(step_save)
 
-    def note_refusal(self, saved: SavedStep, error: BaseException) -> SaveFailure | None:
+    def note_refusal(self, step_save: StepSave, error: BaseException) -> SaveFailure | None:
         """Record a save that failed before it began or, without a background save, at all. None: `error` is raised."""
-        self.note_saved(saved, error)
+        self.note_saved(step_save, error)
         with self._lock:
-            failure = self._unraised = self.failures.record(saved.step, saved.uri, error)
+            failure = self._unraised = self.failures.record(step_save.step, step_save.uri, error)
         if failure is not None:
-            self._log_tolerated(failure, saved.rank)
+            self._log_tolerated(failure, step_save.rank)
         return failure
 
-    def finish(self, saved: SavedStep) -> None:
+    def finish(self, step_save: StepSave) -> None:
         """Record the outcome of a save that has ended, once, and start what follows a commit.
 
         A commit replaces damage, and starts retention and the copy to the root. The callback of the save, and every
         method that waits for it, call this. So a method that has waited finds the outcome recorded.
         """
-        error, failure = saved.failure, None
-        self.note_saved(saved, error)
+        error, failure = step_save.failure, None
+        self.note_saved(step_save, error)
         with self._lock:
-            if saved.is_outcome_noted:
+            if step_save.is_outcome_noted:
                 return
-            saved.is_outcome_noted = True
+            step_save.is_outcome_noted = True
             if error is None:
                 self.failures.in_a_row = 0
-                self.last_committed = saved.step, saved.uri
-                self._base_uris[saved.uri.rpartition("/")[0]] = saved.uri
-                self.damaged_uris -= {saved.uri}
+                self.last_committed = step_save.step, step_save.uri
+                self._base_uris[step_save.uri.rpartition("/")[0]] = step_save.uri
+                self.damaged_uris -= {step_save.uri}
                 # Before a method that waits checks if a copy or a removal runs.
-                self._places.start_after_commit(saved.uri, saved.rank, is_fast=saved.is_fast, is_owed=saved.is_owed)
-            elif isinstance(saved.result, AsyncSave):
-                failure = self.failures.record(saved.step, saved.uri, error)
+                self._places.start_after_commit(
+                    step_save.uri, step_save.rank, is_fast=step_save.is_fast, is_owed=step_save.is_owed
+                )
+            elif isinstance(step_save.result, AsyncSave):
+                failure = self.failures.record(step_save.step, step_save.uri, error)
                 if failure is not None:
-                    saved.result.committed.exception(0)  # so that no other save raises it
+                    step_save.result.committed.exception(0)  # so that no other save raises it
                     self._unraised = self._unraised or failure
         if failure is not None:
-            self._log_tolerated(failure, saved.rank)
+            self._log_tolerated(failure, step_save.rank)
 
-    def note_saved(self, saved: SavedStep, error: BaseException | None) -> None:
+    def note_saved(self, step_save: StepSave, error: BaseException | None) -> None:
         """Record that the rules of this manager hold for a step that it has committed, or may have committed."""
         if error is None or any(isinstance(cause, CommitUnknownError) for cause in causes_of(error)):
-            self._places.root.run_uris.add(saved.uri)
+            self._places.root.run_uris.add(step_save.uri)
 
     def note_damage(self, uri: str) -> None:
         """Record that `restore` found a step damaged."""
@@ -168,7 +170,7 @@ class SaveHistory:
 
     def note_restored(self, step: int, uri: str, *, reaches_root: bool, is_whole: bool) -> None:
         """Record that the job's state is that of a step. `is_whole` is False if a part was read from its copy."""
-        self.current = SavedStep(step=step, is_fast=not reaches_root)
+        self.current = StepSave(step=step, is_fast=not reaches_root)
         self._last_restored = step, uri
         self._metrics = None
         self._base_uris[uri.rpartition("/")[0]] = uri if is_whole and not self.damaged_uris else None
@@ -236,20 +238,20 @@ class SaveHistory:
         self._last_not_due = step
         self._dropped_metrics.update(dict.fromkeys(metrics if isinstance(metrics, Mapping) else (), step))
 
-    def warn_of_dropped_metrics(self, saved: SavedStep) -> None:
+    def warn_of_dropped_metrics(self, step_save: StepSave) -> None:
         """Warn once if a step is saved without metrics that were passed only for steps that were not due."""
-        dropped = [name for name in self._dropped_metrics if name not in (saved.metrics or {})]
-        if dropped and saved.rank == 0 and not self._has_warned_of_dropped:
+        dropped = [name for name in self._dropped_metrics if name not in (step_save.metrics or {})]
+        if dropped and step_save.rank == 0 and not self._has_warned_of_dropped:
             self._has_warned_of_dropped = True
             step = self._dropped_metrics[dropped[0]]
             advice = (
                 "an earlier save of this step had them, and was not due. Pass metrics= to this one, too"
-                if step == saved.step
+                if step == step_save.step
                 else f"they were passed for step {step}, which was not due, so that no step has them. Pass force=True "
                 "to save such a step, or measure if is_due(step) is True"
             )
             names = name_all("metric", [*map(repr, dropped)])
-            _log.warning("step %d is saved without the %s: %s", saved.step, names, advice)
+            _log.warning("step %d is saved without the %s: %s", step_save.step, names, advice)
         self._dropped_metrics.clear()
 
     def warn_of_unsaved_end(self) -> None:

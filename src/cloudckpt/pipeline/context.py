@@ -110,9 +110,9 @@ class Context:
         return self.client.store
 
     @property
-    def connections(self) -> int:
-        """Maximum number of requests in flight, before throttling (`Hedger.connections` is the present number)."""
-        return self.client.hedger.ceiling
+    def max_connections(self) -> int:
+        """Maximum number of requests in flight, before throttling (`Hedger.connections_now` is the present number)."""
+        return self.client.hedger.max_connections
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:
         """Hand an event to all listeners. Raises the error of the user's `Options.on_event`."""

@@ -173,7 +173,7 @@ class Draft:
             self._find_step_below,
             # Make the looks of `confirm` at the same time, because round trips dominate a small save.
             *[functools.partial(lists_torch_checkpoint, client)] * NUM_LOOKS_AT_ABSENCE,
-            num_threads=1 if context.store.capabilities.is_near else context.connections,
+            num_threads=1 if context.store.capabilities.is_near else context.max_connections,
             on_interrupt=client.stop,
         )
         if log.current_number is not None or any(has_torch_checkpoint):
@@ -443,12 +443,12 @@ def bodies_of(
     options, num_bytes = context.options, sum(items.sizes_bytes)
     object_bytes, most_part_bytes = options.advanced.object_bytes, options.advanced.part_bytes
     capabilities = context.store.capabilities
-    bytes_per_connection = max(most_part_bytes, options.staging_bytes // context.connections)
+    bytes_per_connection = max(most_part_bytes, options.staging_bytes // context.max_connections)
     if not capabilities.multipart:
         # Each object is one part, and is staged whole. Only several objects can be sent at the same time.
         object_bytes = min(object_bytes, bytes_per_connection)
     elif not capabilities.parallel_parts:
-        share_bytes = num_bytes // (_OBJECTS_PER_CONNECTION * context.connections)
+        share_bytes = num_bytes // (_OBJECTS_PER_CONNECTION * context.max_connections)
         if items.are_transformed:  # each object in flight is in memory as a whole
             share_bytes = min(share_bytes, bytes_per_connection)
         object_bytes = min(object_bytes, max(share_bytes, _MIN_OBJECT_BYTES))
@@ -456,7 +456,7 @@ def bodies_of(
         receipt_makers.append(make_receipts)
         part_bytes = choose_part_bytes(
             num_bytes,
-            connections=context.connections,
+            connections=context.max_connections,
             max_bytes=most_part_bytes,
             buffer_bytes=options.staging_bytes if 2 * body.copied_bytes > body.size_bytes else None,
         )

@@ -220,7 +220,7 @@ class FilesJob:
                 )
             receipts_by_key[key] = _RECEIPT_DECODER.decode(document)
 
-        run_all(keys, read, num_threads=context.connections, name="cloudckpt-receipts", on_failure=context.stop)
+        run_all(keys, read, num_threads=context.max_connections, name="cloudckpt-receipts", on_failure=context.stop)
 
     def _find_problems(self, receipts_of_job: Collection[FileReceipt], planned_paths: Collection[str]) -> list[str]:
         receipts = [receipt for receipt in receipts_of_job if receipt.save == self._save]
@@ -318,7 +318,7 @@ class FileWriter(io.RawIOBase):
         held_bytes = fit_part_bytes(
             options.staging_bytes,
             # In memory are the parts that wait, those that are being sent, the first one and the one being filled.
-            connections=2 * context.connections + 2,
+            connections=2 * context.max_connections + 2,
             max_bytes=advanced.part_bytes,
             tile_bytes=advanced.tile_bytes,
         )

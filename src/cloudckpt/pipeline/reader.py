@@ -75,7 +75,7 @@ _LOAD_AN_OLDER_ONE = "Load an older checkpoint"
 _MAX_NAMED = 5
 
 
-class Reader:
+class CheckpointReader:
     """Reads the objects of one manifest, and checks each byte.
 
     `read` fills all targets of a load, and `read_bytes` buffers with the bytes of tensors, across chunks. Both read in
@@ -95,7 +95,7 @@ class Reader:
 
     Example::
 
-        reader = Reader(context, resolve(context.client).manifest)
+        reader = CheckpointReader(context, resolve(context.client).manifest)
         buffer = torch.empty(16, dtype=torch.uint8)
         reader.read_bytes([TensorBytes(name="model.weight", begin=0, end=16, buffer=buffer)])
 
@@ -224,7 +224,7 @@ class Reader:
             recorder.add_time_since("stage", begun_ns)
             names = functools.partial(names_in, request, request.begin, request.end)
 
-            def read_copy(reader: Reader) -> None:
+            def read_copy(reader: CheckpointReader) -> None:
                 reader.read_tiles(
                     request,
                     open_views=lambda _: contextlib.nullcontext(views),
@@ -264,7 +264,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _falling_back_to_copy(
-        self, index: int, read: Callable[[Reader], None], names: Callable[[], str]
+        self, index: int, read: Callable[[CheckpointReader], None], names: Callable[[], str]
     ) -> Iterator[None]:
         """Let the body read object `index` here. If it fails, call `read` with the reader of the copy.
 
@@ -320,7 +320,7 @@ class Reader:
         )
 
     def _num_connections(self) -> int:
-        return max(context.client.hedger.connections() for context in self._contexts())
+        return max(context.client.hedger.connections_now() for context in self._contexts())
 
     def _stop(self) -> None:
         self.context.stop()
@@ -448,7 +448,7 @@ class Reader:
             if not names:
                 names = wanted.names_in(large[index], large[index].begin, large[index].end)
             check = functools.partial(
-                Reader._check_size, index=index, claimed_bytes=claimed_bytes.get(index, 0), names=names
+                CheckpointReader._check_size, index=index, claimed_bytes=claimed_bytes.get(index, 0), names=names
             )
             with self._falling_back_to_copy(index, check, functools.partial(str, names)):
                 self._raise_known_failure(index)
@@ -585,15 +585,15 @@ class Reader:
 class FallbackCopy:
     """The copy of a save at a farther place, for objects that cannot be read at the reader's own, nearer place.
 
-    `Reader` opens the copy for the first such object. `context` is the place of the copy, and `manifest` the manifest
-    at the nearer place. Thread-safe.
+    `CheckpointReader` opens the copy for the first such object. `context` is the place of the copy, and `manifest` the
+    manifest at the nearer place. Thread-safe.
     """
 
     def __init__(self, context: Context, manifest: Manifest) -> None:
         self.context = context
         self._manifest = manifest
         self._lock = threading.Lock()
-        self._reader: Reader | None = None
+        self._reader: CheckpointReader | None = None
         self._refusal: Exception | None = None
         self._place_failure: Exception | None = None
         """The failure after which no object is read at the nearer place any more."""
@@ -614,7 +614,7 @@ class FallbackCopy:
             self._place_failure = failure
         return failure
 
-    def open(self) -> Reader:
+    def open(self) -> CheckpointReader:
         """Return a reader of the copy. Raises the reason if there is no copy of this save."""
         with self._lock:
             if self._refusal is not None:
@@ -627,7 +627,7 @@ class FallbackCopy:
                 except (StoreError, CheckpointError) as error:
                     self._refusal = copy.copy(error)
                     raise
-                self._reader = Reader(self.context, manifest)
+                self._reader = CheckpointReader(self.context, manifest)
             return self._reader
 
     def note_reading(self, index: int, url: str, failure: Exception) -> None:
@@ -670,10 +670,10 @@ def choose_request_bytes(context: Context, ranges: Sequence[WantedRange], are_co
         copied_bytes += num_bytes * are_copied[wanted.target_number]
     max_bytes = context.options.advanced.request_bytes
     if 2 * copied_bytes > wanted_bytes:  # each read takes a buffer, and each connection should have one
-        max_bytes = min(max_bytes, _buffer_bytes(context) // context.connections)
+        max_bytes = min(max_bytes, _buffer_bytes(context) // context.max_connections)
     return spread_over_connections(
         wanted_bytes,
-        connections=context.connections,
+        connections=context.max_connections,
         requests_per_connection=requests_per_connection(),
         min_bytes=_SMALL_REQUEST_BYTES,
         max_bytes=max_bytes,

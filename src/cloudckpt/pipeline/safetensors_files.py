@@ -1,6 +1,6 @@
 """Safetensors files as a checkpoint: a single file, or a folder in Hugging Face's layout.
 
-Their headers become a manifest without checksums, so that `Reader` reads them as it reads any checkpoint.
+Their headers become a manifest without checksums, so that `CheckpointReader` reads them as it reads any checkpoint.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class SafetensorsFiles:
         def read(key: str) -> None:
             headers[key] = self._read_header(key, is_indexed=weight_map is not None)
 
-        run_all(keys, read, num_threads=self.context.connections, name="cloudckpt-headers")
+        run_all(keys, read, num_threads=self.context.max_connections, name="cloudckpt-headers")
         self.files, self.unknown, self._tensors, self._metadata = [], {}, {}, {}
         for number, key in enumerate(keys):
             file, entries, metadata = headers[key]

@@ -134,8 +134,8 @@ class SharedReads:
         """Yield each request once its bytes are in the tensors: first those that are shared, then the others.
 
         The reads of a round go on while the round before it is exchanged and placed. `read` reads one request into the
-        tensors (`Reader.read_tiles`), `read_all` calls a function for each of many (`run_as_completed`), and `stop`
-        ends reads.
+        tensors (`CheckpointReader.read_tiles`), `read_all` calls a function for each of many (`run_as_completed`), and
+        `stop` ends reads.
         """
         rank, ahead = self._ranks.rank, self._begin_reads(0, read, read_all)
         try:

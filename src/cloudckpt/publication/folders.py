@@ -23,7 +23,7 @@ from cloudckpt.format.model import StoredTensor
 from cloudckpt.format.safetensors import INDEX_NAME, INDEX_SUFFIX, SINGLE_NAME, SUFFIX
 from cloudckpt.io.boxes import Box
 from cloudckpt.options import MIB, Options
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import SafetensorsFiles, list_links
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.publication.pieces import HeldPiece, combine_sums, sum_pieces
@@ -129,7 +129,7 @@ class ModelFolder:
             manifest = SafetensorsFiles(self._target, INDEX_NAME, uri=uri).manifest
             forms = {self._names[piece.name]: (piece.dtype, piece.shape) for piece in pieces}
             if forms == {name: (tensor.dtype, tensor.shape) for name, tensor in manifest.tensors.items()}:
-                read_pieces(Reader(self._target, manifest), pieces, self._names)
+                read_pieces(CheckpointReader(self._target, manifest), pieces, self._names)
                 if hash_state(combine_sums([sum_pieces(pieces)], uri=uri)) == self.state_hash:
                     return True
         except CheckpointError as error:
@@ -176,7 +176,7 @@ class _Contents(NamedTuple):
             part.buffer.copy_(self.tensors[part.name][part.begin : part.end])
 
 
-def read_pieces(reader: Reader, pieces: Sequence[HeldPiece], names: Mapping[str, str]) -> None:
+def read_pieces(reader: CheckpointReader, pieces: Sequence[HeldPiece], names: Mapping[str, str]) -> None:
     """Fill whole tensors. `names` are the reader's names of them."""
     reader.read_bytes(
         [

@@ -32,7 +32,7 @@ from cloudckpt.format.codec import decode, encode
 from cloudckpt.io.boxes import Box, intersect
 from cloudckpt.options import Options, require_options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.reader import Reader
+from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.publication.deltas import apply_delta, parse_delta_name
 from cloudckpt.publication.folders import ModelFolder, read_pieces
@@ -243,7 +243,7 @@ def _pull_folder(calls: RankCalls, versions: Versions, folder: ModelFolder, targ
             chain = versions.find_chain(target, held=held_state)
 
         def read_whole(anchor: Version) -> int:
-            reader = Reader(Context(anchor.location, versions.options, rank=0), anchor.manifest)
+            reader = CheckpointReader(Context(anchor.location, versions.options, rank=0), anchor.manifest)
             read_pieces(reader, pieces, {name: name for name in published})
             return sum(piece.tensor.nbytes for piece in pieces)
 
@@ -411,7 +411,7 @@ class _Delta:
         try:
             # A reader that has failed looks at nothing again.
             context = Context(self._version.location, self._options, rank=self._rank)
-            Reader(context, self._version.manifest).read_bytes(wanted)
+            CheckpointReader(context, self._version.manifest).read_bytes(wanted)
         except CorruptCheckpointError as error:
             if not self._is_anchor:
                 raise

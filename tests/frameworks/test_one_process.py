@@ -341,8 +341,13 @@ def trainer_of(root: Path, output: Path, num_samples: int = 32, **settings: Any)
     ],
     ids=["before", "best", "between", "workers"],
 )
-def test_trainer_that_has_evaluated_resumes(evaluates: dict[str, Any], tmp_path: Path) -> None:
-    """If this fails, a Trainer that evaluates before or between its saves cannot resume, or ends with other weights."""
+def test_trainer_that_has_evaluated_resumes(
+    evaluates: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If this fails, a Trainer that evaluates before or between its saves cannot resume, or ends with other weights.
+
+    Or its user does not see that it resumes.
+    """
     whole = trainer_of(tmp_path / "whole", tmp_path / "out", max_steps=10, **evaluates)
     whole.evaluate()
     whole.train()
@@ -353,7 +358,9 @@ def test_trainer_that_has_evaluated_resumes(evaluates: dict[str, Any], tmp_path:
     for later in (6, 8, 10):
         cloudckpt.delete(f"{root}/step-{later}")
     resumed = trainer_of(root, tmp_path / "out", max_steps=10, **evaluates)
+    capsys.readouterr()
     resumed.train(resume_from_checkpoint=True)
+    assert f"Resuming from {root}/step-4\n" in capsys.readouterr().out
     assert torch.equal(resumed.model.inner.weight, whole.model.inner.weight)
     losses = [
         [entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry and entry["step"] > 4]

@@ -138,6 +138,9 @@ class CloudCheckpoints(_Trainer):
             restored = self._cloud.restore(state, None if step is True else step)
             if restored is not None:
                 self._cloud_step = restored.step
+                if self.is_world_process_zero():
+                    # Trainer prints its progress so; no log below a warning is seen by default.
+                    print(f"Resuming from {restored.uri}")  # noqa: T201
                 damaged = {parse_step_uri(skipped.uri) for skipped in restored.skipped}  # saving them again is allowed
         steps = find_steps_on_all_ranks(self._cloud.root, self._cloud_options)
         if not self._cloud_overwrite and self.args.save_strategy != "no":

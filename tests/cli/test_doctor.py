@@ -255,6 +255,7 @@ def test_each_missing_permission_is_named(place: Place, operation: str, check: s
     # As permissions.md says: saves and loads work without these.
     assert report.is_healthy == (operation in {"abort_multipart", "delete", "head", "list_uploads"}), str(report)
     assert ("will fail" in str(report)) != report.is_healthy
+    assert ("✗" in str(report)) != report.is_healthy
     assert all("Grant it" in one.advice for one in report.failures if one.name not in {*MOTO, "left behind"})
     keys = place.keys()
     assert not keys or operation in {"delete", "abort_multipart"} or place.root.startswith("gs://")

@@ -85,7 +85,7 @@ class Check:
     @property
     def mark(self) -> str:
         """A sign for tables."""
-        return _MARKS[self.outcome]
+        return "!" if self.outcome == "failed" and not self.matters else _MARKS[self.outcome]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class DoctorReport:
         if not self.failures:
             verdict = "All is well."
         elif self.is_healthy:
-            verdict = "Saves and loads will work. What is marked ✗ costs money, time or comfort."
+            verdict = "Saves and loads will work. What is marked ! costs money, time or comfort."
         scope = "This looked at the store, not at checkpoints: see cloudckpt ls and cloudckpt verify."
         return "\n".join(map(plain_line, [*lines, "", verdict, scope]))
 

@@ -243,6 +243,25 @@ def test_a_store_that_hangs_or_breaks_is_an_error_that_names_its_keeper(*, break
     assert time.monotonic() - begun_s < 20
 
 
+def test_a_rank_that_is_lost_in_a_transfer_is_named_within_the_time_out(three: list[Rendezvous]) -> None:
+    """If this fails, ranks wait twice as long as the user allows: first in gloo, and then for the name."""
+    is_silent, released = threading.Event(), threading.Event()
+    on_all(three, lambda one: begin(one, 1, timeout_s=2.0), lambda one: one.barrier())
+    three[1].set_on_cancel(1, lambda _: (is_silent.set(), released.wait(WAIT_S)))  # keeps its heartbeats waiting
+    begun_s = time.monotonic()
+    three[1].cancel(1)
+    assert is_silent.wait(WAIT_S)
+    released.wait(0.75 * 2.0)  # the transfer
+
+    def explain(one: Rendezvous) -> None:
+        raise one.explain(RuntimeError("timed out"))
+
+    errors = on_all([three[0], three[2]], explain)
+    released.set()
+    assert_lost(errors, (1,), "gave no sign of life for 2 s")
+    assert time.monotonic() - begun_s < 1.5 * 2.0
+
+
 def test_an_earlier_group_on_the_same_store_gives_no_signs_of_life(tmp_path: Path) -> None:
     """If this fails, a group that is made anew on the same store goes on without ranks that have not come."""
     for has_come in (True, False):

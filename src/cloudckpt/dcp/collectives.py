@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.rendezvous import Rendezvous, c10d
+from cloudckpt.dcp.rendezvous import TRANSFER_FRACTION, Rendezvous, c10d
 from cloudckpt.errors import RankLostError, name_ranks
 from cloudckpt.telemetry.timeline import records_waits
 
@@ -61,8 +61,7 @@ class _GroupLink:
     def begin(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
         """Begin a call. The first call connects the ranks."""
         self.rendezvous.begin(call, doing=doing, uri=uri, timeout_s=timeout_s)
-        # All ranks have come to a collective, so this bounds the transfer alone.
-        timeout = dt.timedelta(seconds=min(timeout_s, _MAX_COLLECTIVE_S))
+        timeout = _transfer_timeout(timeout_s)
         if self.gloo is None:
             self.rendezvous.barrier()
             store = c10d.PrefixStore("gloo", self.rendezvous.store)
@@ -158,7 +157,7 @@ class CollectiveCall(DistWrapper):
     @records_waits
     def exchange(self, sends: Sequence[MemoryTransfer], receives: Sequence[MemoryTransfer]) -> None:
         """Send and receive memory. All ranks call this directly after another collective, so that none is missing."""
-        limit = dt.timedelta(seconds=min(self._rendezvous.timeout_s, _MAX_COLLECTIVE_S))
+        limit = _transfer_timeout(self._rendezvous.timeout_s)
 
         def exchange() -> None:
             try:
@@ -343,6 +342,11 @@ def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], 
     if interrupts or errors:
         raise [*interrupts, *errors][0]
     return results[0]
+
+
+def _transfer_timeout(timeout_s: float) -> dt.timedelta:
+    """Return gloo's time-out. All ranks have come to a collective, so it bounds the transfer alone."""
+    return dt.timedelta(seconds=min(TRANSFER_FRACTION * timeout_s, _MAX_COLLECTIVE_S))
 
 
 def _to_tensor(data: bytes, num_bytes: int) -> torch.Tensor:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from cloudckpt.errors import RankLostError, limit_text, name_ranks
 
+TRANSFER_FRACTION = 0.75
+"""Fraction of `timeout_s` after which a transfer between the ranks has failed. In the rest, the lost rank is found."""
 _BEATS_WITHIN_TIMEOUT = 8
 _MAX_BEAT_INTERVAL_S = 5.0
 _MIN_POLL_S = 0.0005
@@ -175,18 +177,19 @@ class Rendezvous:
             self._wait_until(lambda: self._answered_s > begun_s)
             self._raise_if_failed(call)
 
-    def barrier(self) -> None:
+    def barrier(self, *, is_after_transfer: bool = False) -> None:
         """Wait until all ranks have come to this barrier of the call.
 
         Raises `RankLostError` on all ranks if a rank has failed, has gone on to another call, does another task
         (`Heartbeat.task`), or gave no sign of life for `timeout_s`. In the last case, the group cannot be used any
-        more.
+        more. With `is_after_transfer`, that time includes a transfer, in which no heartbeats are read.
         """
         with self._changed:
             barrier = self._own.barrier + 1
             self._own = msgspec.structs.replace(self._own, barrier=barrier)
-            self._answered_s = time.monotonic()
-            self._heard_s = dict.fromkeys(self._watched, self._answered_s)
+            self._answered_s = now_s = time.monotonic()
+            since_s = now_s - TRANSFER_FRACTION * self.timeout_s if is_after_transfer else now_s
+            self._heard_s = {rank: max(self._heard_s.get(rank, now_s), since_s) for rank in self._watched}
             self._changed.notify_all()
             self._wait_until(lambda: self._state.permits(self._own.call, barrier))
 
@@ -200,7 +203,7 @@ class Rendezvous:
     def explain(self, error: Exception) -> RankLostError:
         """Return the error to raise for a broken collective. It names the lost rank, if found within `timeout_s`."""
         try:
-            self.barrier()
+            self.barrier(is_after_transfer=True)
             with self._changed:
                 self._failure = Failure((), f"the connection between the ranks broke ({error})", is_final=True)
             self.barrier()

@@ -223,6 +223,18 @@ def test_a_save_in_flight_is_finished(memory: Memory) -> None:
     assert [value_at(memory.uri(name)) for name in "ab"] == [1.0, 2.0]
 
 
+def test_a_last_save_that_is_not_made_is_not_reported(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """A job would end in the belief that its last state is saved."""
+    with cloudckpt.on_sigterm() as preemption, cloudckpt.CheckpointManager(memory.uri(), save_every=100) as manager:
+        tell(preemption)
+        assert preemption.finish(lambda: manager.save(7, state(1.0))).last == "none"
+        assert "not due needs force=True" in caplog.text
+        saved = list[object]()
+        assert preemption.finish(lambda: saved.append(manager.save(7, state(1.0), force=True))).last == "committed"
+        assert preemption.finish(lambda: manager.save(7, state(1.0), force=True)).last == "committed", "as before"
+    assert value_at(f"{memory.uri()}/step-7") == 1.0
+
+
 @pytest.fixture
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once a save has been cancelled."""

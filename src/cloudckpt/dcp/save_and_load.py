@@ -46,7 +46,7 @@ from cloudckpt.tensors.tensor_bytes import training_mode
 RanksContext: TypeAlias = AbstractContextManager[DistWrapper]
 """Gives the collectives of one save or load. If a rank leaves it with an error, the call ends on all ranks."""
 
-_last_save_s = 0.0
+_num_saves, _last_save_s = 0, 0.0
 
 
 @dataclasses.dataclass
@@ -64,9 +64,9 @@ class SavedMetadata(Metadata):
         return pairs_to_html("SavedMetadata", {"entries": len(self.state_dict_metadata), "report": self.report})
 
 
-def last_save_seconds() -> float:
-    """Return the seconds that the last committed save of this process took, including its planning; 0 without one."""
-    return _last_save_s
+def last_save() -> tuple[int, float]:
+    """Return the number of saves that this process has committed, and the seconds of the last, with its planning."""
+    return _num_saves, _last_save_s
 
 
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +137,12 @@ def run_save(
 
 def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:
     """Finish the trace and the events of a save that was committed, and add its report."""
-    global _last_save_s  # noqa: PLW0603  # of the process
+    global _num_saves, _last_save_s  # noqa: PLW0603  # of the process
     report = writer.report
     writer.flush_trace()
     writer.lifecycle.end(report)
     if report is not None:
-        _last_save_s = report.plan_s + report.write_s + report.commit_s
+        _num_saves, _last_save_s = _num_saves + 1, report.plan_s + report.write_s + report.commit_s
     values = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Metadata)}
     return SavedMetadata(**values, report=report)
 

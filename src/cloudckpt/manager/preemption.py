@@ -23,14 +23,14 @@ from cloudckpt._this_process import OfThisProcess
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import find_unreported
 from cloudckpt.background.runner import GlooGroupCache
-from cloudckpt.dcp.save_and_load import last_save_seconds
+from cloudckpt.dcp.save_and_load import last_save
 from cloudckpt.errors import InvalidOptionError, RankLostError
 from cloudckpt.manager.policies import SaveFailure
 
 _log = logging.getLogger("cloudckpt")
 
 SaveOutcome: TypeAlias = Literal["none", "committed", "failed", "cancelled", "no time", "unfinished"]
-"""Outcome of a save. ``"none"``: there was no save. ``"no time"``: the save was not started, since it would not have
+"""Outcome of a save. ``"none"``: no save was made, such as of a step that is not due. ``"no time"``: the save was not started, since it would not have
 ended before the deadline. ``"unfinished"``: it had not ended at the deadline, although it was cancelled."""
 
 MAX_CLEANUP_S = 2.0
@@ -162,12 +162,19 @@ class Preemption(OfThisProcess):
         return report
 
     def _make_last_save(self, save: Callable[[], object]) -> SaveOutcome:
-        spare_s = self.remaining_s - self._cleanup_s - _SLACK * last_save_seconds()
+        num_saves, last_save_s = last_save()
+        spare_s = self.remaining_s - self._cleanup_s - _SLACK * last_save_s
         if self._reduce_min(spare_s, within_s=max(self.remaining_s, self._cleanup_s)) < 0:
             return "no time"
+        before = find_unreported()
         made: Any = save()
+        if made is None and (begun := find_unreported()) is not before:
+            made = begun  # `save` has not returned it
         if isinstance(made, SaveFailure):
             raise made.error
+        if made is None and last_save()[0] == num_saves:
+            _log.warning("no last save was made: a manager's save of a step that is not due needs force=True")
+            return "none"
         if not isinstance(made, AsyncSave):
             return "committed"
         fate = self._wait_for(made, at_once=False)

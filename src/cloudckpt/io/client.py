@@ -387,6 +387,8 @@ class Retries:
 
     def _wait(self, error: StoreError, delay_s: float) -> bool:
         shared = self.shared
+        if shared.stopped.is_set() and shared.refusal is None:
+            return False
         more = log_fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
         _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
         with shared.lock:

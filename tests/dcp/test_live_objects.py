@@ -409,6 +409,16 @@ def test_scaler_that_was_disabled_at_the_save_is_named(caplog: pytest.LogCapture
     assert without["epoch"] == 5
 
 
+def test_scaler_that_is_disabled_at_the_load_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a run without mixed precision drops the scale from all later steps, and nobody hears of it."""
+    uri = new_uri()
+    cloudckpt.save(uri, extra={"scaler": torch.amp.GradScaler("cpu"), "disabled": torch.amp.GradScaler(enabled=False)})
+    extra = {name: torch.amp.GradScaler("cpu", enabled=False) for name in ("scaler", "disabled")}
+    cloudckpt.load(uri, extra=extra)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"'extra.scaler' of {uri} behind: this GradScaler is disabled" in warning
+
+
 def test_a_slip_in_a_rename_to_extra_is_an_error() -> None:
     """If this fails, a value goes on from its first one beside the saved one under a misspelt name."""
     uri = new_uri()
@@ -421,8 +431,8 @@ def test_a_slip_in_a_rename_to_extra_is_an_error() -> None:
     assert extra == {"started": 1, "step": 5}, "no slip: what is lacking has another name altogether"
 
 
-def test_moments_of_parameters_that_are_frozen_now_are_left_out() -> None:
-    """If this fails, a run that freezes a part of its model needs strict=False, which checks nothing else either."""
+def test_moments_of_parameters_that_are_frozen_now_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a run that freezes a part of its model needs strict=False, or loses their state in silence."""
     model, fresh = make_two(), make_two()
     optimizer = AdamW(model.parameters())
     trained(model, optimizer)
@@ -432,6 +442,8 @@ def test_moments_of_parameters_that_are_frozen_now_are_left_out() -> None:
     loaded = AdamW(fresh[1].parameters())
     cloudckpt.load(uri, model=fresh, optimizer={"all": loaded}, strict=True, random_state=True, no_dist=True)
     assert_same(loaded.state[fresh[1].weight], optimizer.state[model[1].weight])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"'optimizer.all.state.0.bias', 'optimizer.all.state.0.weight' of {uri} behind: these parameters" in warning
     fresh[0].requires_grad_(requires_grad=True)
     with pytest.raises(StateDictMismatchError, match=r"leaves behind.*optimizer.all.state.0.weight"):
         cloudckpt.load(uri, model=fresh, optimizer={"all": loaded}, no_dist=True)

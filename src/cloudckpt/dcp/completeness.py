@@ -76,6 +76,18 @@ def check_completeness(
             )
 
 
+def warn_of_frozen(plans: Sequence[LoadPlan], left: Collection[str], *, uri: str) -> None:
+    """Warn of saved state that no rank asks for, because its parameters are frozen now and in no optimizer."""
+    lost = {*left}.difference(fqn for plan in plans for fqn in _fqns_of(plan)) if left else ()
+    if lost:
+        _log.warning(
+            "the load leaves %s of %s behind: these parameters are frozen, and no optimizer has them. Later saves do "
+            "not have this state",
+            quote_names(sorted({name.rpartition(".")[0] for name in lost})),
+            uri,
+        )
+
+
 def check_empty(plans: Sequence[LoadPlan], saved: Mapping[str, Any], *, uri: str) -> None:
     """Raise `StateDictMismatchError` for an empty dict if no rank asks for the entries that were saved in its place.
 

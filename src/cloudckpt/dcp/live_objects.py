@@ -275,6 +275,12 @@ class ScalerEntry(StatefulEntry):
                 raise StateDictMismatchError(f"{problem}. {advice}", uri=source.uri)
             if source.is_logged:
                 _log.warning("%s: it stays as it is", problem)
+        if saved and not self._value.is_enabled() and source.is_logged:
+            _log.warning(
+                "the load leaves %r of %s behind: this GradScaler is disabled. Later saves do not have its state",
+                where,
+                source.uri,
+            )
         return super().plan_load(saved, where=where, source=source)
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
@@ -615,7 +621,9 @@ def _named_modules(model: Model) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
     if not isinstance(model, Mapping) or not all(isinstance(module, nn.Module) for module in model.values()):
-        raise InvalidOptionError(f"model must be a torch.nn.Module or a dict of them, not {kind_of(model)}")
+        is_state = isinstance(model, Mapping) and any(isinstance(value, torch.Tensor) for value in model.values())
+        advice = ". Pass a state dict as state_dict, in place of model" if is_state else ""
+        raise InvalidOptionError(f"model must be a torch.nn.Module or a dict of them, not {kind_of(model)}{advice}")
     modules = {f"{key}.": module for key, module in model.items()}
     if len(modules) < len(model):
         raise InvalidOptionError(f"two keys of model are the same text: {', '.join(map(repr, model))}. Rename one")

@@ -21,7 +21,14 @@ from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
 from cloudckpt.dcp.collectives import CollectiveCall, refuse_other_calls
-from cloudckpt.dcp.completeness import check_completeness, check_empty, check_hidden, check_used, find_unasked_entries
+from cloudckpt.dcp.completeness import (
+    check_completeness,
+    check_empty,
+    check_hidden,
+    check_used,
+    find_unasked_entries,
+    warn_of_frozen,
+)
 from cloudckpt.dcp.hosts import HostGroups, WantedAndHeld, find_wanted_and_held, plan_transfers, run_transfers
 from cloudckpt.dcp.load_items import find_wanted_items, log_dropped
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
@@ -496,9 +503,9 @@ class ObjectStoreReader(StorageReader):
         saved: Mapping[str, Any] = self._metadata.state_dict_metadata
         if unused:
             of_unused = tuple(f"{path}." for path in unused)
-            saved = {
-                name: entry for name, entry in saved.items() if name not in unused and not name.startswith(of_unused)
-            }
+            left = {name for name in saved if name in unused or name.startswith(of_unused)}
+            warn_of_frozen(plans, left, uri=self.checkpoint_id)
+            saved = {name: entry for name, entry in saved.items() if name not in left}
         if unasked_names := set(unasked):
             saved = {name: entry for name, entry in saved.items() if name not in unasked_names}
         hidden = self._renaming.hidden if self._strict and self._renaming is not None else []
@@ -511,7 +518,7 @@ class ObjectStoreReader(StorageReader):
         except StateDictMismatchError as error:
             if self._strict is not False:
                 raise
-            _log.warning("loading all the same, because of strict=False: %s", error.message)
+            _log.warning("strict=False: %s", error.message)
 
     def _can_share(self) -> bool:
         """Return True if this rank would share its reads. It must verify what it gets."""

@@ -7,9 +7,11 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.kit.options import make_options
 
 import cloudckpt
@@ -215,3 +217,21 @@ def test_options_are_values() -> None:
         options.retries = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         Options(60.0)  # type: ignore[misc]  # keywords only
+
+
+def test_object_without_an_argument_goes_into_extra(tmp_path: Path) -> None:
+    """If this fails, the error for `scaler=` leads its user to `scheduler=`."""
+    scaler: Any = torch.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"has no scaler \(did you mean 'scheduler'\?\)\. An .* extra=\{'scaler': scaler\}$"):
+        cloudckpt.CheckpointManager(tmp_path).save(1, scaler=scaler)  # type: ignore[call-arg]
+    load: Any = cloudckpt.load
+    for wrong in ("strip_prefix", "prefix"):
+        with pytest.raises(TypeError, match=rf"load has no {wrong} \(did you mean 'rename'\?\)$"):
+            load(tmp_path, model=torch.nn.Linear(2, 2), **{wrong: "model"})
+    model = torch.nn.Linear(2, 2)
+    cloudckpt.save(tmp_path, model=model)
+    with pytest.raises(InvalidOptionError, match=r"not an? OrderedDict\. Pass a state dict as state_dict"):
+        load(tmp_path, model=model.state_dict())
+    with pytest.raises(AttributeError) as caught:
+        cloudckpt.verfy  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("verfy", cloudckpt)

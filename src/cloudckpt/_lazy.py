@@ -23,7 +23,8 @@ def lazy_names(
 
     def get(name: str) -> object:
         if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            message = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[package])  # for Python's own suggestion
         value = getattr(import_module(module_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value

@@ -56,6 +56,7 @@ _OTHER_NAMES = {
     "random_state": "rng rng_state rng_states",
     "state_dict": "state item items obj args pytree",
     "process_group": "pg group",
+    "rename": "strip_prefix add_prefix prefix key_mapping",
 }
 """The names that other libraries, such as Orbax, torch, Lightning and Transformers, give to each argument."""
 _ADVICE = {
@@ -94,6 +95,9 @@ def suggest_keywords(function: Callable[_P, _T]) -> Callable[_P, _T]:
             known |= options_by_field
             advice = [f". {_ADVICE[name]}" for name in unknown if name in _ADVICE and name not in known]
             others = [name for name in unknown if name not in _ADVICE]
+            objects = [f"{name!r}: {name}" for name in others if hasattr(keywords[name], "state_dict")]
+            if objects and "extra" in parameters:
+                advice.append(f". An object without an argument of its own goes into extra={{{', '.join(objects)}}}")
             near = [known.get(name) or find_near(name, [*parameters]) for name in others]
             if "keep_best" in near:
                 metric, mode = keywords.get("monitor", "loss"), keywords.get("mode", "min")

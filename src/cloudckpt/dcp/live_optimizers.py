@@ -394,8 +394,8 @@ class OptimizerEntry(LiveEntry):
             raise StateDictMismatchError(
                 f"{where!r} of {self._source.uri} cannot be loaded with this rename, which takes a part of the model "
                 f"or changes the names of parameters{f', such as {quote_names(left)}' if left else ''}: one could be "
-                "given the state of another. Load the model alone with rename, or the optimizer with a model whose "
-                "parameters have the names that were saved",
+                "given the state of another. Load the model alone with rename, or both without rename, the model under "
+                "its saved name, as in model={'net': model}",
                 uri=self._source.uri,
             )
 

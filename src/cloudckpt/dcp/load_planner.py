@@ -182,7 +182,9 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                     f"{'' if is_alone else 'load the model without its optimizer, and '}keep these as they are with "
                     + renaming.advise_leaving_out(reshaped)
                 )
-            advice = ". Build the model as it was saved, or " + keep if reshaped else ""
+            # If many shapes differ, the model is another one.
+            few = 0 < len(reshaped) <= _MAX_SHOWN_PROBLEMS
+            advice = ". Build the model as it was saved" + (f", or {keep}" if few else "") if reshaped else ""
             if missing:
                 advice += ". Ask only for what was saved"
             if missing and len(missing) < len(self.state_dict):  # else nothing would be loaded
@@ -328,10 +330,13 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return isinstance(self._saved.get(fqn), BytesStorageMetadata)
 
     def _find_unasked(self, missing: Collection[str]) -> list[str]:
-        """Return saved names that are not asked for: the names beside `missing` ones, or all if nothing is missing."""
-        unasked = [name for name in self._saved if name not in self.state_dict] if missing else []
+        """Return saved names that are not asked for: those below the top-level keys of `missing` names, or all.
+
+        Names below other keys tell nothing if the checkpoint has the key of a missing name.
+        """
         tops = {str(self.mappings[name][0]) for name in missing}
-        return [name for name in unasked if any(is_below(name, top) for top in tops)] or unasked
+        saved = [name for name in self._saved if any(is_below(name, top) for top in tops)] or self._saved
+        return [name for name in saved if name not in self.state_dict] if missing else []
 
     def _describe_missing(self, fqn: str) -> str:
         return f"{fqn!r} is not in it{did_you_mean(find_near_entry(fqn, self._saved))}"

@@ -29,6 +29,8 @@ def test_every_byte_is_read_once(memory: Memory) -> None:
     assert report.num_bytes == sum(sizes) == store.num_bytes("read_into")
     assert (report.num_tensors, report.num_values) == (2, 0)
     assert report.bytes_per_s > 0
+    cloudckpt.save({"number": 5, "empty": {}}, memory.uri("values"))
+    assert cloudckpt.verify(memory.uri("values")).num_values == 2  # as `show` counts them
 
 
 def test_verify_sees_damage_that_a_partial_load_skips(memory: Memory) -> None:

@@ -231,12 +231,12 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
             )
             for name, wrapper in manifest.wrappers.items()
         ),
-        empty_dicts=tuple(_find_empty_dicts(manifest)),
+        empty_dicts=tuple(find_empty_dicts(manifest)),
     )
 
 
-def _find_empty_dicts(manifest: Manifest) -> Iterator[str]:
-    """Yield the names of dicts without any entry. On some rank, others may have entries."""
+def find_empty_dicts(manifest: Manifest) -> Iterator[str]:
+    """Yield the names of saved dicts without any entry. On some rank, others may have entries."""
     names = [name_path(path_from_json(path)) for path in manifest.empty_mappings]
     entries = [*manifest.tensors, *manifest.values] if names else []
     for name in names:

@@ -31,6 +31,7 @@ from cloudckpt.format.safetensors import (
     find_header_problems,
     list_contents,
 )
+from cloudckpt.inspect.description import find_empty_dicts
 from cloudckpt.io.boxes import join_ranges
 from cloudckpt.io.download import download_range
 from cloudckpt.io.reads import RangeRead
@@ -113,7 +114,7 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
         attempt=manifest.attempt,
         num_objects=len(manifest.objects),
         num_tensors=len(manifest.tensors),
-        num_values=len(manifest.values),
+        num_values=len(manifest.values) + len([*find_empty_dicts(manifest)]),
         num_bytes=sum(stored.size for stored in manifest.objects),
         num_requests=context.client.num_requests,
         num_retries=context.client.num_retries,

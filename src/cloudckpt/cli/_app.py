@@ -19,6 +19,25 @@ from cloudckpt.cli._console import INTERRUPTED, PIPE_CLOSED, exit_code_of, messa
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
 
+_OTHER_NAMES = {
+    "best": "ls ROOT --metrics",
+    "metrics": "ls ROOT --metrics",
+    "list": "ls",
+    "info": "show",
+    "describe": "show",
+    "compare": "diff",
+    "check": "verify",
+    "copy": "cp",
+    "mirror": "cp --all",
+    "sync": "cp --all",
+    "delete": "rm",
+    "remove": "rm",
+    "prune": "rm --keep-last",
+    "clean": "gc",
+}
+"""The command for each name that users try."""
+
+
 class _Commands(TyperGroup):
     """Shows expected errors in a line, and exits as ``docs/command-line.md`` says."""
 
@@ -35,6 +54,12 @@ class _Commands(TyperGroup):
             typer.echo(message, err=True)
             sys.exit(error.exit_code)  # type: ignore[attr-defined]  # Click's, of which Typer exports no class
         sys.exit(code)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Suggest a command also for `_OTHER_NAMES`."""
+        if other := _OTHER_NAMES.get(args[0]):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean 'cloudckpt {other}'?")
+        return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the options before the name of a command behind it: ``cloudckpt --timeout 8 ls ROOT``."""

@@ -101,7 +101,7 @@ class Console:
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Show that the command works, while it prints nothing. Only on a terminal's stderr, and not beside a log."""
-        if self.quiet or self.as_json or self.is_verbose or not sys.stderr.isatty():
+        if self.quiet or self.as_json or self.is_verbose or not _has_terminal():
             yield
             return
         from rich import console, status
@@ -159,7 +159,7 @@ class Console:
     @contextlib.contextmanager
     def progress(self, text: str) -> Iterator[Callable[[int, int], None]]:
         """Show a bar on stderr, if that is a terminal. Yields a function of the bytes done and the bytes in total."""
-        if self.quiet or not sys.stderr.isatty():
+        if self.quiet or not _has_terminal():
             yield lambda _done_bytes, _total_bytes: None
             return
         with _without_status(), new_bar(transient=True) as bar:
@@ -260,7 +260,15 @@ def usage_message(error: BaseException) -> str | None:
         return str(error)
     command = "cloudckpt" if context is None else context.command_path
     message = " ".join(format_message().split()).replace(": Value error, ", ": ")  # Typer's words for a wrong choice
+    flags = () if context is None else [flag for param in context.command.params for flag in param.opts]
+    if message.startswith("Got unexpected extra argument") and "--name" in flags:
+        message += ": --name PATTERN chooses what is shown"
     return f"Error: {plain_line(message)} ({command} --help shows how to use it)"
+
+
+def _has_terminal() -> bool:
+    """Return True if stderr can redraw a line. A notebook's ``!command`` has a terminal that shows each as a new one."""
+    return sys.stderr.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from cloudckpt.cli import convert, ls, maintenance, plot, report, show
 from cloudckpt.cli._console import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
-
 _OTHER_NAMES = {
     "best": "ls ROOT --metrics",
     "metrics": "ls ROOT --metrics",

@@ -267,7 +267,7 @@ def usage_message(error: BaseException) -> str | None:
 
 
 def _has_terminal() -> bool:
-    """Return True if stderr can redraw a line. A notebook's ``!command`` has a terminal that shows each as a new one."""
+    """Return True if stderr can redraw a line. A notebook's ``!command`` has a terminal that cannot."""
     return sys.stderr.isatty() and "JPY_PARENT_PID" not in os.environ
 
 

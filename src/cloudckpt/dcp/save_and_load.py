@@ -137,7 +137,7 @@ def run_save(
 
 def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:
     """Finish the trace and the events of a save that was committed, and add its report."""
-    global _num_saves, _last_save_s  # noqa: PLW0603  # of the process
+    global _num_saves, _last_save_s  # of the process
     report = writer.report
     writer.flush_trace()
     writer.lifecycle.end(report)

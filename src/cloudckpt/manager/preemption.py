@@ -30,8 +30,9 @@ from cloudckpt.manager.policies import SaveFailure
 _log = logging.getLogger("cloudckpt")
 
 SaveOutcome: TypeAlias = Literal["none", "committed", "failed", "cancelled", "no time", "unfinished"]
-"""Outcome of a save. ``"none"``: no save was made, such as of a step that is not due. ``"no time"``: the save was not started, since it would not have
-ended before the deadline. ``"unfinished"``: it had not ended at the deadline, although it was cancelled."""
+"""Outcome of a save. ``"none"``: no save was made, such as of a step that is not due. ``"no time"``: the save was not
+started, since it would not have ended before the deadline. ``"unfinished"``: it had not ended at the deadline, although
+it was cancelled."""
 
 MAX_CLEANUP_S = 2.0
 CLEANUP_FRACTION = 0.1

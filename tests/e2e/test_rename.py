@@ -160,9 +160,7 @@ def test_one_error_has_the_names_of_both_sides(tmp_path: Path) -> None:
         assert "nothing asks for 'model.head.weight', 'model.head.bias' in it" in str(caught.value)
         assert "rename={'model.head': 'model.end'}" in str(caught.value)
     more = nn.ModuleDict({**dict(NET.named_children()), "more": nn.Linear(2, 2)})
-    with pytest.raises(
-        StateDictMismatchError, match=r"'model\.more\.weight' is not in it; '[a-z.]*' is .*it\. Ask"
-    ):
+    with pytest.raises(StateDictMismatchError, match=r"'model\.more\.weight' is not in it; '[a-z.]*' is .*it\. Ask"):
         cloudckpt.load(tmp_path / "a", model=more, no_dist=True)  # nobody has asked for the optimizer
     with pytest.raises(StateDictMismatchError, match=r"rename=\{'model\.encoder\.1': 'model'\}"):  # of the same shape
         cloudckpt.load(tmp_path / "a", model=nn.Linear(4, 4), no_dist=True)

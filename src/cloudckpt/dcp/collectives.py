@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.rendezvous import TRANSFER_FRACTION, Rendezvous, c10d
-from cloudckpt.errors import RankLostError, name_ranks
+from cloudckpt.dcp.rendezvous import TRANSFER_FRACTION, Rendezvous, c10d, describe_tasks
+from cloudckpt.errors import RankLostError
 from cloudckpt.telemetry.timeline import records_waits
 
 if TYPE_CHECKING:
@@ -290,16 +290,10 @@ def refuse_other_calls(plans: Sequence[object], *, uri: str) -> None:
 
     torch's own calls have no `Rendezvous` that would find this.
     """
-    doing = {True: "saving", False: "loading"}
-    is_save = [isinstance(plan, SavePlan) for plan in plans]
-    apart = tuple(rank for rank, is_save_of_rank in enumerate(is_save) if is_save_of_rank != is_save[0])
+    tasks = {rank: f"{'saving' if isinstance(plan, SavePlan) else 'loading'} {uri}" for rank, plan in enumerate(plans)}
+    apart = {rank: task for rank, task in tasks.items() if task != tasks[0]}
     if apart:
-        raise RankLostError(
-            f"{name_ranks(apart)} came to do something else than rank 0 (rank 0: {doing[is_save[0]]} {uri}; "
-            f"{name_ranks(apart)}: {doing[not is_save[0]]}): all ranks must make the same calls in the same order",
-            uri=uri,
-            ranks=apart,
-        )
+        raise RankLostError(describe_tasks({0: tasks[0], **apart}), uri=uri, ranks=tuple(apart))
 
 
 def as_checkpoint_exception(error: RankLostError) -> CheckpointException:

@@ -389,16 +389,8 @@ class Rendezvous:
         own, watched = self._own, self._others.items()
         apart = [rank for rank, heartbeat in watched if heartbeat.call == own.call and heartbeat.task != own.task]
         if apart and self.rank == 0:  # the others hear it from rank 0
-            tasks = {own.doing: [0]}
-            for rank in apart:
-                tasks.setdefault(self._others[rank].doing, []).append(rank)
-            tasks_shown = "; ".join(
-                f"{name_ranks(ranks)}: {doing}" for doing, ranks in itertools.islice(tasks.items(), 5)
-            )
-            why = "all ranks must make the same calls in the same order, and save to the same URI"
-            return Failure(
-                tuple(apart), f"{name_ranks(apart)} came to do something else than rank 0 ({tasks_shown}): {why}"
-            )
+            tasks = {0: own.doing, **{rank: self._others[rank].doing for rank in apart}}
+            return Failure(tuple(apart), describe_tasks(tasks))
         gone = [
             rank
             for rank, heartbeat in watched
@@ -415,6 +407,16 @@ class Rendezvous:
             why = f"gave no sign of life for {self.timeout_s:.3g} s ({hint})"
             return Failure(tuple(silent), f"{name_ranks(silent)} {why}", is_final=True)
         return None
+
+
+def describe_tasks(tasks: dict[int, str]) -> str:
+    """Say that ranks came to do something else than rank 0. `tasks` has the task of each of them, and of rank 0."""
+    ranks_by_task: dict[str, list[int]] = {}
+    for rank, task in tasks.items():
+        ranks_by_task.setdefault(task, []).append(rank)
+    shown = "; ".join(f"{name_ranks(ranks)}: {task}" for task, ranks in itertools.islice(ranks_by_task.items(), 5))
+    why = "all ranks must make the same calls in the same order, and save to the same URI"
+    return f"{name_ranks(tasks.keys() - {0})} came to do something else than rank 0 ({shown}): {why}"
 
 
 def _encode(state: GroupState) -> str:

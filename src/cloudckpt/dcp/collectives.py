@@ -154,21 +154,17 @@ class CollectiveCall(DistWrapper):
 
         return _unpickle(self._run_collective(scatter))
 
-    @records_waits
     def exchange(self, sends: Sequence[MemoryTransfer], receives: Sequence[MemoryTransfer]) -> None:
         """Send and receive memory. All ranks call this directly after another collective, so that none is missing."""
         limit = _transfer_timeout(self._rendezvous.timeout_s)
 
         def exchange() -> None:
-            try:
-                works = [self._gloo.recv([memory], rank, tag) for rank, tag, memory in receives]
-                works += [self._gloo.send([memory], rank, tag) for rank, tag, memory in sends]
-                for work in works:
-                    work.wait(limit)
-            except RuntimeError as error:
-                raise self._rendezvous.explain(error) from None
+            works = [self._gloo.recv([memory], rank, tag) for rank, tag, memory in receives]
+            works += [self._gloo.send([memory], rank, tag) for rank, tag, memory in sends]
+            for work in works:
+                work.wait(limit)
 
-        _run_to_end(exchange, self._rendezvous.fail)
+        self._run_collective(exchange, have_met=True)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -230,11 +226,12 @@ class CollectiveCall(DistWrapper):
         return int(size)
 
     @records_waits
-    def _run_collective(self, collective: Callable[[], _T]) -> _T:
-        """Wait for all ranks, and then run `collective`."""
+    def _run_collective(self, collective: Callable[[], _T], *, have_met: bool = False) -> _T:
+        """Wait for all ranks, unless they `have_met`, and then run `collective`."""
 
         def meet() -> _T:
-            self._rendezvous.barrier()
+            if not have_met:
+                self._rendezvous.barrier()
             try:
                 return collective()
             except RuntimeError as error:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Run
+from tests.kit.hosts import hosts_of
 from tests.kit.in_memory import loaded, state_of
 from tests.kit.moto import locked_s3_server
 from tests.kit.options import make_options
+from tests.kit.two_places import damage
 from tests.kit.wire import CutRequest, Wire, WireRule
 from tests.kit.wrapped import FaultyStore
-from tests.manager.test_host_drains import hosts_of
-from tests.manager.test_places import damage
 
 import cloudckpt
 from cloudckpt import CheckpointManager

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
+from tests.kit.hosts import hosts_of
 from tests.kit.places import Place
-from tests.manager.test_host_drains import hosts_of
 
 import cloudckpt
 from cloudckpt.cli._app import app

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tests.e2e.test_places import Unchanged, check_whole, left_by_gc, whole_steps
 from tests.kit.options import make_options
 from tests.kit.ranks import RankError, run_ranks
+from tests.kit.two_places import damage
 from tests.kit.wrapped import die
-from tests.manager.test_places import damage
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager

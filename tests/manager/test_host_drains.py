@@ -11,19 +11,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.kit.hosts import (
+    NUM_OBJECTS,
+    WAIT_S,
+    Warnings,
+    host_of,
+    hosts_of,
+    manager_of,
+    on_rank,
+    restore,
+    save_all,
+    state_of,
+)
 from tests.kit.options import make_options
 from tests.kit.ranks import on_ranks
-from tests.manager.test_host_places import Warnings, host_of, manager_of, on_rank, restore, save_all, state_of
-from tests.manager.test_places import Places, damage, full, names, unreadable
+from tests.kit.two_places import Places, damage, full, names, unreadable
 
 import cloudckpt
 from cloudckpt.errors import CheckpointError, StoreError
 from cloudckpt.manager.drain import DrainReport, drain
-from cloudckpt.manager.steps import build_metadata
 from cloudckpt.testing.faults import Fails, Faults, Rule, Tell
 
-WAIT_S = 60.0
-NUM_OBJECTS = 5
 _WRITES = frozenset({"put", "create_multipart", "upload_part", "complete_multipart", "delete"})
 
 
@@ -33,24 +41,6 @@ _WRITES = frozenset({"put", "create_multipart", "upload_part", "complete_multipa
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "bucket"
-
-
-def hosts_of(tmp_path: Path, root: str | Path, *, value: float = 1.0) -> list[Path]:
-    """Two hosts, each with the manifest and about half the objects of one owed step."""
-    whole = tmp_path / "whole"
-    record = {"root": str(root), "is_owed": True, "may_overwrite": False}
-    options = make_options(object_bytes=4096, tile_bytes=4096, metadata={**build_metadata(5, {}), "fast": record})
-    state = {f"t{number}": torch.full((1000,), value + number) for number in range(NUM_OBJECTS)}
-    cloudckpt.save(state, whole / "step-5", no_dist=True, options=options)
-    objects = sorted((whole / "step-5/data").rglob("*.safetensors"))
-    assert len(objects) == NUM_OBJECTS
-    hosts = [tmp_path / "a", tmp_path / "b"]
-    for number, host in enumerate(hosts):
-        shutil.copytree(whole, host)
-        for path in objects[number::2]:
-            (host / path.relative_to(whole)).unlink()
-    shutil.rmtree(whole)
-    return hosts
 
 
 def drain_of(host: Path, root: Path, **settings: Any) -> DrainReport:

@@ -5,94 +5,30 @@ Each test runs ranks on one machine, with a directory for each host of the story
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.kit.hosts import WAIT_S, Warnings, host_of, manager_of, on_rank, restore, save_all, state_of
 from tests.kit.options import make_options
 from tests.kit.ranks import on_ranks
-from tests.manager.test_places import Places, damage, full, full_for_data, names, unreadable
+from tests.kit.two_places import Places, damage, full, full_for_data, names, unreadable
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt import CheckpointManager
 from cloudckpt._clock import note_commit_time_ns
 from cloudckpt.dcp.hosts import HostTransfer, WantedAndHeld, choose_groups, plan_transfers
 from cloudckpt.errors import CorruptCheckpointError, StoreError
 from cloudckpt.testing.faults import Call
 
-WAIT_S = 60.0
-
-
-class Warnings(logging.Handler):
-    """The warnings of this rank."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("cloudckpt").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def host_of(tmp_path: Path, host: int | None = None) -> Path:
-    """The fast place of a host; by default, of this rank's, which has a host alone."""
-    return tmp_path / f"host-{dist.get_rank() if host is None else host}" / "fast"
-
-
-def manager_of(tmp_path: Path, host: int | None = None, root: str = "bucket", **settings: Any) -> CheckpointManager:
-    return CheckpointManager(
-        tmp_path / root, **{"fast": host_of(tmp_path, host), "fast_every": 1, "save_every": 10, **settings}
-    )
-
-
-def state_of(value: float, rank: int | None = None) -> dict[str, Any]:
-    """A shard of this rank, a tensor that all ranks hold, and a value."""
-    own = dist.get_rank() if rank is None else rank
-    return {
-        f"own-{own}": torch.full((3000,), value),
-        "shared": torch.full((2000,), value),
-        "other": torch.full((2000,), value),
-        "step": int(value),
-    }
-
-
-def save_all(manager: CheckpointManager, *steps: int) -> None:
-    for step in steps:
-        manager.save(step, state_of(float(step)))
-        manager.wait(WAIT_S)
-
-
-def restore(manager: CheckpointManager, **settings: Any) -> tuple[int, str] | None:
-    """The step, and the name of its place. Checks that all of it is of one save."""
-    state = state_of(-1.0)
-    found = manager.restore(state, **settings)
-    if found is None:
-        return None
-    for name, value in state.items():
-        numbers = set(value.tolist()) if isinstance(value, torch.Tensor) else {value}
-        assert numbers == {found.step}, name
-    return found.step, Path(found.uri).parent.name
-
 
 def objects_of(step: Path) -> set[str]:
     return {path.name for path in (step / "data").rglob("*") if path.is_file()}
-
-
-def on_rank(rank: int, action: Callable[[], object]) -> None:
-    """Let one rank act while the others wait."""
-    dist.barrier()
-    if dist.get_rank() == rank:
-        action()
-    dist.barrier()
 
 
 @pytest.mark.parametrize("async_", [True, False])

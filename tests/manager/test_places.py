@@ -19,7 +19,18 @@ import torch.distributed as dist
 from tests.kit.in_memory import assert_holds, state_of
 from tests.kit.options import make_options
 from tests.kit.ranks import on_ranks
-from tests.kit.wrapped import Call, FaultyStore, WrappedStore
+from tests.kit.two_places import (
+    Places,
+    damage,
+    full,
+    full_for_data,
+    full_for_manifest,
+    names,
+    unreadable,
+    unwritable,
+    warnings,
+)
+from tests.kit.wrapped import Call, WrappedStore
 from tests.manager.conftest import WAIT_S, save_all
 
 import cloudckpt
@@ -37,7 +48,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event
 from cloudckpt.manager.drain import drain
-from cloudckpt.stores.base import Store
 
 
 @pytest.fixture
@@ -48,73 +58,6 @@ def fast(tmp_path: Path) -> Path:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "bucket"
-
-
-class Places:
-    """Every store that is opened, each a `FaultyStore`, and faults for all under one directory."""
-
-    def __init__(self) -> None:
-        self.stores: list[FaultyStore] = []
-        self.broken: dict[str, Callable[[Call], Exception | None]] = {}
-
-    def __call__(self, inner: Store) -> Store:
-        def find_error(call: Call) -> Exception | None:
-            errors = (error(call) for directory, error in [*self.broken.items()] if inner.uri.startswith(directory))
-            return next(filter(None, errors), None)
-
-        self.stores.append(FaultyStore(inner, find_error=find_error))
-        return self.stores[-1]
-
-    def fail(self, directory: Path, error: Callable[[Call], Exception | None]) -> None:
-        self.broken[str(directory)] = error
-
-    def num_calls(self, directory: Path, operation: str) -> int:
-        """Number of these calls there."""
-        return sum(store.count(operation) for store in self.stores if store.uri.startswith(str(directory)))
-
-    def num_bytes(self, directory: Path, *operations: str) -> int:
-        """Bytes of data objects that these operations moved there."""
-        return sum(
-            call.num_bytes
-            for store in self.stores
-            if store.uri.startswith(str(directory))
-            for call in store.calls
-            if call.operation in operations and "data/" in call.key
-        )
-
-
-def full(call: Call) -> Exception | None:
-    """A device without space."""
-    return _refusal(call, "No space left on device", ("put", "create_multipart", "upload_part"))
-
-
-def full_for_data(call: Call) -> Exception | None:
-    """A device that fills up during the save."""
-    return full(call) if "data/" in call.key else None
-
-
-def full_for_manifest(call: Call) -> Exception | None:
-    """A device that takes the data of a save, and not the commit."""
-    return full(call) if "manifest" in call.key else None
-
-
-def unreadable(call: Call) -> Exception | None:
-    """A device that is gone."""
-    return _refusal(call, "Input/output error", (call.operation,))
-
-
-def unwritable(call: Call) -> Exception | None:
-    """A bucket that answers, and takes nothing."""
-    return _refusal(call, "the bucket takes nothing now", ("put", "create_multipart", "upload_part", "copy_from"))
-
-
-def _refusal(call: Call, text: str, operations: tuple[str, ...]) -> Exception | None:
-    return StoreError(text, key=call.key, operation=call.operation) if call.operation in operations else None
-
-
-def names(directory: Path) -> list[str]:
-    """The steps that are committed there."""
-    return [info.name for info in cloudckpt.list_checkpoints(directory)] if directory.exists() else []
 
 
 def restore(manager: CheckpointManager, step: int | None = None) -> tuple[int, str] | None:
@@ -130,16 +73,6 @@ def restore(manager: CheckpointManager, step: int | None = None) -> tuple[int, s
 def data_of(step: Path) -> Path:
     (path,) = (path for path in (step / "data").rglob("*") if path.is_file())
     return path
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
 
 
 def with_debt(fast: Path, root: Path, *steps: int, **settings: Any) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.kit.hosts import WAIT_S, Warnings, host_of, manager_of, on_rank
 from tests.kit.options import make_options
 from tests.kit.ranks import on_ranks
+from tests.kit.two_places import Places, names, unwritable
 from tests.kit.wrapped import Call
-from tests.manager.test_host_places import WAIT_S, Warnings, host_of, manager_of, on_rank
-from tests.manager.test_places import Places, names, unwritable
 
 import cloudckpt
 from cloudckpt import CheckpointManager

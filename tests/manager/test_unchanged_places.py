@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.kit.options import make_options
+from tests.kit.two_places import Places, damage, names, unwritable, warnings
 from tests.manager.conftest import WAIT_S
-from tests.manager.test_places import Places, damage, names, unwritable, warnings
 
 import cloudckpt
 from cloudckpt import CheckpointManager

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.scaling.clock import Clock, Phase, resident_bytes
 from benchmarks.scaling.job import ATTEMPT, TILE_BYTES, Job
 from cloudckpt._this_process import rare_collections
+from cloudckpt.dcp.content import content_of
 from cloudckpt.dcp.load_planner import narrow_metadata
-from cloudckpt.dcp.storage_writer import content_of
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.codec import decode, encode

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt.dcp.storage_writer import content_of
+from cloudckpt.dcp.content import content_of
 from cloudckpt.dcp.torch_metadata import make_metadata
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 from cloudckpt.format.build import build_manifest

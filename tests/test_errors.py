@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import errors
+from cloudckpt._messages import MAX_MESSAGE_CHARS
 from cloudckpt.commit.commit import OvertakenError
 from cloudckpt.dcp.failures import failure_of
 from cloudckpt.errors import (
-    MAX_MESSAGE_CHARS,
     AccessDeniedError,
     CheckpointError,
     CheckpointNotFoundError,

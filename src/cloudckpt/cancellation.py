@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
+from cloudckpt._messages import name_ranks
 from cloudckpt._this_process import OfThisProcess
-from cloudckpt.errors import SaveCancelledError, name_ranks
+from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SavePhase, SaveProgress
 
 

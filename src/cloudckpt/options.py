@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 import msgspec
 
 from cloudckpt._display import SHOWN_AS, with_short_repr
-from cloudckpt.errors import InvalidOptionError, did_you_mean, find_near
+from cloudckpt._messages import did_you_mean, find_near
+from cloudckpt.errors import InvalidOptionError
 from cloudckpt.uri import redact
 
 if TYPE_CHECKING:

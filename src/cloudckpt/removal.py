@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 
 from cloudckpt import _clock
 from cloudckpt._display import SHOWN_AS, count, size, with_short_repr
+from cloudckpt._messages import gc_advice, plain_line
 from cloudckpt.commit.commit import check_conditional_create
 from cloudckpt.commit.entries import manifest_key
 from cloudckpt.commit.garbage_plan import Inventory, RemovalPlan
@@ -31,8 +32,6 @@ from cloudckpt.errors import (
     InvalidOptionError,
     InvalidURIError,
     StoreError,
-    gc_advice,
-    plain_line,
 )
 from cloudckpt.events import Event, EventName
 from cloudckpt.io.client import StoreClient, open_client

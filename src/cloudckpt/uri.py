@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cloudckpt.errors import InvalidURIError, did_you_mean, find_near
+from cloudckpt._messages import did_you_mean, find_near
+from cloudckpt.errors import InvalidURIError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-_]*)://")  # fsspec has schemes with "_", which RFC 3986 has not
 _ANY_SCHEME = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)

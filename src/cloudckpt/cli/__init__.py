@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cloudckpt.errors import install_advice
+from cloudckpt._messages import install_advice
 
 __all__ = ["main"]
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from cloudckpt._messages import plain_line
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -39,7 +40,6 @@ from cloudckpt.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
     UnsupportedValueError,
-    plain_line,
 )
 from cloudckpt.telemetry.progress import new_bar
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from cloudckpt._display import seconds, title_of
-from cloudckpt.errors import MissingDependencyError, install_advice, plain_line
+from cloudckpt._messages import install_advice, plain_line
+from cloudckpt.errors import MissingDependencyError
 
 Anchor: TypeAlias = Literal["start", "middle", "end"]
 Color: TypeAlias = Literal[

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from cloudckpt._display import title_of
-from cloudckpt.errors import CheckpointNotFoundError, did_you_mean, find_near
+from cloudckpt._messages import did_you_mean, find_near
+from cloudckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo, Mode

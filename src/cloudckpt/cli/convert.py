@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cloudckpt._display import count, rate, size
+from cloudckpt._messages import join_first
 from cloudckpt.cli._console import NO, Console, advising_all, describe_report, message_of
 from cloudckpt.cli._options import PairOptions, parse_size
 from cloudckpt.errors import (
@@ -21,7 +22,6 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
-    join_first,
 )
 
 if TYPE_CHECKING:

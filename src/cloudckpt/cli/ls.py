@@ -304,7 +304,7 @@ def add_fast(
 
 def _print_advice(console: Console, root: str, infos: Sequence[CheckpointInfo]) -> None:
     """Print how to remove the remains of dead saves."""
-    from cloudckpt.errors import gc_advice
+    from cloudckpt._messages import gc_advice
 
     states = {info.state for info in infos}
     if "garbage" in states:

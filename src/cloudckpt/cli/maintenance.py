@@ -189,7 +189,8 @@ def _find_superseded(root: str, keep_last: int, common: CommonOptions, *, quiet:
 
 def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
     """Return everything that a deletion of `uri` removes. Raises `CheckpointNotFoundError`."""
-    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, gc_advice, join_first
+    from cloudckpt._messages import gc_advice, join_first
+    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError
     from cloudckpt.inspect.catalog import list_checkpoints
     from cloudckpt.uri import parse_location
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cloudckpt._display import count, date, seconds, size, title_of
+from cloudckpt._messages import join_first
 from cloudckpt._version import __version__
 from cloudckpt.cli._console import DENIED
 from cloudckpt.cli._draw import Figure, draw_bars, draw_series, escape, style, to_svg
@@ -36,7 +37,7 @@ from cloudckpt.cli.plot import (
     write_file,
 )
 from cloudckpt.cli.show import row_of_difference
-from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, join_first
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from cloudckpt._display import count, find_shown_begin, size
+from cloudckpt._messages import did_you_mean, find_near_entry
 from cloudckpt.cli._console import NO, NOT_FOUND, Console
 from cloudckpt.cli._options import CommonOptions, PairOptions
 from cloudckpt.cli.ls import users_metadata
-from cloudckpt.errors import did_you_mean, find_near_entry
 
 if TYPE_CHECKING:
     import torch

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 
+from cloudckpt._messages import gc_advice, join_first
 from cloudckpt.commit.entries import (
     Fence,
     PutOutcome,
@@ -26,8 +27,6 @@ from cloudckpt.errors import (
     RemovedObjectsError,
     StoreError,
     UnsupportedValueError,
-    gc_advice,
-    join_first,
 )
 from cloudckpt.format.codec import encode
 from cloudckpt.format.model import Manifest

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cloudckpt._messages import did_you_mean, find_near
 from cloudckpt._workers import start_in_thread
 from cloudckpt.commit.entries import (
     MANIFEST_PREFIX,
@@ -29,8 +30,6 @@ from cloudckpt.errors import (
     InvalidManifestError,
     StoreError,
     UnsupportedFormatError,
-    did_you_mean,
-    find_near,
 )
 from cloudckpt.format.model import Manifest
 from cloudckpt.format.safetensors import SINGLE_NAME

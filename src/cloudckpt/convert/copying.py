@@ -17,6 +17,7 @@ import msgspec
 
 from cloudckpt._clock import ns_of
 from cloudckpt._display import transferred
+from cloudckpt._messages import join_first
 from cloudckpt._workers import run_as_completed
 from cloudckpt.commit.attempts import ATTEMPT, RECEIPT_SUFFIX, copy_suffix, data_prefix, new_attempt_id, receipt_key
 from cloudckpt.commit.commit import find_listed
@@ -43,7 +44,6 @@ from cloudckpt.errors import (
     StoreError,
     UnsupportedOperationError,
     changed_error,
-    join_first,
 )
 from cloudckpt.format.codec import encode, pack_tiles, unpack_tiles
 from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR, REFERENCES_VERSION, Manifest, StoredObject

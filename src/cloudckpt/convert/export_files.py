@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from cloudckpt._messages import join_first
 from cloudckpt.commit.entries import manifest_number
 from cloudckpt.convert.bodies import FileBody
 from cloudckpt.convert.transfer import Assemble, BodyIn, Transfer, head_file, upload_bodies
@@ -24,7 +25,6 @@ from cloudckpt.errors import (
     InvalidOptionError,
     ObjectNotFoundError,
     ShortObjectError,
-    join_first,
 )
 from cloudckpt.io.download import download_range
 from cloudckpt.io.leftovers import Leftover

@@ -21,12 +21,13 @@ import msgspec
 import torch
 
 from cloudckpt._display import transferred
+from cloudckpt._messages import did_you_mean, quote_names
 from cloudckpt.convert.assembly import Assembler, find_ranges
 from cloudckpt.convert.bodies import TensorFile, plan_files
 from cloudckpt.convert.export_files import ExportFolder, NewFile, find_companions
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.convert.transfer import WIDE_FLOATS, ConversionReport, OnProgress, Transfer, is_one_service
-from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError, did_you_mean, quote_names
+from cloudckpt.errors import Hint, InvalidOptionError, UnsupportedValueError
 from cloudckpt.format.model import (
     ITEMSIZE_BYTES,
     SAFETENSORS_TAG,

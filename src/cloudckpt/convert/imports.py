@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cloudckpt._display import transferred
+from cloudckpt._messages import quote_names
 from cloudckpt.api import save
 from cloudckpt.commit.log import TORCH_METADATA_KEY, has_torch_checkpoint
 from cloudckpt.convert.bodies import write_files
@@ -39,7 +40,6 @@ from cloudckpt.errors import (
     ShortObjectError,
     UnsafePickleError,
     UnsupportedValueError,
-    quote_names,
 )
 from cloudckpt.events import Event
 from cloudckpt.format.build import Content

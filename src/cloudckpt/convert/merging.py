@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from cloudckpt._display import transferred
+from cloudckpt._messages import join_first
 from cloudckpt.convert.bodies import TensorFile, write_files
 from cloudckpt.convert.state_dicts import parse_patterns, require_matches
 from cloudckpt.convert.transfer import WIDE_FLOATS, MergeReport, OnProgress, Transfer, check_apart
 from cloudckpt.dcp.renaming import common_prefixes, is_below
 from cloudckpt.dcp.torch_metadata import nesting_of
-from cloudckpt.errors import Hint, InvalidOptionError, InvalidURIError, UnsupportedValueError, join_first
+from cloudckpt.errors import Hint, InvalidOptionError, InvalidURIError, UnsupportedValueError
 from cloudckpt.format.build import Content
 from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, StoredValue, refuse_differences
 from cloudckpt.format.nesting import Nesting

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cloudckpt._messages import did_you_mean, find_near_entry, quote_names
 from cloudckpt.api import load
 from cloudckpt.dcp.load_planner import WholePlanner
 from cloudckpt.dcp.renaming import common_prefixes
 from cloudckpt.dcp.storage_reader import ObjectStoreReader
-from cloudckpt.errors import InvalidOptionError, UnsupportedValueError, did_you_mean, find_near_entry, quote_names
+from cloudckpt.errors import InvalidOptionError, UnsupportedValueError
 from cloudckpt.format.nesting import flatten
 from cloudckpt.inspect.description import matches
 from cloudckpt.options import Options

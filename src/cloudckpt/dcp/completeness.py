@@ -20,10 +20,11 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from cloudckpt._messages import quote_names
 from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
 from cloudckpt.dcp.renaming import Renaming, advise_extra
-from cloudckpt.errors import Hint, StateDictMismatchError, quote_names
+from cloudckpt.errors import Hint, StateDictMismatchError
 
 _GROUPS = "param_groups."
 _BEFORE_GROUPS = re.compile(r"(?:^|.*?\.)(?=param_groups\.)", re.DOTALL)

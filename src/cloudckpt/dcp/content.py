@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError, join_first
+from cloudckpt._messages import join_first
+from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 from cloudckpt.format.build import Content
 from cloudckpt.format.model import Chunk, ItemReceipts, ObjectRef, StoredTensor, StoredValue
 from cloudckpt.tensors.tensor_bytes import dtype_name

@@ -11,14 +11,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt.errors import (
-    CheckpointError,
-    CloudckptError,
-    RankLostError,
-    SaveCancelledError,
-    limit_text,
-    name_ranks,
-)
+from cloudckpt._messages import limit_text, name_ranks
+from cloudckpt.errors import CheckpointError, CloudckptError, RankLostError, SaveCancelledError
 
 _CALL = re.compile("[a-z]+ing (?:[a-z]+ )*(.+)", re.DOTALL)
 """The subject of a call, such as "pulling from <URI>". A background save is none: it ends in a later call."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._messages import join_first, quote_names
 from cloudckpt.dcp.renaming import Renaming, advise_extra, is_below, offer_renames, suggest_renames
 from cloudckpt.dcp.replicas import SynchronizedNames
 from cloudckpt.errors import (
@@ -28,8 +29,6 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidOptionError,
     StateDictMismatchError,
-    join_first,
-    quote_names,
 )
 from cloudckpt.format.nesting import Nesting, flatten, rebuild_tuple, unflatten
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse

@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Sampler
 
+from cloudckpt._messages import did_you_mean, find_near, quote_names
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
 from cloudckpt.dcp.live_entry import (
     MISSING,
@@ -42,7 +43,7 @@ from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loa
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.dcp.renaming import is_below
 from cloudckpt.dcp.save_planner import is_stateful
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, did_you_mean, find_near, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 from cloudckpt.tensors.tensor_bytes import writable
 
 __all__ = ["LiveObjects", "Model", "Optimizers", "RandomState"]

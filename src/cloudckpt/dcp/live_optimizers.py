@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from cloudckpt._messages import name_all, quote_names
 from cloudckpt._torch_compat import fqns_of
 from cloudckpt.dcp.live_entry import (
     EntryGroup,
@@ -33,7 +34,7 @@ from cloudckpt.dcp.live_entry import (
     make_empty,
     value_at,
 )
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, name_all, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 from cloudckpt.format.nesting import holds_tensors, rebuild_tuple
 from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
 

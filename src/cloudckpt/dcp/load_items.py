@@ -11,8 +11,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from cloudckpt._messages import quote_names
 from cloudckpt.dcp.torch_metadata import LazyList
-from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError, quote_names
+from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError
 from cloudckpt.format.model import FilesManifest, ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.io.boxes import Box

@@ -15,14 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cloudckpt.errors import (
-    InvalidOptionError,
-    StateDictMismatchError,
-    did_you_mean,
-    find_near,
-    find_near_entry,
-    quote_names,
-)
+from cloudckpt._messages import did_you_mean, find_near, find_near_entry, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 from cloudckpt.format.model import Manifest, StoredTuple, StoredWrapper
 from cloudckpt.format.nesting import Path, name_path, path_from_json, path_to_json
 

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from cloudckpt.errors import RankLostError, limit_text, name_ranks
+from cloudckpt._messages import limit_text, name_ranks
+from cloudckpt.errors import RankLostError
 
 TRANSFER_FRACTION = 0.75
 """Fraction of `timeout_s` after which a transfer between the ranks has failed. In the rest, the lost rank is found."""

@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._messages import name_ranks
 from cloudckpt._this_process import is_first_warning
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
-from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name_ranks
+from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.nesting import LEAVES, PLAIN_TENSORS, Nesting, has_planner_hooks
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import crc32c_of

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._messages import name_ranks
 from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
 from cloudckpt.dcp.collectives import refuse_other_calls
 from cloudckpt.dcp.replicas import (
@@ -39,7 +40,7 @@ from cloudckpt.dcp.replicas import (
     take_fingerprints,
 )
 from cloudckpt.dcp.write_items import PlannerWithSources, describe_shards, estimate_bytes, find_aliases
-from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError, name_ranks
+from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, Path, flatten, name_path
 from cloudckpt.format.wrappers import describe_difference

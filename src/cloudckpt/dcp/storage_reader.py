@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from cloudckpt._messages import quote_names
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
@@ -42,7 +43,6 @@ from cloudckpt.errors import (
     CloudckptError,
     StateDictMismatchError,
     make_picklable,
-    quote_names,
     raised_via,
 )
 from cloudckpt.format.codec import decode, encode

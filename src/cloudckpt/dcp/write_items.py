@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._messages import join_first
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
-from cloudckpt.errors import CloudckptError, UnsupportedValueError, join_first
+from cloudckpt.errors import CloudckptError, UnsupportedValueError
 from cloudckpt.format.model import ITEMSIZE_BYTES, JSON_VALUE
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.io.boxes import Box, intersect

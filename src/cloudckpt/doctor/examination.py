@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from cloudckpt._display import count, rate, seconds, size
+from cloudckpt._messages import gc_advice, plain_line
 from cloudckpt._workers import call_together
 from cloudckpt.doctor import environment
 from cloudckpt.errors import (
@@ -24,8 +25,6 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
     UnsupportedOperationError,
-    gc_advice,
-    plain_line,
 )
 from cloudckpt.io.client import open_client
 from cloudckpt.options import CONNECTIONS_BESIDE_TRAINING, GIB, MIB, Options

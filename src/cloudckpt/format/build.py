@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
+from cloudckpt._messages import join_first
 from cloudckpt._version import __version__
-from cloudckpt.errors import IncompleteSaveError, InvalidOptionError, UnsupportedValueError, join_first
+from cloudckpt.errors import IncompleteSaveError, InvalidOptionError, UnsupportedValueError
 from cloudckpt.format.codec import pack_tiles
 from cloudckpt.format.model import (
     FORMAT_MAJOR,

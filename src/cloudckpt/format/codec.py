@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 from awscrt.checksums import crc32c
 
+from cloudckpt._messages import join_first
 from cloudckpt._version import __version__
-from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError, join_first
+from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
 from cloudckpt.format.model import FORMAT_NAME, REFERENCES_VERSION, CommitTime, Manifest, StoredObject
 from cloudckpt.format.validation import find_name_problems, find_object_problems, find_problems
 

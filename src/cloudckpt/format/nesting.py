@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from cloudckpt._messages import quote_names
 from cloudckpt._torch_compat import ShardedTensor, flatten_sharded_tensors
-from cloudckpt.errors import UnsupportedValueError, quote_names
+from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.format.wrappers import Parts, take_apart

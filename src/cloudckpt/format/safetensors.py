@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cloudckpt.errors import quote_names
+from cloudckpt._messages import quote_names
 from cloudckpt.format.codec import UNDECODABLE
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from cloudckpt._display import transferred
+from cloudckpt._messages import join_first, quote_names
 from cloudckpt._workers import run_all
 from cloudckpt.commit.log import resolve
 from cloudckpt.errors import (
@@ -20,8 +21,6 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ShortObjectError,
     changed_error,
-    join_first,
-    quote_names,
 )
 from cloudckpt.format.model import FilesManifest, StoredObject
 from cloudckpt.format.safetensors import (

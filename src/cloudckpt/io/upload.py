@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from typing_extensions import Self
 
+from cloudckpt._messages import gc_advice
 from cloudckpt._workers import WorkQueue, requests_per_connection
-from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
 from cloudckpt.format.model import ObjectRef
 from cloudckpt.io.body import Body
 from cloudckpt.io.client import Retries, StoreClient

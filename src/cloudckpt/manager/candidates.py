@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from cloudckpt._display import add_note
+from cloudckpt._messages import join_first
 from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import check_reader, load, resolve_state_dict
 from cloudckpt.commit.log import read_log, resolve
@@ -24,13 +25,7 @@ from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.rank_calls import RankCalls
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.storage_reader import ObjectStoreReader
-from cloudckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    InvalidURIError,
-    StateDictMismatchError,
-    join_first,
-)
+from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidURIError, StateDictMismatchError
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
 from cloudckpt.inspect.verification import Verification, verify

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from cloudckpt._display import Listing, add_note, pairs_to_html
+from cloudckpt._messages import did_you_mean, find_near
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt.api import async_save, prepare_async_save, resolve_state_dict, save
 from cloudckpt.background import in_flight
@@ -31,15 +32,7 @@ from cloudckpt.dcp.rank_calls import RankCalls, rank_in
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.dcp.storage_writer import ObjectStoreWriter, require_collectives
-from cloudckpt.errors import (
-    UNRESTORED,
-    InvalidOptionError,
-    RemovedObjectsError,
-    SaveInFlightError,
-    did_you_mean,
-    find_near,
-    raised_via,
-)
+from cloudckpt.errors import UNRESTORED, InvalidOptionError, RemovedObjectsError, SaveInFlightError, raised_via
 from cloudckpt.inspect.catalog import EARLIER_KEY, METRICS_KEY, Mode, mode_of_name
 from cloudckpt.manager.drain import Drain, DrainReport, make_record
 from cloudckpt.manager.fast_place import FastPlace

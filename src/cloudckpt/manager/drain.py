@@ -15,6 +15,7 @@ from typing import Any
 
 from cloudckpt._clock import datetime_of
 from cloudckpt._display import count, with_short_repr
+from cloudckpt._messages import join_first
 from cloudckpt.commit.attempts import rank_of_key
 from cloudckpt.commit.log import resolve
 from cloudckpt.convert.copying import has_all_objects, run_copy, run_shared_copy
@@ -28,7 +29,6 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     InvalidURIError,
     StoreError,
-    join_first,
 )
 from cloudckpt.events import Event
 from cloudckpt.manager.policies import RetentionPolicy, find_superseded

@@ -15,11 +15,12 @@ from typing import TypeAlias
 
 from cloudckpt._clock import newest_commit_time_ns, note_commit_time_ns, ns_of
 from cloudckpt._display import size
+from cloudckpt._messages import name_ranks
 from cloudckpt._workers import RepeatedTask
 from cloudckpt.commit.log import resolve
 from cloudckpt.dcp.hosts import HostGroups, choose_groups, mend_manifest
 from cloudckpt.dcp.rank_calls import RankCalls
-from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError, name_ranks
+from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError
 from cloudckpt.format.codec import encode
 from cloudckpt.io.client import open_client
 from cloudckpt.manager.drain import Drain, is_recorded_as_owed

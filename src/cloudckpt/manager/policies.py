@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from cloudckpt._display import with_short_repr
+from cloudckpt._messages import did_you_mean, find_near, quote_names
 from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointExistsError,
@@ -19,9 +20,6 @@ from cloudckpt.errors import (
     InvalidOptionError,
     SaveInFlightError,
     StoreError,
-    did_you_mean,
-    find_near,
-    quote_names,
 )
 from cloudckpt.inspect.catalog import Mode, mode_of_name
 from cloudckpt.manager.steps import StepInfo, sort_newest_first

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from cloudckpt._display import to_html
+from cloudckpt._messages import find_near, join_first, name_all
 from cloudckpt.api import load
 from cloudckpt.commit.log import find_newest_step
 from cloudckpt.dcp import LoadPlanner
@@ -20,14 +21,7 @@ from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
 from cloudckpt.dcp.rank_calls import RankCalls
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.storage_reader import ObjectStoreReader
-from cloudckpt.errors import (
-    CheckpointNotFoundError,
-    CloudckptError,
-    CorruptCheckpointError,
-    find_near,
-    join_first,
-    name_all,
-)
+from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
 from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
 from cloudckpt.io.client import open_client
 from cloudckpt.manager.candidates import Candidate, is_checkpoint, load_newest

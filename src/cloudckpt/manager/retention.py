@@ -10,12 +10,13 @@ from datetime import datetime, timedelta
 
 from cloudckpt import _clock
 from cloudckpt._display import with_short_repr
+from cloudckpt._messages import name_all
 from cloudckpt._workers import RepeatedTask
 from cloudckpt.commit.garbage_plan import attempt_time
 from cloudckpt.commit.garbage_removal import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.log import resolve
 from cloudckpt.commit.references import find_claimed
-from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError, name_all
+from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event, EventName
 from cloudckpt.manager.policies import RetentionPolicy, explain_missing_metric, find_superseded
 from cloudckpt.manager.steps import StepFolder, StepInfo, Steps, parse_step_uri, sort_newest_first

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Literal, SupportsFloat, TypeAlias, TypeVar
 
 from cloudckpt._display import with_short_repr
+from cloudckpt._messages import name_all
 from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.entries import CommitTimes, LogEntry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
@@ -22,7 +23,6 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CloudckptError,
     InvalidOptionError,
-    name_all,
 )
 from cloudckpt.format.plain_values import is_unicode
 from cloudckpt.inspect.catalog import METRICS_KEY, commit_order, look_at_folders, parse_metrics

@@ -23,16 +23,11 @@ import msgspec
 import torch.distributed as dist
 from typing_extensions import Buffer
 
+from cloudckpt._messages import name_ranks, quote_names
 from cloudckpt._workers import run_all
 from cloudckpt.commit.attempts import RECEIPT_SUFFIX, new_attempt_id, new_save_id, receipt_key
 from cloudckpt.commit.log import read_log
-from cloudckpt.errors import (
-    CheckpointChangedError,
-    IncompleteSaveError,
-    InvalidOptionError,
-    name_ranks,
-    quote_names,
-)
+from cloudckpt.errors import CheckpointChangedError, IncompleteSaveError, InvalidOptionError
 from cloudckpt.format.build import Content
 from cloudckpt.format.model import Chunk, ObjectRef, StoredTensor
 from cloudckpt.format.safetensors import HeaderEntry, lay_out

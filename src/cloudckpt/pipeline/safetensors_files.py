@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from cloudckpt._messages import quote_names
 from cloudckpt._workers import run_all
 from cloudckpt.commit.entries import manifest_number
 from cloudckpt.commit.log import TORCH_METADATA_KEY, Resolved, has_torch_checkpoint, read_current, require_current
@@ -29,7 +30,6 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ShortObjectError,
     UnsupportedValueError,
-    quote_names,
 )
 from cloudckpt.format.model import (
     FORMAT_MAJOR,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cloudckpt.errors import quote_names
+from cloudckpt._messages import quote_names
 from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
+from cloudckpt._messages import quote_names
 from cloudckpt.convert.export_files import TILE_BYTES, ExportFolder, find_companions
 from cloudckpt.convert.exports import build_index, check_tensors, name_shards
 from cloudckpt.convert.transfer import Progress, Transfer, upload_bodies
-from cloudckpt.errors import CheckpointError, CheckpointExistsError, quote_names
+from cloudckpt.errors import CheckpointError, CheckpointExistsError
 from cloudckpt.format.model import StoredTensor
 from cloudckpt.format.safetensors import INDEX_NAME, INDEX_SUFFIX, SINGLE_NAME, SUFFIX
 from cloudckpt.io.boxes import Box

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt._display import transferred, with_short_repr
+from cloudckpt._messages import quote_names
 from cloudckpt._workers import start_in_thread
 from cloudckpt.api import load
 from cloudckpt.convert.exports import MAX_SHARD_BYTES
@@ -26,7 +27,6 @@ from cloudckpt.errors import (
     CloudckptError,
     CorruptCheckpointError,
     InvalidOptionError,
-    quote_names,
 )
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.io.boxes import Box, intersect

@@ -14,8 +14,8 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from cloudckpt._messages import TOO_MANY_FILES
 from cloudckpt.errors import (
-    TOO_MANY_FILES,
     AccessDeniedError,
     BucketNotFoundError,
     CloudckptError,

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from cloudckpt._clock import compare_with_store
+from cloudckpt._messages import install_advice
 from cloudckpt._this_process import is_first_warning, warn_user
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 

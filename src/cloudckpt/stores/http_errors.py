@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from cloudckpt._messages import TOO_MANY_FILES
 from cloudckpt.errors import (
-    TOO_MANY_FILES,
     AccessDeniedError,
     BucketNotFoundError,
     ObjectExistsError,

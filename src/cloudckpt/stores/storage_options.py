@@ -10,7 +10,8 @@ from dataclasses import field, fields
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from cloudckpt.errors import InvalidOptionError, did_you_mean, find_near
+from cloudckpt._messages import did_you_mean, find_near
+from cloudckpt.errors import InvalidOptionError
 
 _MAX_S = 1_000_000_000
 """The longest wait that a socket takes."""

@@ -15,9 +15,9 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from cloudckpt._display import rate, seconds, size
+from cloudckpt._messages import install_advice
 from cloudckpt._this_process import is_first_warning
 from cloudckpt._workers import logging_failures
-from cloudckpt.errors import install_advice
 from cloudckpt.events import Event
 from cloudckpt.telemetry.subscribers import subscribe
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cloudckpt._messages import install_advice
 from cloudckpt._workers import logging_failures
-from cloudckpt.errors import MissingDependencyError, install_advice
+from cloudckpt.errors import MissingDependencyError
 from cloudckpt.events import Event
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from cloudckpt._messages import install_advice
 from cloudckpt._torch_compat import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
 from cloudckpt.errors import (
     CheckpointError,
@@ -21,7 +22,6 @@ from cloudckpt.errors import (
     InvalidOptionError,
     MissingDependencyError,
     UnsupportedFormatError,
-    install_advice,
 )
 from cloudckpt.options import MIB
 from cloudckpt.tensors.tensor_bytes import dtype_of

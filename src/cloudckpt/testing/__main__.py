@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from cloudckpt._messages import install_advice
 from cloudckpt.doctor import examine
 from cloudckpt.doctor.environment import removing_directories
-from cloudckpt.errors import CloudckptError, StoreError, UnsupportedOperationError, install_advice
+from cloudckpt.errors import CloudckptError, StoreError, UnsupportedOperationError
 from cloudckpt.io.client import open_client
 from cloudckpt.options import Options
 from cloudckpt.stores.storage_options import parse_assignments

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
+from cloudckpt._messages import install_advice
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 
 __all__ = [
     "ACCESS_KEY_ID",

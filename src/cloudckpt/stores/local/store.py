@@ -13,8 +13,8 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
+from cloudckpt._messages import TOO_MANY_FILES
 from cloudckpt.errors import (
-    TOO_MANY_FILES,
     AccessDeniedError,
     CloudckptError,
     ObjectExistsError,

@@ -13,13 +13,13 @@ from urllib.parse import unquote
 
 from awscrt.checksums import combine_crc32c
 
+from cloudckpt._messages import gc_advice
 from cloudckpt.errors import (
     ObjectNotFoundError,
     ShortObjectError,
     StoreError,
     TransientStoreError,
     UnsupportedOperationError,
-    gc_advice,
 )
 from cloudckpt.options import GIB, MIB
 from cloudckpt.stores.base import (

@@ -825,6 +825,23 @@ def test_a_run_that_was_renamed_is_started_again_by_the_same_script(
     assert f"rename={given} is not needed for {tmp_path}/step-8, which has the new names: they are loaded" in messages
 
 
+def test_a_run_that_began_with_weights_without_a_prefix_starts_again(tmp_path: Path) -> None:
+    """If this fails, the error of a restart says that a step lacks what it has."""
+    cloudckpt.save(NET.state_dict(), tmp_path / "step-7", no_dist=True)
+    for strict, step in ((False, 7), (True, 8), (False, 8)):
+        model, extra = Net(), {}
+        optimizer = torch.optim.AdamW(model.parameters())
+        with cloudckpt.CheckpointManager(tmp_path, async_=False, no_dist=True) as manager:
+            restored = manager.restore(
+                model=model, optimizer=optimizer, extra=extra, rename={"": "model"}, strict=strict, random_state=False
+            )
+            assert restored is not None
+            assert (restored.step, extra) == (step, {} if step == 7 else {"epoch": 1})
+            assert_same(dict(model.named_parameters()), oracle(model))
+            if step == 7:
+                manager.save(8, model=model, optimizer=optimizer, extra={"epoch": 1}, random_state=False)
+
+
 def test_objects_that_a_step_lacks_keep_what_they_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, weights alone cannot begin a run, or a run begins without its weights and nobody is told."""
     with cloudckpt.CheckpointManager(tmp_path / "run", async_=False, no_dist=True) as manager:

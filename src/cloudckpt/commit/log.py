@@ -274,7 +274,7 @@ def _not_found_error(client: StoreClient, *, was_fenced: bool) -> CheckpointNotF
 
 def _describe_content(client: StoreClient, folders: Sequence[str], *, is_empty: bool, has_files: bool) -> str:
     if folders:
-        advice = f"Name the checkpoint itself: `cloudckpt ls {client.uri}` lists them"
+        advice = f"Name the checkpoint itself (`cloudckpt ls {client.uri}` lists them), or call load_latest"
         return f"it has the {describe_folders(folders)}. {advice}"
     if is_empty:
         return f"the location is empty. {describe_siblings(client)}"

@@ -117,7 +117,8 @@ class LoadSource:
             partial="strict=False" if self.is_strict else "",
         )
         strict = ", strict=False" if other_way and "strict=False" in offers else ""
-        return f"If it was saved under another name, {offers}{other_way}{strict}" if offers else ""
+        when = f"The names in it begin with {old!r}: " if old == new else "If it was saved under another name, "
+        return f"{when}{offers}{other_way}{strict}" if offers else ""
 
 
 class LiveEntry:

@@ -18,6 +18,9 @@ _log = logging.getLogger("cloudckpt")
 _MADE_WITH = "_made_with"
 _SAMPLER_SETTINGS = ("epoch", "num_replicas", "rank", "seed", "shuffle")
 _PLAIN_TYPES = (bool, int, str)
+_LEAVE_OUT = (
+    "out, pass strict=False, and begin at a position in extra (docs/quickstart.md, 'Change the number of GPUs')"
+)
 
 
 def length_of(data: Any) -> int | None:
@@ -104,7 +107,7 @@ class LoaderEntry(LiveEntry):
                     *differing,
                 )
         if differing := find_differences(saved, live):
-            leave_out = f"leave {where.partition('.')[0]} out, pass strict=False, and set the position yourself"
+            leave_out = f"leave {where.partition('.')[0]} {_LEAVE_OUT}"
             advice = f"Make the loader as that run did; or {self._advice or leave_out}"
             raise make_position_error(repr(where), *differing, advice=advice, uri=self._uri)
 
@@ -176,7 +179,7 @@ class RankEntry(LiveEntry):
     def plan_load(self, saved: Any, *, where: str, source: LoadSource) -> dict[str, Any]:
         by_rank = saved if isinstance(saved, Mapping) else {}
         if self._key not in by_rank or len(by_rank) not in {1, self._num_ranks}:  # 1: this rank saved by itself
-            advice = f"Leave {where} out, pass strict=False, and set the position yourself"
+            advice = f"Leave {where} {_LEAVE_OUT}"
             ranks = f"{len(by_rank)} ranks", str(self._num_ranks)
             raise make_position_error(repr(where), *ranks, advice=advice, uri=source.uri)
         return {self._key: self._entry.plan_load(by_rank[self._key], where=f"{where}.{self._key}", source=source)}

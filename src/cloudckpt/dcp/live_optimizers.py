@@ -160,7 +160,9 @@ class OptimizerEntry(LiveEntry):
         saved_names = {*loaded, *position_by_name}
         if loaded and self._rank == 0 and (new := [name for name in self._params_by_name() if name not in saved_names]):
             _log.warning(
-                "%s was saved without the %s: no state is loaded", where, name_all("parameter", [*map(repr, new)])
+                "%s was saved without the %s: no state of these is loaded",
+                where,
+                name_all("parameter", [*map(repr, new)]),
             )
         for optimizer in self._optimizers:
             self._load_one(optimizer, {**state, _STATE: loaded}, position_by_name, where=where)

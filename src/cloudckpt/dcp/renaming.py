@@ -271,18 +271,23 @@ class Renaming:
         )
 
 
-def find_needed_rename(rename: Rename, names: Collection[str], *, uri: str) -> Rename | None:
-    """Return `rename` without pairs that rename nothing: entries have the new prefix already, and not the old one."""
+def find_needed_rename(rename: Rename, names: Collection[str], *, uri: str, keys: Collection[str]) -> Rename | None:
+    """Return `rename` without pairs that rename nothing: entries have the new prefix already, and not the old one.
+
+    Each name has the old prefix "". So it is the old one unless `names` are below several of the `keys` of the load.
+    """
     if callable(rename):
         with contextlib.suppress(Exception):  # `Renaming` names the entry
             if all(rename(name) == name for name in names):
                 _log.warning(_NOT_NEEDED, "a function", uri)  # a warning, because a mistyped old name looks the same
                 return None
         return rename
+    tops = {name.partition(".")[0] for name in names}
+    has_new_names = len(tops) > 1 and tops <= {*keys}
     done_pairs = {
         old: new
         for old, new in rename.items()
-        if not any(is_below(name, old.rstrip(".")) for name in names)
+        if (has_new_names if not old else not any(is_below(name, old.rstrip(".")) for name in names))
         and any(is_below(name, new.rstrip(".")) for name in names if new is not None)
     }
     if done_pairs:

@@ -610,9 +610,9 @@ class ObjectStoreReader(StorageReader):
         rename = self._rename
         if rename is None and is_of_model and names and self._call is not None and self._call.has_live_model:
             rename = {"": _MODEL}
-        if rename is not None and self._may_be_renamed:
-            rename = find_needed_rename(rename, names, uri=uri)
         keys = () if self._call is None else self._call.keys
+        if rename is not None and self._may_be_renamed:
+            rename = find_needed_rename(rename, names, uri=uri, keys=keys)
         return None if rename is None else Renaming(rename, names, uri=uri, keys=keys, is_given=self.is_renamed)
 
     def _make_metadata(self, manifest: Manifest, *, is_lazy: bool) -> Metadata:

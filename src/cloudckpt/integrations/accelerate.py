@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 
+from cloudckpt._display import count
 from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, LoadSource, make_empty
 from cloudckpt.dcp.live_loaders import length_of, make_position_error
 from cloudckpt.dcp.live_objects import ModelEntry, RandomState
@@ -152,10 +153,10 @@ class AcceleratorState(LiveEntry):
                 advice="Set use_stateful_dataloader=False for this job, and use skip_first_batches",
                 uri=self._uri,
             )
-        else:
+        elif accelerator.is_main_process:
             _log.warning(
-                "the checkpoint was saved by %d ranks and is loaded by %d: random generators are not restored",
-                len(ranks),
+                "the checkpoint was saved by %s and is loaded by %d: random generators are not restored",
+                count(len(ranks), "rank"),
                 accelerator.num_processes,
             )
 

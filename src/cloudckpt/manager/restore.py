@@ -253,7 +253,7 @@ def check_fresh_start(steps: Steps) -> None:
             root,
             files[-1],
             root,
-            "" if files[-1].endswith(".safetensors") else " --format torch",
+            " --add-prefix model, and pass strict=False" if files[-1].endswith(".safetensors") else " --format torch",
         )
     elif deeper := describe_deeper(root, options):
         _log.warning("no step is committed under %s: %s", root, deeper)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cloudckpt import errors
 from cloudckpt._messages import MAX_MESSAGE_CHARS
 from cloudckpt.commit.commit import OvertakenError
-from cloudckpt.dcp.failures import failure_of
+from cloudckpt.dcp.ranks.failures import failure_of
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointError,

@@ -23,11 +23,11 @@ from cloudckpt.background.in_flight import (
 from cloudckpt.background.process import require_process_support
 from cloudckpt.background.runner import BackgroundSave, ExternalSnapshot, background_ranks, begin_snapshot
 from cloudckpt.dcp import AsyncCheckpointerType, AsyncStager, LoadPlanner, SavePlanner
-from cloudckpt.dcp.collectives import CollectiveCall, guarded_collectives
-from cloudckpt.dcp.failures import raising_own_interrupt
-from cloudckpt.dcp.live_entry import LiveEntry, find_synchronized
-from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, find_parameters
-from cloudckpt.dcp.rank_calls import num_ranks_of, rank_in
+from cloudckpt.dcp.live.entry import LiveEntry, find_synchronized
+from cloudckpt.dcp.live.objects import LiveObjects, Model, Optimizers, find_parameters
+from cloudckpt.dcp.ranks.collectives import CollectiveCall, guarded_collectives
+from cloudckpt.dcp.ranks.failures import raising_own_interrupt
+from cloudckpt.dcp.ranks.rank_calls import num_ranks_of, rank_in
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_and_load import (
     RanksContext,

@@ -25,7 +25,7 @@ from cloudckpt import Options
 from cloudckpt.background import in_flight
 from cloudckpt.background.process import _StagedStateStager
 from cloudckpt.background.runner import ExternalSnapshot
-from cloudckpt.dcp.live_objects import find_parameters
+from cloudckpt.dcp.live.objects import find_parameters
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors import snapshot_plan
 from cloudckpt.tensors.snapshot import Snapshot

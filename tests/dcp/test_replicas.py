@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt.dcp import replicas
-from cloudckpt.dcp.live_entry import find_synchronized
-from cloudckpt.dcp.live_objects import LiveObjects
+from cloudckpt.dcp.live.entry import find_synchronized
+from cloudckpt.dcp.live.objects import LiveObjects
 from cloudckpt.dcp.replicas import CompareReplicas, SynchronizedNames, windows_of
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.errors import StateDictMismatchError

@@ -8,7 +8,7 @@ import pytest
 from tests.kit.ranks import on_ranks
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from cloudckpt.dcp.collectives import begin_call
+from cloudckpt.dcp.ranks.collectives import begin_call
 
 pytestmark = pytest.mark.multirank
 

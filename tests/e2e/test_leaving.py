@@ -18,7 +18,7 @@ from tests.kit.ranks import on_ranks, run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt.dcp.rendezvous import Rendezvous
+from cloudckpt.dcp.ranks.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.multirank
 

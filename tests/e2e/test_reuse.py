@@ -15,8 +15,8 @@ from tests.kit.ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt.dcp.collectives import begin_call
-from cloudckpt.dcp.failures import failure_of
+from cloudckpt.dcp.ranks.collectives import begin_call
+from cloudckpt.dcp.ranks.failures import failure_of
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.manager.candidates import Candidate, load_newest
 from cloudckpt.report import LoadReport

@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistrib
 from transformers import Trainer, TrainingArguments
 
 import cloudckpt
-from cloudckpt.dcp.live_objects import RandomState
+from cloudckpt.dcp.live.objects import RandomState
 from cloudckpt.events import Event
 from cloudckpt.integrations._nested_state import serialize
 from cloudckpt.integrations.accelerate import AcceleratorState

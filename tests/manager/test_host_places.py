@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt._clock import note_commit_time_ns
-from cloudckpt.dcp.hosts import HostTransfer, WantedAndHeld, choose_groups, plan_transfers
+from cloudckpt.dcp.ranks.hosts import HostTransfer, WantedAndHeld, choose_groups, plan_transfers
 from cloudckpt.errors import CorruptCheckpointError, StoreError
 from cloudckpt.testing.faults import Call
 

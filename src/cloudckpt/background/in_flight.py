@@ -20,8 +20,8 @@ from cloudckpt._this_process import is_forked, refuse_in_fork
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.process import end_process
 from cloudckpt.background.stager import PinnedStager
-from cloudckpt.dcp.collectives import begin_call
-from cloudckpt.dcp.failures import SaveOrLoadError, causes_of, failure_of
+from cloudckpt.dcp.ranks.collectives import begin_call
+from cloudckpt.dcp.ranks.failures import SaveOrLoadError, causes_of, failure_of
 from cloudckpt.errors import SaveInFlightError, make_picklable
 from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.uri import redact

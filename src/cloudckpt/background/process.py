@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from cloudckpt._this_process import is_forked
 from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_checkpoint_process
 from cloudckpt.background.stager import StagedState, future_state_dict
-from cloudckpt.dcp.collectives import CollectiveCall, as_checkpoint_exception
+from cloudckpt.dcp.ranks.collectives import CollectiveCall, as_checkpoint_exception
 from cloudckpt.dcp.save_and_load import SavedMetadata, end_failed_save, end_save
 from cloudckpt.dcp.storage_writer import ObjectStoreWriter
 from cloudckpt.errors import InvalidOptionError, RankLostError, make_picklable

@@ -32,7 +32,7 @@ from cloudckpt.background.in_flight import forget, set_in_flight, stager_of_proc
 from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.background.stager import PinnedStager
 from cloudckpt.cancellation import Cancellation
-from cloudckpt.dcp.collectives import CollectiveCall, begin_call, unguarded_collectives
+from cloudckpt.dcp.ranks.collectives import CollectiveCall, begin_call, unguarded_collectives
 from cloudckpt.dcp.save_and_load import SavedMetadata, end_failed_save, run_save
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.storage_writer import ObjectStoreWriter

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from cloudckpt._messages import did_you_mean, find_near_entry, quote_names
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
-from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata, value_at
+from cloudckpt.dcp.live.entry import MISSING, make_empty, nest_metadata, value_at
 from cloudckpt.dcp.load_items import LoadItems, whole_item
 from cloudckpt.dcp.renaming import Renaming, is_below, offer_renames, suggest_renames
 from cloudckpt.dcp.torch_metadata import StoredChunks, StoredEntries, stored_nesting, stored_wrappers

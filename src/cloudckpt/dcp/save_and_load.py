@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt._display import pairs_to_html
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.collectives import CollectiveCall
-from cloudckpt.dcp.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
-from cloudckpt.dcp.failures import SaveOrLoadError, causes_of, failure_of, raise_own_interrupt, release_frames
-from cloudckpt.dcp.live_entry import LiveEntry, LoadSource, ask_state, find_synchronized, load_object, plan_live_entries
+from cloudckpt.dcp.live.completeness import add_placeholders, fill_placeholders, refuse_unloaded, restore_placeholders
+from cloudckpt.dcp.live.entry import LiveEntry, LoadSource, ask_state, find_synchronized, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, find_absent, is_default_planner
+from cloudckpt.dcp.ranks.collectives import CollectiveCall
+from cloudckpt.dcp.ranks.failures import SaveOrLoadError, causes_of, failure_of, raise_own_interrupt, release_frames
 from cloudckpt.dcp.replicas import key_of
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful
 from cloudckpt.dcp.storage_reader import ObjectStoreReader, RankPlanData

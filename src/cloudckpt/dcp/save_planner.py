@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._messages import name_ranks
 from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
-from cloudckpt.dcp.collectives import refuse_other_calls
+from cloudckpt.dcp.ranks.collectives import refuse_other_calls
 from cloudckpt.dcp.replicas import (
     CompareReplicas,
     ItemCopy,

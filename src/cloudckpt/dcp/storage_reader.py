@@ -21,8 +21,7 @@ from cloudckpt._messages import quote_names
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.log import has_torch_checkpoint, resolve
-from cloudckpt.dcp.collectives import CollectiveCall, refuse_other_calls
-from cloudckpt.dcp.completeness import (
+from cloudckpt.dcp.live.completeness import (
     check_completeness,
     check_empty,
     check_hidden,
@@ -30,9 +29,10 @@ from cloudckpt.dcp.completeness import (
     find_unasked_entries,
     warn_of_frozen,
 )
-from cloudckpt.dcp.hosts import HostGroups, WantedAndHeld, find_wanted_and_held, plan_transfers, run_transfers
 from cloudckpt.dcp.load_items import find_wanted_items, log_dropped
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt.dcp.ranks.collectives import CollectiveCall, refuse_other_calls
+from cloudckpt.dcp.ranks.hosts import HostGroups, WantedAndHeld, find_wanted_and_held, plan_transfers, run_transfers
 from cloudckpt.dcp.renaming import Rename, Renaming, check_rename, find_needed_rename
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.dcp.torch_metadata import make_metadata

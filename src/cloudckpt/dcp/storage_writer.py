@@ -22,8 +22,8 @@ from cloudckpt.cancellation import Cancellation
 from cloudckpt.commit.attempts import new_save_id
 from cloudckpt.commit.commit import find_missing, raise_if_missing
 from cloudckpt.dcp.content import content_of
-from cloudckpt.dcp.failures import causes_of
-from cloudckpt.dcp.hosts import HostGroups, mend_manifest
+from cloudckpt.dcp.ranks.failures import causes_of
+from cloudckpt.dcp.ranks.hosts import HostGroups, mend_manifest
 from cloudckpt.dcp.replicas import ItemKey, key_of
 from cloudckpt.dcp.torch_metadata import DCP_VERSION, StoredRanges
 from cloudckpt.dcp.write_items import prepare_items

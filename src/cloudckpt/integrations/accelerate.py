@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import RandomSampler
 
 from cloudckpt._display import count
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, LoadSource, make_empty
-from cloudckpt.dcp.live_loaders import length_of, make_position_error
-from cloudckpt.dcp.live_objects import ModelEntry, RandomState
-from cloudckpt.dcp.live_optimizers import wrap_optimizers
+from cloudckpt.dcp.live.entry import EntryGroup, LiveEntry, LoadSource, make_empty
+from cloudckpt.dcp.live.loaders import length_of, make_position_error
+from cloudckpt.dcp.live.objects import ModelEntry, RandomState
+from cloudckpt.dcp.live.optimizers import wrap_optimizers
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations._nested_state import deserialize, serialize
 from cloudckpt.integrations._requirements import require

@@ -19,8 +19,8 @@ from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import load, save
 from cloudckpt.convert.copying import is_taken
 from cloudckpt.convert.state_dicts import Selection, load_whole
-from cloudckpt.dcp.live_entry import LiveEntry
-from cloudckpt.dcp.live_loaders import (
+from cloudckpt.dcp.live.entry import LiveEntry
+from cloudckpt.dcp.live.loaders import (
     LoaderEntry,
     begin_next_epoch,
     length_of,
@@ -28,8 +28,8 @@ from cloudckpt.dcp.live_loaders import (
     sampler_of,
     set_epoch,
 )
-from cloudckpt.dcp.live_objects import ModelEntry, StatefulEntry
-from cloudckpt.dcp.live_optimizers import wrap_optimizers
+from cloudckpt.dcp.live.objects import ModelEntry, StatefulEntry
+from cloudckpt.dcp.live.optimizers import wrap_optimizers
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.integrations._nested_state import SKELETON, deserialize, from_state_dict, serialize, to_state_dict
 from cloudckpt.integrations._requirements import require

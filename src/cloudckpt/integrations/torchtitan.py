@@ -11,7 +11,7 @@ import torch
 import cloudckpt.manager.checkpoint_manager
 from cloudckpt.api import load
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.dcp.rank_calls import RankCalls
+from cloudckpt.dcp.ranks.rank_calls import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.integrations._requirements import require
 from cloudckpt.manager.steps import find_steps_on_all_ranks, refuse_existing_steps

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cloudckpt.dcp.live_loaders import find_differences, length_of, make_position_error
-from cloudckpt.dcp.live_objects import RandomState
+from cloudckpt.dcp.live.loaders import find_differences, length_of, make_position_error
+from cloudckpt.dcp.live.objects import RandomState
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations._nested_state import deserialize, serialize
 from cloudckpt.integrations._requirements import require

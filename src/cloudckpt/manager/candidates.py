@@ -18,11 +18,11 @@ from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import check_reader, load, resolve_state_dict
 from cloudckpt.commit.log import read_log, resolve
 from cloudckpt.dcp import LoadPlanner
-from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
-from cloudckpt.dcp.hosts import HostGroups, find_wanted_and_held
-from cloudckpt.dcp.live_entry import LiveEntry
-from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.rank_calls import RankCalls
+from cloudckpt.dcp.live.entry import LiveEntry
+from cloudckpt.dcp.live.objects import LiveObjects, Model, Optimizers
+from cloudckpt.dcp.ranks.failures import SaveOrLoadError, causes_of
+from cloudckpt.dcp.ranks.hosts import HostGroups, find_wanted_and_held
+from cloudckpt.dcp.ranks.rank_calls import RankCalls
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.storage_reader import ObjectStoreReader
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidURIError, StateDictMismatchError

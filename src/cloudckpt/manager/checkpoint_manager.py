@@ -25,10 +25,10 @@ from cloudckpt.api import async_save, prepare_async_save, resolve_state_dict, sa
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp import LoadPlanner, SavePlanner
-from cloudckpt.dcp.failures import SaveOrLoadError
-from cloudckpt.dcp.live_loaders import warn_of_shared_generator
-from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.rank_calls import RankCalls, rank_in
+from cloudckpt.dcp.live.loaders import warn_of_shared_generator
+from cloudckpt.dcp.live.objects import LiveObjects, Model, Optimizers
+from cloudckpt.dcp.ranks.failures import SaveOrLoadError
+from cloudckpt.dcp.ranks.rank_calls import RankCalls, rank_in
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.dcp.storage_writer import ObjectStoreWriter, require_collectives

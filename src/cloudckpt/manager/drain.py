@@ -20,7 +20,7 @@ from cloudckpt.commit.attempts import rank_of_key
 from cloudckpt.commit.log import resolve
 from cloudckpt.convert.copying import has_all_objects, run_copy, run_shared_copy
 from cloudckpt.convert.transfer import Transfer, check_apart
-from cloudckpt.dcp.hosts import HostGroups
+from cloudckpt.dcp.ranks.hosts import HostGroups
 from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,

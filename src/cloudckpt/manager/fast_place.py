@@ -18,8 +18,8 @@ from cloudckpt._display import size
 from cloudckpt._messages import name_ranks
 from cloudckpt._workers import RepeatedTask
 from cloudckpt.commit.log import resolve
-from cloudckpt.dcp.hosts import HostGroups, choose_groups, mend_manifest
-from cloudckpt.dcp.rank_calls import RankCalls
+from cloudckpt.dcp.ranks.hosts import HostGroups, choose_groups, mend_manifest
+from cloudckpt.dcp.ranks.rank_calls import RankCalls
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, InvalidOptionError, StoreError
 from cloudckpt.format.codec import encode
 from cloudckpt.io.client import open_client

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from cloudckpt._display import with_short_repr
 from cloudckpt._messages import did_you_mean, find_near, quote_names
-from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
+from cloudckpt.dcp.ranks.failures import SaveOrLoadError, causes_of
 from cloudckpt.errors import (
     CheckpointExistsError,
     CommitUnknownError,

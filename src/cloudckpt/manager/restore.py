@@ -17,8 +17,8 @@ from cloudckpt._messages import find_near, join_first, name_all
 from cloudckpt.api import load
 from cloudckpt.commit.log import find_newest_step
 from cloudckpt.dcp import LoadPlanner
-from cloudckpt.dcp.failures import SaveOrLoadError, causes_of
-from cloudckpt.dcp.rank_calls import RankCalls
+from cloudckpt.dcp.ranks.failures import SaveOrLoadError, causes_of
+from cloudckpt.dcp.ranks.rank_calls import RankCalls
 from cloudckpt.dcp.renaming import Rename
 from cloudckpt.dcp.storage_reader import ObjectStoreReader
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError

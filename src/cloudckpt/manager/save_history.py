@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cloudckpt._messages import name_all, quote_names
 from cloudckpt._this_process import is_forked
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.dcp.failures import causes_of
+from cloudckpt.dcp.ranks.failures import causes_of
 from cloudckpt.dcp.save_and_load import SavedMetadata
 from cloudckpt.errors import RESTORED, CloudckptError, CommitUnknownError
 from cloudckpt.events import Event

@@ -15,7 +15,7 @@ from cloudckpt._messages import name_all
 from cloudckpt._this_process import is_first_warning
 from cloudckpt.commit.entries import CommitTimes, LogEntry, SummaryReader, manifest_key
 from cloudckpt.commit.log import lists_rank_checkpoints, lists_torch_checkpoint, read_log_once
-from cloudckpt.dcp.rank_calls import RankCalls
+from cloudckpt.dcp.ranks.rank_calls import RankCalls
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,

@@ -31,7 +31,7 @@ class MemoryTransfer(NamedTuple):
 
 
 class Ranks(Protocol):
-    """The collectives that an exchange needs (`cloudckpt.dcp.collectives.CollectiveCall`)."""
+    """The collectives that an exchange needs (`cloudckpt.dcp.ranks.collectives.CollectiveCall`)."""
 
     rank: int
 

@@ -16,7 +16,7 @@ from awscrt.checksums import combine_crc32c, crc32c
 
 from cloudckpt._messages import quote_names
 from cloudckpt._workers import num_cores_of_rank, run_all
-from cloudckpt.dcp.live_objects import LiveObjects, Model
+from cloudckpt.dcp.live.objects import LiveObjects, Model
 from cloudckpt.dcp.save_and_load import states_of
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError

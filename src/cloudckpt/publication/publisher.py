@@ -17,8 +17,8 @@ import torch.distributed as dist
 from cloudckpt._display import transferred, with_short_repr
 from cloudckpt._workers import logging_failures, start_in_thread
 from cloudckpt.api import save
-from cloudckpt.dcp.live_objects import Model
-from cloudckpt.dcp.rank_calls import RankCalls, num_ranks_of
+from cloudckpt.dcp.live.objects import Model
+from cloudckpt.dcp.ranks.rank_calls import RankCalls, num_ranks_of
 from cloudckpt.errors import CheckpointExistsError, InvalidOptionError
 from cloudckpt.format.model import PUBLICATION_KEY
 from cloudckpt.options import Options, require_options

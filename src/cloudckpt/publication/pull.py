@@ -19,8 +19,8 @@ from cloudckpt._messages import quote_names
 from cloudckpt._workers import start_in_thread
 from cloudckpt.api import load
 from cloudckpt.convert.exports import MAX_SHARD_BYTES
-from cloudckpt.dcp.live_objects import Model
-from cloudckpt.dcp.rank_calls import RankCalls
+from cloudckpt.dcp.live.objects import Model
+from cloudckpt.dcp.ranks.rank_calls import RankCalls
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,

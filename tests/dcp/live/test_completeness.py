@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from cloudckpt.dcp.completeness import (
+from cloudckpt.dcp.live.completeness import (
     check_completeness,
     check_empty,
     fill_placeholders,

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from cloudckpt._messages import name_all, quote_names
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp.live_entry import (
+from cloudckpt.dcp.live.entry import (
     EntryGroup,
     LiveEntry,
     LoadSource,

@@ -37,8 +37,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import cloudckpt
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp import live_optimizers
-from cloudckpt.dcp.live_objects import LiveObjects
+from cloudckpt.dcp.live import optimizers as live_optimizers
+from cloudckpt.dcp.live.objects import LiveObjects
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError, StateDictMismatchError
 
 _names = iter(range(1000))

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.rendezvous import TRANSFER_FRACTION, Rendezvous, c10d, describe_tasks
+from cloudckpt.dcp.ranks.rendezvous import TRANSFER_FRACTION, Rendezvous, c10d, describe_tasks
 from cloudckpt.errors import RankLostError
 from cloudckpt.telemetry.timeline import records_waits
 

@@ -16,7 +16,7 @@ from cloudckpt.commit.commit import find_listed, put_and_check_manifest, remove_
 from cloudckpt.commit.entries import read_entry
 from cloudckpt.commit.log import read_log
 from cloudckpt.commit.references import put_claims
-from cloudckpt.dcp.collectives import CollectiveCall
+from cloudckpt.dcp.ranks.collectives import CollectiveCall
 from cloudckpt.errors import CloudckptError, StoreError
 from cloudckpt.format.codec import decode
 from cloudckpt.format.model import Manifest, StoredObject

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from cloudckpt._messages import did_you_mean, find_near, quote_names
 from cloudckpt._torch_compat import ShardedTensor, fqns_of
-from cloudckpt.dcp.live_entry import (
+from cloudckpt.dcp.live.entry import (
     MISSING,
     EntryGroup,
     LiveEntry,
@@ -39,8 +39,8 @@ from cloudckpt.dcp.live_entry import (
     refuse_class,
     tensors_in,
 )
-from cloudckpt.dcp.live_loaders import LoaderEntry, RankEntry, refuse_shared_loaders
-from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
+from cloudckpt.dcp.live.loaders import LoaderEntry, RankEntry, refuse_shared_loaders
+from cloudckpt.dcp.live.optimizers import Optimizers, wrap_optimizers
 from cloudckpt.dcp.renaming import is_below
 from cloudckpt.dcp.save_planner import is_stateful
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cloudckpt.dcp.rendezvous import Failure, GroupState, Rendezvous
+from cloudckpt.dcp.ranks.rendezvous import Failure, GroupState, Rendezvous
 from cloudckpt.errors import RankLostError
 
 WAIT_S = 60.0

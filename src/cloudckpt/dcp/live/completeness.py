@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt._messages import quote_names
-from cloudckpt.dcp.live_entry import MISSING, make_empty, nest_metadata
+from cloudckpt.dcp.live.entry import MISSING, make_empty, nest_metadata
 from cloudckpt.dcp.load_items import LoadItems
 from cloudckpt.dcp.renaming import Renaming, advise_extra
 from cloudckpt.errors import Hint, StateDictMismatchError

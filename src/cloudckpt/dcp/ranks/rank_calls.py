@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.collectives import find_guarded_group, guarded_collectives
-from cloudckpt.dcp.failures import failure_of, raise_own_interrupt
+from cloudckpt.dcp.ranks.collectives import find_guarded_group, guarded_collectives
+from cloudckpt.dcp.ranks.failures import failure_of, raise_own_interrupt
 from cloudckpt.errors import CorruptCheckpointError
 
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from cloudckpt.dcp.live_entry import LiveEntry, LoadSource
+from cloudckpt.dcp.live.entry import LiveEntry, LoadSource
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 
 _log = logging.getLogger("cloudckpt")

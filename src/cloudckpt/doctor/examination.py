@@ -249,6 +249,8 @@ class _Checklist:
 def _check_contact(checklist: _Checklist, location: Location, store: Store, plain: Any, *, timeout_s: float) -> None:
     """Check that the store answers, accepts the credentials, and has the bucket."""
     error = _list_error(store)
+    if location.local_path is not None:
+        checklist.add("place", "passed", f"{location.local_path}, a folder on this machine")
     if location.scheme in ("s3", "gs"):
         _check_endpoint(checklist, plain, error, timeout_s=timeout_s)
         _check_credentials(checklist, location, plain, error)

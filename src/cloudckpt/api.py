@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 
 from cloudckpt._display import noting_interrupt
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._this_process import rare_collections
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import (
@@ -40,7 +41,7 @@ from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.storage_reader import ObjectStoreReader
 from cloudckpt.dcp.storage_writer import ObjectStoreWriter, require_collectives
 from cloudckpt.errors import InvalidOptionError, InvalidURIError
-from cloudckpt.options import Options, require_options, suggest_keywords
+from cloudckpt.options import Options, require_options
 from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.progress import show_progress
 from cloudckpt.uri import parse_location, redact

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 
 from cloudckpt import _clock
 from cloudckpt._display import SHOWN_AS, count, size, with_short_repr
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._messages import gc_advice, plain_line
 from cloudckpt.commit.commit import check_conditional_create
 from cloudckpt.commit.entries import manifest_key
@@ -35,7 +36,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event, EventName
 from cloudckpt.io.client import StoreClient, open_client
-from cloudckpt.options import Options, suggest_keywords
+from cloudckpt.options import Options
 from cloudckpt.pipeline.context import log_and_deliver
 from cloudckpt.stores import open_store
 from cloudckpt.uri import Location, parse_location

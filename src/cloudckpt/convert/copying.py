@@ -17,6 +17,7 @@ import msgspec
 
 from cloudckpt._clock import ns_of
 from cloudckpt._display import transferred
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._messages import join_first
 from cloudckpt._workers import run_as_completed
 from cloudckpt.commit.attempts import ATTEMPT, RECEIPT_SUFFIX, copy_suffix, data_prefix, new_attempt_id, receipt_key
@@ -51,7 +52,7 @@ from cloudckpt.format.safetensors import list_contents
 from cloudckpt.inspect.verification import Verification
 from cloudckpt.io.leftovers import Leftover, find_leftovers
 from cloudckpt.io.upload import logging_store_errors
-from cloudckpt.options import MIB, Options, suggest_keywords
+from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.draft import Draft
 from cloudckpt.pipeline.reader import CheckpointReader

@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from cloudckpt._display import transferred
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._messages import did_you_mean, quote_names
 from cloudckpt.convert.assembly import Assembler, find_ranges
 from cloudckpt.convert.bodies import TensorFile, plan_files
@@ -38,7 +39,7 @@ from cloudckpt.format.model import (
 )
 from cloudckpt.format.safetensors import INDEX_NAME, SINGLE_NAME, lay_out
 from cloudckpt.format.wrappers import Registry, SavedWrapper, collapse
-from cloudckpt.options import MIB, Options, suggest_keywords
+from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import find_source

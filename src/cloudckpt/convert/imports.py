@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cloudckpt._display import transferred
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._messages import quote_names
 from cloudckpt.api import save
 from cloudckpt.commit.log import TORCH_METADATA_KEY, has_torch_checkpoint
@@ -45,7 +46,7 @@ from cloudckpt.events import Event
 from cloudckpt.format.build import Content
 from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.download import download_range
-from cloudckpt.options import MIB, Options, suggest_keywords
+from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.safetensors_files import list_source

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cloudckpt._display import transferred
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._messages import join_first
 from cloudckpt.convert.bodies import TensorFile, write_files
 from cloudckpt.convert.state_dicts import parse_patterns, require_matches
@@ -24,7 +25,7 @@ from cloudckpt.format.model import JSON_VALUE, Chunk, Manifest, StoredTensor, St
 from cloudckpt.format.nesting import Nesting
 from cloudckpt.inspect.comparison import compare_readers, open_reader
 from cloudckpt.inspect.description import matches
-from cloudckpt.options import Options, suggest_keywords
+from cloudckpt.options import Options
 from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.pipeline.wanted_items import TensorBytes
 from cloudckpt.tensors.host_memory import Arena

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from cloudckpt._display import add_note
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._messages import join_first
 from cloudckpt._this_process import is_first_warning
 from cloudckpt.api import check_reader, load, resolve_state_dict
@@ -30,7 +31,7 @@ from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import describe_deeper, list_checkpoints
 from cloudckpt.inspect.verification import Verification, verify
 from cloudckpt.io.client import MAX_LOOKS, open_client
-from cloudckpt.options import Options, suggest_keywords
+from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, log_and_deliver
 from cloudckpt.pipeline.reader import CheckpointReader
 from cloudckpt.report import LoadReport, SkippedCheckpoint, place_of

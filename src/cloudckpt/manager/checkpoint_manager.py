@@ -19,6 +19,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from cloudckpt._display import Listing, add_note, pairs_to_html
+from cloudckpt._keywords import suggest_keywords
 from cloudckpt._messages import did_you_mean, find_near
 from cloudckpt._this_process import OfThisProcess, refuse_in_fork
 from cloudckpt.api import async_save, prepare_async_save, resolve_state_dict, save
@@ -63,7 +64,7 @@ from cloudckpt.manager.steps import (
     parse_folder,
     parse_step_uri,
 )
-from cloudckpt.options import Options, require_options, suggest_keywords
+from cloudckpt.options import Options, require_options
 from cloudckpt.report import FAST_KEY
 from cloudckpt.uri import parse_location
 

@@ -36,7 +36,7 @@ _PALETTE: dict[Color, tuple[str, str]] = {
     "error": ("#d03b3b", "#f26d6d"),
 }
 """The hexadecimal colours in the light and the dark palette."""
-PANEL_WIDTH, PANEL_HEIGHT, _ROW_HEIGHT = 360, 190, 30
+PANEL_WIDTH, PANEL_HEIGHT, _ROW_HEIGHT = 360, 190, 36
 _GAP = 16
 _CHARACTER = 0.56
 """The width of a character of average text, as a share of the size of its font."""
@@ -137,6 +137,13 @@ class Series(NamedTuple):
     """The steps whose value cannot be drawn, in order. No line is drawn across them."""
     removed: Collection[int] = ()
     """The steps of `points` that exist no longer."""
+    span: tuple[int, int] | None = None
+    """The first and the last step of the axis, if it is shared with other series."""
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The first and the last step of the axis."""
+        return self.span or (self.points[0][0], self.points[-1][0])
 
     @property
     def title(self) -> str:
@@ -152,12 +159,12 @@ class Series(NamedTuple):
 
     def along(self, step: float) -> float:
         """Return where a step is between the first, at 0, and the last, at 1."""
-        first, last = self.points[0][0], self.points[-1][0]
+        first, last = self.ends
         return (step - first) / (last - first) if last > first else 0.5
 
     def choose_steps(self, room: float) -> list[int]:
         """Return the steps to write below the line where `room` characters fit: round ones, and the last."""
-        first, last = self.points[0][0], self.points[-1][0]
+        first, last = self.ends
         width = len(f"{last:,}") + 2
         steps = [int(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == int(tick)]
         while steps[2:] and len(steps) * width > room:  # keep both ends
@@ -221,15 +228,15 @@ def draw_series(series: Series) -> Figure:
 def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
     """Draw a bar for each row of a label, a value and its text. Labels are above the bars, so they may be long."""
     most = max((value for _, value, _ in rows), default=0) or 1
+    width = PANEL_WIDTH - max((len(text) for _, _, text in rows), default=0) * 12 * _CHARACTER - _GAP
     shapes: list[Shape] = [Text(0, 14, title, "ink", 13, is_bold=True)]
     for number, (label, value, text) in enumerate(rows):
         y = 24 + number * _ROW_HEIGHT
-        room = PANEL_WIDTH - len(text) * 12 * _CHARACTER - _GAP
         shapes += [
-            Text(0, y + 12, _fit(label, room, 12), "ink"),
-            Text(PANEL_WIDTH, y + 12, text, anchor="end"),
-            Rect(0, y + 17, PANEL_WIDTH, 6, "grid"),
-            Rect(0, y + 17, max(PANEL_WIDTH * value / most, 1), 6, "series", f"{label}: {text}"),
+            Text(0, y + 12, _fit(label, PANEL_WIDTH, 12), "ink"),
+            Text(PANEL_WIDTH, y + 26, text, anchor="end"),
+            Rect(0, y + 18, width, 6, "grid"),
+            Rect(0, y + 18, max(width * value / most, 1), 6, "series", f"{label}: {text}"),
         ]
     return Figure(title, PANEL_WIDTH, 24 + len(rows) * _ROW_HEIGHT, shapes)
 
@@ -443,10 +450,10 @@ def _number(value: float, digits: int = 6) -> str:
 
 
 def _fit(text: str, room: float, size: float) -> str:
-    """Cut the middle out of a text that is wider than `room` pixels: names differ at both ends."""
+    """Cut a part out of a text that is wider than `room` pixels. Names differ more at the end than at the beginning."""
     most = max(int(room / (size * _CHARACTER)), 8)
-    text = plain_line(text)
-    return text if len(text) <= most else f"{text[: most // 3]}…{text[len(text) - (most - most // 3 - 1) :]}"
+    text, num_first = plain_line(text), most // 5
+    return text if len(text) <= most else f"{text[:num_first]}…{text[len(text) - (most - num_first - 1) :]}"
 
 
 def _tooltip(text: str) -> str:

@@ -74,7 +74,8 @@ def plot(
         grey = " (grey: removed steps)" if any(curve.removed for curve in series) else ""
         write(arrange(f"{root}{grey}", [draw_series(curve) for curve in series]))
     if common.as_json:
-        common.console.document({"root": root, "series": [curve._asdict() for curve in named]})
+        rows = [{name: value for name, value in curve._asdict().items() if name != "span"} for curve in named]
+        common.console.document({"root": root, "series": rows})
     elif write is None:
         for text in itertools.chain.from_iterable([*to_lines(curve), ""] for curve in series):
             common.console.line(text)
@@ -182,10 +183,12 @@ def series_of(infos: Sequence[CheckpointInfo], best: Sequence[str] | None) -> li
 
 
 def keep_drawable(all_series: Sequence[Series], common: CommonOptions) -> list[Series]:
-    """Return the series with a value that can be drawn, and warn of the others."""
+    """Return the series with a value that can be drawn, over the same steps, and warn of the others."""
     if empty := [title_of(curve.name) for curve in all_series if not curve.points]:
         common.console.warn(f"not drawn, since every value is NaN or beyond ±{_MAX_VALUE:g}: {', '.join(empty)}")
-    return [curve for curve in all_series if curve.points]
+    drawn = [curve for curve in all_series if curve.points]
+    steps = [step for curve in drawn for step in curve.ends]
+    return [curve._replace(span=(min(steps), max(steps))) for curve in drawn]
 
 
 def name_place(uri: str) -> str:

@@ -7,6 +7,7 @@ import copy
 import random
 import re
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -389,6 +390,17 @@ def test_extra_with_fewer_names_takes_all_that_was_saved(
         cloudckpt.load(uri, extra=held, strict=strict)
         assert held == expected
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_dicts_in_extra_keep_their_classes() -> None:
+    """If this fails, the first new key of a Counter in `extra` raises after a resume, and in no other run."""
+    uri = new_uri()
+    cloudckpt.save(uri, extra={"words": Counter("aab"), "nested": [{"by_length": defaultdict(list, {1: ["a"]})}]})
+    extra: dict[str, Any] = {"words": Counter(), "nested": [{"by_length": defaultdict(list)}]}
+    cloudckpt.load(uri, extra=extra)
+    extra["words"]["c"] += 1
+    extra["nested"][0]["by_length"][2].append("bb")
+    assert extra == {"words": {"a": 2, "b": 1, "c": 1}, "nested": [{"by_length": {1: ["a"], 2: ["bb"]}}]}
 
 
 def test_scaler_that_was_disabled_at_the_save_is_named(caplog: pytest.LogCaptureFixture) -> None:

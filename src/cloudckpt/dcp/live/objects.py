@@ -369,7 +369,7 @@ class ValuesEntry(LiveEntry):
             if key in self._live and (isinstance(value, dict) or not isinstance(self._live[key], ValuesEntry)):
                 self._live[key].load_state_dict(value, where=f"{where}.{key}")
             else:
-                self._values[key] = value
+                self._values[key] = _with_types_of(self._values.get(key), value)
 
     def _plan_value(self, key: Any, saved: Any, *, where: str, source: LoadSource) -> Any:
         live, value = self._live.get(key), self._values.get(key)
@@ -604,7 +604,7 @@ class LiveObjects:
 
 
 def _with_types_of(live: Any, loaded: Any) -> Any:
-    """Return `loaded` with the dict classes of the live state, such as the Counter of MultiStepLR."""
+    """Return `loaded` with the dict classes of the live value, such as the Counter of MultiStepLR."""
     if isinstance(loaded, list) and isinstance(live, list) and len(live) == len(loaded):
         return [_with_types_of(*pair) for pair in zip(live, loaded, strict=True)]
     if not isinstance(loaded, dict) or not isinstance(live, dict):

@@ -109,8 +109,8 @@ def _scratch_location(uri: str, options: Options) -> Iterator[Location]:
 def _remove_all(location: Location, options: Options) -> None:
     client = open_client(location, options)
     for _ in range(_NUM_REMOVALS):  # requests of an interrupted save may still arrive
-        if location.scheme == "file":  # the stores below have left their empty folders
-            shutil.rmtree(location.path, ignore_errors=True)
+        if location.local_path is not None:  # the stores below have left their empty folders
+            shutil.rmtree(location.local_path, ignore_errors=True)
         with contextlib.suppress(UnsupportedOperationError):
             for upload in client.list_uploads():
                 client.abort_multipart(upload.key, upload.upload_id)

@@ -193,6 +193,27 @@ def test_a_config_of_another_dtype_than_the_export_is_told(
     assert 'pass dtype="bfloat16" to from_pretrained' in caplog.text
 
 
+def test_weights_of_other_names_than_those_of_the_config_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, transformers opens an export with random weights, because it finds none of its names."""
+    save({"model": {"bert.w": torch.ones(3), "head.w": torch.ones(1)}}, f"{tmp_path}/a")
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    save_file({"bert.w": torch.zeros(3), "bert.v": torch.zeros(3)}, base / "model.safetensors")
+    cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "fits", config_from=base, strip_prefix="model")
+    assert "other names" not in caplog.text
+    cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "other", config_from=base)
+    told = f"the weights in {base} have other names, such as bert.v, and this export has model.bert.w: "
+    assert told in caplog.text
+    assert "pass strip_prefix" in caplog.text
+    caplog.clear()
+    (base / "model.safetensors").write_text("a pointer of Git LFS")
+    cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "unknown", config_from=base)
+    assert "other names" not in caplog.text
+
+
 def test_a_hint_at_include_names_what_it_leaves_out(tmp_path: Path) -> None:
     """If this fails, who follows the hint exports a model without its head, which has a "model" of its own."""
     wrapped = {"model": {"w": torch.ones(2)}, "lm_head": {"weight": torch.ones(2)}}

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from cloudckpt.convert.transfer import Assemble, BodyIn, Transfer, head_file, up
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
+    CloudckptError,
     Hint,
     InvalidOptionError,
     ObjectNotFoundError,
@@ -31,7 +32,7 @@ from cloudckpt.io.leftovers import Leftover
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.reader import CheckpointReader
-from cloudckpt.pipeline.safetensors_files import list_links
+from cloudckpt.pipeline.safetensors_files import find_files, list_links
 from cloudckpt.uri import parse_location
 
 TILE_BYTES = MIB
@@ -236,11 +237,14 @@ class ExportFolder:
         return sorted(key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in self._patterns))
 
 
-def find_companions(transfer: Transfer, folder: str | os.PathLike[str], dtype: str | None = None) -> dict[str, NewFile]:
+def find_companions(
+    transfer: Transfer, folder: str | os.PathLike[str], dtype: str | None = None, *, tensors: Collection[str] = ()
+) -> dict[str, NewFile]:
     """Find the files directly in `folder` that hold no weights, such as its ``config.json`` and its tokenizer's.
 
     The folder is opened with the options of the source if one service holds both, or else with those of the target.
-    Raises `InvalidOptionError` if there are none. Warns of a ``config.json`` that names another dtype than `dtype`.
+    Raises `InvalidOptionError` if there are none. Warns of a ``config.json`` that names another dtype than `dtype`, and
+    of weights in the folder that have no name of the exported `tensors`.
     """
     location = parse_location(folder)
     ends = (end for end in (transfer.source, transfer.target) if location.is_of_kind(end.location))
@@ -259,16 +263,27 @@ def find_companions(transfer: Transfer, folder: str | os.PathLike[str], dtype: s
     files = {name: head_file(context, name) for name in names}
     config = files.get("config.json")
     if dtype is not None and config is not None and config.size_bytes <= MIB:
-        found = _find_dtype(context.client.read("config.json", max_bytes=MIB) or b"")
-        if found not in (None, dtype):
+        named = _find_dtype(context.client.read("config.json", max_bytes=MIB) or b"")
+        if named not in (None, dtype):
             _log.warning(
                 "%s says dtype %s, and this export has %s: programs that follow the file cast the weights when they "
                 'load. Change the dtype in the exported config.json, or pass dtype="%s" to from_pretrained',
                 context.client.url("config.json"),
-                found,
+                named,
                 dtype,
                 dtype,
             )
+    with contextlib.suppress(CloudckptError):  # a hint does without the weights there, which may be incomplete
+        if tensors and (found := find_files(context)) is not None:
+            theirs = found[1].manifest.tensors
+            if theirs.keys().isdisjoint(tensors):
+                _log.warning(
+                    "the weights in %s have other names, such as %s, and this export has %s: programs that follow its "
+                    "config.json will not find them. To remove what the names begin with, pass strip_prefix",
+                    context.uri,
+                    min(theirs, default="none"),
+                    min(tensors),
+                )
     return {
         name: NewFile(size_bytes=file.size_bytes, body_in=functools.partial(FileBody, context, file))
         for name, file in files.items()

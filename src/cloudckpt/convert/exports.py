@@ -269,7 +269,7 @@ def _export_safetensors(
     )
     if part is None:
         files.check()
-    companions = {} if config_from is None else find_companions(transfer, config_from, dtype)
+    companions = {} if config_from is None else find_companions(transfer, config_from, dtype, tensors=fqns)
     is_whole = True
     if part is not None:
         written, is_whole = files.write_part(part, new, index=index, companions=companions)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt.dcp.ranks.collectives import begin_call
 from cloudckpt.dcp.ranks.failures import failure_of
+from cloudckpt.dcp.ranks.rendezvous import TRANSFER_FRACTION
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.manager.candidates import Candidate, load_newest
 from cloudckpt.report import LoadReport
@@ -54,8 +55,8 @@ def test_each_call_has_its_own_timeout() -> None:
     for number, timeout_s in enumerate((60.0, 5.0, 90.0)):
         call = begin_call(None, "foreground", doing="saving", uri=f"memory://{number}", timeout_s=timeout_s)
         assert call is not None
-        assert call._connections.rendezvous.timeout_s == timeout_s
-        assert call._connections.gloo.options._timeout == dt.timedelta(seconds=timeout_s)
+        assert call._link.rendezvous.timeout_s == timeout_s
+        assert call._link.gloo.options._timeout == dt.timedelta(seconds=TRANSFER_FRACTION * timeout_s)
         call.end(None)
 
 

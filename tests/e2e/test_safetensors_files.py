@@ -575,9 +575,10 @@ def test_checkpoint_beside_files_is_the_one_that_counts(tmp_path: Path) -> None:
 def test_verify_and_copy_of_files_without_checksums_advise_an_import(local: LocalPlace) -> None:
     """If this fails, files without checksums are called verified, or a command says that there is nothing."""
     uri = put(local.uri("hub"), WHOLE)
-    for call in (cloudckpt.verify, lambda one: cloudckpt.copy(one, local.uri("copy"))):
-        with pytest.raises(CheckpointNotFoundError, match=r"no checksums.*import"):
-            call(uri)
+    with pytest.raises(CheckpointNotFoundError, match=r"no checksums.*import"):
+        cloudckpt.verify(uri)
+    with pytest.raises(CheckpointNotFoundError, match=r"cloudckpt import .*, with checksums"):
+        cloudckpt.copy(uri, local.uri("copy"))
     found = cloudckpt.describe(uri)
     assert {one.name: one.shape for one in found.tensors} == {n: tuple(t.shape) for n, t in plain(made(Net, 1)).items()}
     put(local.uri("other"), split(plain(made(Net, 1)) | {"head.bias": torch.zeros(4)}, 1))

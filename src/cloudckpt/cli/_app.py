@@ -56,7 +56,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Suggest a command also for `_OTHER_NAMES`."""
-        if other := _OTHER_NAMES.get(args[0]):
+        if not ctx.resilient_parsing and (other := _OTHER_NAMES.get(args[0])):  # a shell's completion is no call
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'cloudckpt {other}'?")
         return super().resolve_command(ctx, args)
 

@@ -228,7 +228,8 @@ def draw_series(series: Series) -> Figure:
 def draw_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Figure:
     """Draw a bar for each row of a label, a value and its text. Labels are above the bars, so they may be long."""
     most = max((value for _, value, _ in rows), default=0) or 1
-    width = PANEL_WIDTH - max((len(text) for _, _, text in rows), default=0) * 12 * _CHARACTER - _GAP
+    longest = max((len(text) for _, _, text in rows), default=0)
+    width = max(PANEL_WIDTH - longest * 12 * _CHARACTER - _GAP, PANEL_WIDTH / 4)
     shapes: list[Shape] = [Text(0, 14, title, "ink", 13, is_bold=True)]
     for number, (label, value, text) in enumerate(rows):
         y = 24 + number * _ROW_HEIGHT

@@ -304,14 +304,15 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("option", ["", "--json", "-q", "-v"])
+@pytest.mark.parametrize("option", ["", "--json", "-q", "-v", "in a notebook"])
 def test_a_spinner_shows_that_a_slow_store_is_asked(tmp_path: Path, option: str) -> None:
     """If this fails, a command looks dead while it waits, or a program that reads its output gets a spinner."""
     save(f"{tmp_path}/step-1")
     ours, terminal = os.openpty()
-    command = [sys.executable, "-c", _SLOW, "ls", str(tmp_path), *([option] if option else [])]
+    command = [sys.executable, "-c", _SLOW, "ls", str(tmp_path), *([option] if option.startswith("-") else [])]
+    environment = _environment(**({"JPY_PARENT_PID": "1"} if option == "in a notebook" else {}))
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=terminal, text=True, env=_environment()) as running:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=terminal, text=True, env=environment) as running:
         os.close(terminal)
         try:
             seen = b""

@@ -47,7 +47,7 @@ class Terminal(io.StringIO):
 def _terminal_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("LINES", "40")):
         monkeypatch.setenv(name, value)
-    for name in ("RANK", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    for name in ("RANK", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "JPY_PARENT_PID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -84,12 +84,14 @@ def test_failed_save_raises_its_error_and_ends_the_bar(memory: Memory, monkeypat
     assert not is_watched()
 
 
-@pytest.mark.parametrize("where", ["a log", "another rank", "no stderr"])
+@pytest.mark.parametrize("where", ["a log", "another rank", "no stderr", "a command in a notebook"])
 def test_bar_is_no_part_of_a_log(memory: Memory, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """If this fails, the log of a job has a line for each state of a bar, or one bar for each rank."""
-    terminal = open_terminal(monkeypatch, is_terminal=where == "another rank")
+    terminal = open_terminal(monkeypatch, is_terminal=where != "a log")
     if where == "another rank":
         monkeypatch.setenv("RANK", "1")
+    if where == "a command in a notebook":
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
     if where == "no stderr":
         monkeypatch.setattr(sys, "stderr", None)
     cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=SHOWN)

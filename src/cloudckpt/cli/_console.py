@@ -41,7 +41,7 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
     UnsupportedValueError,
 )
-from cloudckpt.telemetry.progress import new_bar
+from cloudckpt.telemetry.progress import has_terminal, new_bar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -101,7 +101,7 @@ class Console:
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Show that the command works, while it prints nothing. Only on a terminal's stderr, and not beside a log."""
-        if self.quiet or self.as_json or self.is_verbose or not _has_terminal():
+        if self.quiet or self.as_json or self.is_verbose or not has_terminal():
             yield
             return
         from rich import console, status
@@ -159,7 +159,7 @@ class Console:
     @contextlib.contextmanager
     def progress(self, text: str) -> Iterator[Callable[[int, int], None]]:
         """Show a bar on stderr, if that is a terminal. Yields a function of the bytes done and the bytes in total."""
-        if self.quiet or not _has_terminal():
+        if self.quiet or not has_terminal():
             yield lambda _done_bytes, _total_bytes: None
             return
         with _without_status(), new_bar(transient=True) as bar:
@@ -264,11 +264,6 @@ def usage_message(error: BaseException) -> str | None:
     if message.startswith("Got unexpected extra argument") and "--name" in flags:
         message += ": --name PATTERN chooses what is shown"
     return f"Error: {plain_line(message)} ({command} --help shows how to use it)"
-
-
-def _has_terminal() -> bool:
-    """Return True if stderr can redraw a line. A notebook's ``!command`` has a terminal that cannot."""
-    return sys.stderr.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 @contextlib.contextmanager

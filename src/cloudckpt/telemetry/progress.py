@@ -9,6 +9,7 @@ import html
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import threading
 import time
@@ -41,7 +42,7 @@ def show_progress(
     """
     bar, shown = contextlib.ExitStack(), contextlib.ExitStack()
     in_notebook = "ipykernel" in sys.modules
-    if is_wanted and (in_notebook or (not in_background and sys.stderr is not None and sys.stderr.isatty())):
+    if is_wanted and (in_notebook or (not in_background and has_terminal())):
         shown.callback(_end, bar)
         with logging_failures("no progress bar is shown"):
             if in_notebook:
@@ -52,6 +53,11 @@ def show_progress(
                     bar.enter_context(tqdm.tqdm.external_write_mode(file=sys.stderr, nolock=True))
                 bar.enter_context(_TerminalBar(verb, uri))
     return shown
+
+
+def has_terminal() -> bool:
+    """Return True if stderr can redraw a line. A notebook's ``!command`` has a terminal that cannot."""
+    return sys.stderr is not None and sys.stderr.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def _end(bar: contextlib.ExitStack) -> None:

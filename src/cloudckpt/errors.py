@@ -53,9 +53,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt._messages import (
-    limit_text,
-)
+from cloudckpt._messages import limit_text
 
 __all__ = [
     "AccessDeniedError",

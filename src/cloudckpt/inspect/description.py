@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,17 +231,15 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
             )
             for name, wrapper in manifest.wrappers.items()
         ),
-        empty_dicts=tuple(find_empty_dicts(manifest)),
+        empty_dicts=find_empty_dicts(manifest),
     )
 
 
-def find_empty_dicts(manifest: Manifest) -> Iterator[str]:
-    """Yield the names of saved dicts without any entry. On some rank, others may have entries."""
+def find_empty_dicts(manifest: Manifest) -> tuple[str, ...]:
+    """Return the names of saved dicts without any entry. On some rank, others may have entries."""
     names = [name_path(path_from_json(path)) for path in manifest.empty_mappings]
     entries = [*manifest.tensors, *manifest.values] if names else []
-    for name in names:
-        if not any(entry == name or entry.startswith(f"{name}.") for entry in entries):
-            yield name
+    return tuple(name for name in names if not any(entry == name or entry.startswith(f"{name}.") for entry in entries))
 
 
 def _resolve(location: Location, options: Options) -> Resolved:

@@ -113,7 +113,7 @@ def _verify_once(location: Location, options: Options) -> VerifyReport:
         attempt=manifest.attempt,
         num_objects=len(manifest.objects),
         num_tensors=len(manifest.tensors),
-        num_values=len(manifest.values) + len([*find_empty_dicts(manifest)]),
+        num_values=len(manifest.values) + len(find_empty_dicts(manifest)),
         num_bytes=sum(stored.size for stored in manifest.objects),
         num_requests=context.client.num_requests,
         num_retries=context.client.num_retries,

@@ -113,7 +113,7 @@ def test_stop_gives_up_what_would_be_tried_again(clock: FakeClock) -> None:
     client.stop()
     with pytest.raises(TransientStoreError):
         client.call(attempt)
-    assert (attempt.num_calls, clock.waits_s) == (1, [])
+    assert (attempt.num_calls, clock.waits_s, client.num_retries) == (1, [], 0)
     assert client.call(lambda: "a first attempt is still made") == "a first attempt is still made"
 
 
